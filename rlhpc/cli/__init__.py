@@ -94,17 +94,17 @@ def build_parser() -> TopParser:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line; overrides may stand anywhere, also after an option, where argparse does not accept them."""
     parser = build_parser()
-    words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    for word in words:
-        check_encoding(word)
-    parser.check_command(words)
-    further: list[str] = []
-    if words and words[0] == "run" and "--" in words:  # the remainder is for Snakemake
-        cut = words.index("--")
-        words, further = words[:cut], words[cut + 1 :]
-    args, remaining = parser.parse_known_args(words)
-    args.further = further
-    unknown = [word for word in remaining if word.startswith("-") or "=" not in word]
+    arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    for argument in arguments:
+        check_encoding(argument)
+    parser.check_command(arguments)
+    further_arguments: list[str] = []
+    if arguments and arguments[0] == "run" and "--" in arguments:  # the remainder is for Snakemake
+        separator = arguments.index("--")
+        arguments, further_arguments = arguments[:separator], arguments[separator + 1 :]
+    args, remaining = parser.parse_known_args(arguments)
+    args.further = further_arguments
+    unknown = [argument for argument in remaining if argument.startswith("-") or "=" not in argument]
     if unknown:
         parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
     args.overrides = [*args.overrides, *remaining]

@@ -17,7 +17,7 @@ LATEST = "latest"
 
 def is_run(paths: RunPaths) -> bool:
     """Returns whether a run has begun in that folder."""
-    return any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry))
+    return any(marker.exists() for marker in (paths.config, paths.submit, paths.checkpoints, paths.registry))
 
 
 def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
@@ -33,19 +33,19 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
 
         folder = location.is_dir()
         cfg = load_config(RunPaths(location).config if folder else location, overrides, check=False)
-        changed = {override.partition("=")[0].strip() for override in overrides}
-        run_dir = location.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
-        name = location.name if folder and "runner.name" not in changed else cfg.runner.name
+        overridden_keys = {override.partition("=")[0].strip() for override in overrides}
+        run_dir = location.parent if folder and "runner.run_dir" not in overridden_keys else cfg.runner.run_dir
+        name = location.name if folder and "runner.name" not in overridden_keys else cfg.runner.name
         root = RunPaths.of(run_dir, name).root
     paths = RunPaths(root)
     if is_run(paths):
         return paths
-    near = (
+    nearby_runs = (
         sorted(config_file.parent.name for config_file in root.parent.glob(f"*/{CONFIG}"))
         if root.parent.is_dir()
         else []
     )
-    hint = f"; runs there: {', '.join(near)}" if near else ""
+    hint = f"; runs there: {', '.join(nearby_runs)}" if nearby_runs else ""
     raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
 
 

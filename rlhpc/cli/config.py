@@ -52,7 +52,7 @@ def _show(args: argparse.Namespace) -> int:
         raise ConfigError("rlhpc config show prints; it takes no --output")
     if args.subject is None:
         raise ConfigError("rlhpc config show: name a key, such as actor.optim.lr")
-    print(describe_key(args.subject, {kind.name: kind.keys for kind in all_kinds()}))
+    print(describe_key(args.subject, {task_type.name: task_type.keys for task_type in all_kinds()}))
     return 0
 
 
@@ -82,20 +82,20 @@ def _import(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
     composed = compose(path.resolve())
     translation = translate(composed, args.subject)
-    changes = dict(map(parse_override, args.overrides))
-    schema = find_kind(typed_value(changes.get(TASK, translation.ours.get(TASK)), str)).schema
+    override_values = dict(map(parse_override, args.overrides))
+    schema = find_kind(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str)).schema
     for key, keys in translation.origin.items():
         if len(keys) == 1 and keys[0] in composed.texts and translation.ours[key] == composed.leaves[keys[0]]:
             translation.ours[key] = typed_value(
                 Scalar(translation.ours[key], composed.texts[keys[0]]), schema.kind(key)
             )
-    for key, value in changes.items():
+    for key, value in override_values.items():
         translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
-    text = written(translation, args.subject, "RLinf")
+    config_text = written(translation, args.subject, "RLinf")
     sys.stderr.write(
-        report(translation, args.subject, "RLinf", composed.files, _verdict(text, str(output or args.subject)))
+        report(translation, args.subject, "RLinf", composed.files, _verdict(config_text, str(output or args.subject)))
     )
-    _write(text, output)
+    _write(config_text, output)
     return 0
 
 

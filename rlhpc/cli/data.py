@@ -62,11 +62,11 @@ def _data(args: argparse.Namespace) -> int:
         raise ConfigError(f"rlhpc data {args.action} needs --output")
     if args.action == "show":
         output = check_file("--output", Path(args.output))
-        facts = datasets.inspect(args.paths)
+        dataset_facts = datasets.inspect(args.paths)
         output.parent.mkdir(parents=True, exist_ok=True)
         episodes = itertools.islice(datasets.read(args.paths), args.episodes)
-        output.write_text(page(", ".join(args.paths), facts, episodes))
-        print(f"{output}: {min(args.episodes, facts['episodes'])} of {facts['episodes']} episodes")
+        output.write_text(page(", ".join(args.paths), dataset_facts, episodes))
+        print(f"{output}: {min(args.episodes, dataset_facts['episodes'])} of {dataset_facts['episodes']} episodes")
         return 0
     if args.to == "hdf5" and args.action != "split":
         check_file("--output", Path(args.output))
@@ -82,14 +82,20 @@ def _data(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    data = add_command(commands, "data", _data, "show, merge, split and convert datasets of trajectories", _EXAMPLES)
-    data.add_argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do")
-    data.add_argument("paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets")
-    data.add_argument("--output", help="page (show), file (hdf5) or folder to write")
-    data.add_argument(
+    data_parser = add_command(
+        commands, "data", _data, "show, merge, split and convert datasets of trajectories", _EXAMPLES
+    )
+    data_parser.add_argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do")
+    data_parser.add_argument(
+        "paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets"
+    )
+    data_parser.add_argument("--output", help="page (show), file (hdf5) or folder to write")
+    data_parser.add_argument(
         "--to", choices=("hdf5", "lerobot", "minari"), default="hdf5",
         help="format (merge, split, convert): ManiSkill's HDF5 (default), LeRobot's v3.0, or Minari's",
     )  # fmt: skip
-    data.add_argument("--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)")
-    data.add_argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)")
-    add_format(data)
+    data_parser.add_argument(
+        "--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)"
+    )
+    data_parser.add_argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)")
+    add_format(data_parser)

@@ -97,20 +97,20 @@ def _eval(args: argparse.Namespace) -> int:
     if checkpoint is None:
         return _eval_model(args, config, suite)
     cfg = load_config(config, args.overrides, training=False, trust=trust)
-    if changes := list(cfg.workflow.suites.get(suite, ())):
+    if suite_overrides := list(cfg.workflow.suites.get(suite, ())):
         if trust is not None and not trust.everything:
             without_variables(
-                {"suites": changes}, trust, str(config)
+                {"suites": suite_overrides}, trust, str(config)
             )  # they come from the checkpoint, not from the user
-        cfg = load_config(config, [*changes, *args.overrides], training=False, trust=trust)
+        cfg = load_config(config, [*suite_overrides, *args.overrides], training=False, trust=trust)
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
         output = run.eval_result(step, suite)
-        changed = [*args.overrides, *([] if args.episodes is None else [f"--episodes {args.episodes}"])]
-        if changed and args.suite is None:
+        suite_changes = [*args.overrides, *([] if args.episodes is None else [f"--episodes {args.episodes}"])]
+        if suite_changes and args.suite is None:
             raise ConfigError(
-                f"the run's own evaluation belongs in {output}, and {', '.join(changed)} makes it another one: say with "
+                f"the run's own evaluation belongs in {output}, and {', '.join(suite_changes)} makes it another one: say with "
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
     summary = kind_of(cfg).offline.evaluate(
@@ -126,8 +126,8 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import kind_of
 
-    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(config, words, training=False)
+    override_words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(config, override_words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     summary = kind_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
@@ -142,20 +142,20 @@ def _play(args: argparse.Namespace) -> int:
     if args.run is not None and "=" in args.run and not Path(args.run).exists():
         args.run, args.overrides = None, [args.run, *args.overrides]
     for name in ("episodes", "max_tokens"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if (option_value := getattr(args, name)) is not None and option_value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {option_value}; it must be at least 1")
     if args.seed is not None and args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
     checkpoint, config, trust = _source(args)
     assert checkpoint is not None
     cfg = load_config(config, args.overrides, training=False, trust=trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
-    inside = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
+    default_film = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
     summary = kind_of(cfg).offline.play(
         cfg,
         checkpoint,
         PlayOptions(
-            film=check_file("--output", Path(args.output)) if args.output else inside,
+            film=check_file("--output", Path(args.output)) if args.output else default_film,
             episodes=args.episodes,
             seed=args.seed,
             system=args.system,
@@ -186,7 +186,7 @@ def _record(args: argparse.Namespace) -> int:
     from rlhpc.embodied.python_env import call_where_importable
 
     source = str(checkpoint or args.expert)
-    result = call_where_importable(
+    recorded = call_where_importable(
         source,
         record_episodes,
         source,
@@ -200,10 +200,10 @@ def _record(args: argparse.Namespace) -> int:
         trust_code=_trusts(args, checkpoint),
         options=options,
     )
-    success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
+    success = f", success_once {recorded['success_once']:.1%}" if "success_once" in recorded else ""
     print(
-        f"{result['episodes']} of {result['played']} episodes of {result['env_id']} ({result['steps']} steps, mean return "
-        f"{result['return_mean']:.2f}{success}) → {args.output}"
+        f"{recorded['episodes']} of {recorded['played']} episodes of {recorded['env_id']} ({recorded['steps']} steps, "
+        f"mean return {recorded['return_mean']:.2f}{success}) → {args.output}"
     )
     return 0
 
@@ -218,23 +218,23 @@ def _pairs(args: argparse.Namespace) -> int:
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
     checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
-    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(config, words, training=False, trust=trust)
+    override_words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(config, override_words, training=False, trust=trust)
     output = check_file("--output", Path(args.output))
     from rlhpc.language.config.run import answers
 
     if not answers(cfg):
-        kind = kind_of(cfg).name
+        task_type_name = kind_of(cfg).name
         raise ConfigError(
-            f"{config}: runs of kind {kind} do not answer problems; pairs come from reasoning or sft runs"
+            f"{config}: runs of kind {task_type_name} do not answer problems; pairs come from reasoning or sft runs"
         )
     from rlhpc.language.evaluation.preference_pairs import describe, make_pairs
 
-    result = make_pairs(
+    pairs_result = make_pairs(
         cfg, checkpoint, output, suite=args.suite, samples=args.samples, temperature=args.temperature,
         form="labels" if args.labels else "pairs", shuffled=args.shuffle,
     )  # fmt: skip
-    print(f"{describe(result)} → {args.output}")
+    print(f"{describe(pairs_result)} → {args.output}")
     return 0
 
 
@@ -296,28 +296,30 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
     )
-    play = add_command(
+    play_parser = add_command(
         commands,
         "play",
         _play,
         "watch a trained policy play, or talk with a trained language model in the terminal",
         _EXAMPLES["play"],
     )
-    play.add_argument("run", nargs="?", help=f"{RUN}; or --checkpoint")
-    add_words(play)
-    play.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
-    play.add_argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)")
-    play.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    play.add_argument("--episodes", type=int, help="how many episodes are played (default 4)")
-    play.add_argument("--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)")
-    play.add_argument(
+    play_parser.add_argument("run", nargs="?", help=f"{RUN}; or --checkpoint")
+    add_words(play_parser)
+    play_parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    play_parser.add_argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)")
+    play_parser.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    play_parser.add_argument("--episodes", type=int, help="how many episodes are played (default 4)")
+    play_parser.add_argument(
+        "--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)"
+    )
+    play_parser.add_argument(
         "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
     )
-    play.add_argument("--system", help="language models: first message of the conversation")
-    play.add_argument(
+    play_parser.add_argument("--system", help="language models: first message of the conversation")
+    play_parser.add_argument(
         "--max-tokens", type=int, help="language models: most tokens of a reply (default: rollout.max_new_tokens)"
     )
-    add_trust(play)
+    add_trust(play_parser)
     record = add_command(
         commands,
         "record",
@@ -340,23 +342,29 @@ def add_commands(commands: Any) -> None:
     )
     _add_to(record)
     add_words(record)
-    pairs = add_command(
+    pairs_parser = add_command(
         commands,
         "pairs",
         _pairs,
         "let a language model answer, and write a right answer beside each wrong one: data for a reward model",
         _EXAMPLES["pairs"],
     )
-    add_checkpoint(pairs)
-    pairs.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    pairs.add_argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)")
-    pairs.add_argument("--suite", help="of this suite's problems (default: of those of training)")
-    pairs.add_argument("--samples", type=int, default=8, help="answers to each problem (default 8)")
-    pairs.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1)")
-    pairs.add_argument("--labels", action="store_true", help="each answer with its reward as label, rather than pairs")
-    pairs.add_argument("--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot")
-    pairs.add_argument("--output", required=True, help="the .jsonl file")
-    add_words(pairs)
+    add_checkpoint(pairs_parser)
+    pairs_parser.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    pairs_parser.add_argument(
+        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
+    )
+    pairs_parser.add_argument("--suite", help="of this suite's problems (default: of those of training)")
+    pairs_parser.add_argument("--samples", type=int, default=8, help="answers to each problem (default 8)")
+    pairs_parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1)")
+    pairs_parser.add_argument(
+        "--labels", action="store_true", help="each answer with its reward as label, rather than pairs"
+    )
+    pairs_parser.add_argument(
+        "--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot"
+    )
+    pairs_parser.add_argument("--output", required=True, help="the .jsonl file")
+    add_words(pairs_parser)
     convert = add_command(
         commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
     )

@@ -23,12 +23,12 @@ _ANSWER_S = 15.0
 def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _number(args.reward)
-    num_asked, silent = 0, list[str]()
+    num_asked, errors = 0, list[str]()
     for name, scorer in _scorers(paths).items():
         try:
             reason = _give(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
-            silent.append(f"{name}: {error}")
+            errors.append(f"{name}: {error}")
             continue
         if reason is None:
             print(f"{paths.root.name}: {name} has taken {reward:g} for {args.completion}")
@@ -36,21 +36,23 @@ def _feedback(args: argparse.Namespace) -> int:
         if reason:
             raise ConfigError(f"{name}: {reason}")
         num_asked += 1
-    answered = f"none of {num_asked} rollout ranks awaits a reward for it" if num_asked else "no rollout rank answered"
+    answer_text = (
+        f"none of {num_asked} rollout ranks awaits a reward for it" if num_asked else "no rollout rank answered"
+    )
     raise ConfigError(
-        f"{args.completion}: {answered}; it may be of an earlier start of the run, or its time is over "
-        f"(agent.feedback_timeout_s){''.join(f'; {word}' for word in silent)}"
+        f"{args.completion}: {answer_text}; it may be of an earlier start of the run, or its time is over "
+        f"(agent.feedback_timeout_s){''.join(f'; {error_text}' for error_text in errors)}"
     )
 
 
 def _number(text: str) -> float:
     try:
-        number = float(text)
+        reward = float(text)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+        reward = math.nan
+    if not math.isfinite(reward):
         raise ConfigError(f"{text} is no reward; give a finite number, such as 1.0")
-    return number
+    return reward
 
 
 def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:

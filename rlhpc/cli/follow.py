@@ -62,17 +62,19 @@ class RuleJob:
             self.log = folder / match[1].rstrip(",")
             return True
         if line.strip().startswith("wildcards: "):
-            pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
-            self.wildcards = {name: value for name, _, value in pairs}
+            assignments = (assignment.partition("=") for assignment in line.split(": ", 1)[1].split(", "))
+            self.wildcards = {name: value for name, _, value in assignments}
             return True
         return False
 
     def words(self) -> str:
         """Describes the job; a suite of evaluations is named unless it is the default one."""
-        text = _WORDS.get(self.rule, self.rule.replace("_", " "))
-        text = text.format(step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")).rstrip()
+        phase_text = _WORDS.get(self.rule, self.rule.replace("_", " "))
+        phase_text = phase_text.format(
+            step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")
+        ).rstrip()
         suite = self.wildcards.get("suite", "default")
-        return text if suite == "default" else f"{text}, {suite}"
+        return phase_text if suite == "default" else f"{phase_text}, {suite}"
 
 
 class WorkflowLog:
@@ -100,11 +102,11 @@ class WorkflowLog:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
-                data = file.read()
+                new_bytes = file.read()
         except OSError:
             return []
-        *lines, incomplete_line = data.split(b"\n")  # a line counts once it is complete
-        self._at += len(data) - len(incomplete_line)
+        *lines, incomplete_line = new_bytes.split(b"\n")  # a line counts once it is complete
+        self._at += len(new_bytes) - len(incomplete_line)
         for line in lines:
             self._line(line.decode("utf-8", "replace"))
         return self.started
@@ -158,10 +160,10 @@ class Track:
     def row(self) -> dict[str, Any]:
         """Returns the last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
         row = last_row(self.paths.metrics)
-        results = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
-        if row and results:
+        result_files = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
+        if row and result_files:
             with contextlib.suppress(OSError, ValueError):
-                row.setdefault("eval/return_mean", json.loads(results[-1].read_text()).get("return_mean"))
+                row.setdefault("eval/return_mean", json.loads(result_files[-1].read_text()).get("return_mean"))
         return {name: value for name, value in row.items() if isinstance(value, int | float)}
 
 
@@ -169,8 +171,8 @@ def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
     """Returns the last complete row of a metrics file; empty without one."""
     try:
         with path.open("rb") as file:
-            end = file.seek(0, 2)
-            file.seek(max(0, end - size))
+            file_size = file.seek(0, 2)
+            file.seek(max(0, file_size - size))
             lines = file.read().split(b"\n")[:-1]
         row = json.loads(lines[-1]) if lines else {}
     except (OSError, ValueError):
@@ -221,8 +223,8 @@ class WorkflowFollower:
             return
         row = track.row()
         step = int(row.get("step", 0))
-        moved = row and row.get("time/wall_s") != self._before[self._track].get("time/wall_s")
-        if self._bar is None and moved and self._training():
+        has_moved = row and row.get("time/wall_s") != self._before[self._track].get("time/wall_s")
+        if self._bar is None and has_moved and self._training():
             self._end_line()
             self._bar = ProgressBar(
                 track.total, max(step - 1, 0), name=track.name, stream=self._out, interval_s=_SELDOM_S
@@ -246,11 +248,11 @@ class WorkflowFollower:
     def _phase(self, job: RuleJob) -> None:
         """Prints the name of the current phase."""
         self._job = job
-        text = job.words()
-        if text not in self._printed:
-            self._printed.add(text)
+        phase_text = job.words()
+        if phase_text not in self._printed:
+            self._printed.add(phase_text)
             self._end_line()
-            self._out.write(f"  {text}" + ("" if self._live else "\n"))
+            self._out.write(f"  {phase_text}" + ("" if self._live else "\n"))
             self._open = self._live
             self._out.flush()
 
@@ -258,21 +260,21 @@ class WorkflowFollower:
         """Displays progress within a phase on a terminal: the output of an evaluation, or the queue's state of a job."""
         if self._job is None:
             return
-        text = self._log.waiting if self._job.rule in _TRAINING else ""
-        if not self._live and text and text not in self._printed:
-            self._printed.add(text)
-            self._out.write(f"  {text}\n")
+        waiting_text = self._log.waiting if self._job.rule in _TRAINING else ""
+        if not self._live and waiting_text and waiting_text not in self._printed:
+            self._printed.add(waiting_text)
+            self._out.write(f"  {waiting_text}\n")
             self._out.flush()
         if not self._open:
             return
-        if self._job.log is not None and not text:
+        if self._job.log is not None and not waiting_text:
             try:
-                text = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
+                waiting_text = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
             except OSError:
-                text = ""
-            text = text.partition("eval: ")[2]
-        if text:
-            self._out.write(f"\r\x1b[2K  {self._job.words()}: {text[:90]}")
+                waiting_text = ""
+            waiting_text = waiting_text.partition("eval: ")[2]
+        if waiting_text:
+            self._out.write(f"\r\x1b[2K  {self._job.words()}: {waiting_text[:90]}")
             self._out.flush()
 
     def _end_line(self) -> None:
@@ -297,19 +299,19 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
     """Returns the first error, and the file that contains it: a failed rule's own log, otherwise Snakemake's."""
     for job in log.failed:
         if job.log is not None and job.log.is_file():
-            text = job.log.read_text(errors="replace").strip()
-            if text:
-                return _essence(text, lines), job.log
+            log_text = job.log.read_text(errors="replace").strip()
+            if log_text:
+                return _essence(log_text, lines), job.log
     try:
-        text = path.read_text(errors="replace").strip()
+        log_text = path.read_text(errors="replace").strip()
     except OSError:
-        text = ""
-    return _essence(text, lines), path
+        log_text = ""
+    return _essence(log_text, lines), path
 
 
 def _essence(text: str, lines: int) -> str:
     """Returns the lines from the last error of rlhpc or Snakemake on; the last lines if no error is recognised."""
     text_lines = text.splitlines()
     starts = [n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
-    begin = starts[-1] if starts else max(0, len(text_lines) - lines)
-    return "\n".join(text_lines[begin : begin + lines])
+    first_line = starts[-1] if starts else max(0, len(text_lines) - lines)
+    return "\n".join(text_lines[first_line : first_line + lines])

@@ -101,13 +101,13 @@ def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
         name: Path of the configuration in the project.
         files: The project's own files, which have precedence over those of rlhpc.
     """
-    text = files[name] if name in files else share.path(*PurePosixPath(name).parts).read_text()
-    content = yaml.safe_load(text)
+    yaml_text = files[name] if name in files else share.path(*PurePosixPath(name).parts).read_text()
+    content = yaml.safe_load(yaml_text)
     sft = (content.get("workflow") or {}).get("sft")
-    chain = {name: text}
-    for other in (*(content.get("defaults") or ()), *([sft] if sft else [])):
-        chain |= _read_chain(posixpath.normpath(posixpath.join(posixpath.dirname(name), other)), files)
-    return chain
+    texts_by_name = {name: yaml_text}
+    for base_name in (*(content.get("defaults") or ()), *([sft] if sft else [])):
+        texts_by_name |= _read_chain(posixpath.normpath(posixpath.join(posixpath.dirname(name), base_name)), files)
+    return texts_by_name
 
 
 def project_files(name: str, config: str) -> dict[str, str]:
@@ -133,8 +133,8 @@ def project_files(name: str, config: str) -> dict[str, str]:
     files = _read_chain(main, template)
     base = _BASE if any(name.startswith("configs/base/") for name in files) else ""
     for path in sorted(share.path("profiles").rglob("*.yaml")):
-        text = path.read_text().replace("snakefile: workflow/Snakefile", "snakefile: Snakefile")
-        files[path.relative_to(share.root()).as_posix()] = text
+        snakefile_text = path.read_text().replace("snakefile: workflow/Snakefile", "snakefile: Snakefile")
+        files[path.relative_to(share.root()).as_posix()] = snakefile_text
     files |= {
         "configs/site/mycluster.yaml": share.path("configs", "site", "example.yaml").read_text(),
         _RUN: f"# What may also be given with --config.\nrun: {main}\n",
@@ -173,9 +173,9 @@ def _check_free(folder: Path, names: Iterable[str]) -> None:
         ConfigError: Names the first file in the way.
     """
     for name in names:
-        for part in (folder / name, *(folder / name).parents):
-            if os.path.lexists(part) and (part == folder / name or not part.is_dir()):
-                raise ConfigError(f"{part} is there already; give another folder, nothing is overwritten")
+        for ancestor in (folder / name, *(folder / name).parents):
+            if os.path.lexists(ancestor) and (ancestor == folder / name or not ancestor.is_dir()):
+                raise ConfigError(f"{ancestor} is there already; give another folder, nothing is overwritten")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
@@ -184,19 +184,19 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     Raises:
         ConfigError: Names the file or folder.
     """
-    written: list[Path] = []
+    written_paths: list[Path] = []
     try:
-        for name, text in files.items():
+        for name, content in files.items():
             target = folder / name
             for parent in reversed(target.parents):
                 if not parent.is_dir():
                     parent.mkdir()
-                    written.append(parent)
+                    written_paths.append(parent)
             with target.open("x", encoding="utf-8") as file:
-                written.append(target)
-                file.write(text)
+                written_paths.append(target)
+                file.write(content)
     except BaseException as error:
-        for path in reversed(written):
+        for path in reversed(written_paths):
             with contextlib.suppress(OSError):
                 if path.is_dir():
                     path.rmdir()

@@ -41,11 +41,11 @@ def _join(args: argparse.Namespace) -> int:
     if accelerators > num_visible:
         raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
-    stopped = Leaving()
+    leaving = Leaving()
     for number in _REASONS:
-        signal.signal(number, lambda signum, _: stopped.because(_REASONS[signum]))
-    wish, over = wish_of(args.group, threads, accelerators), Ending(paths)
-    stay(paths.registry, wish, stopped, tell, over, patience_s=args.patience, await_driver=args.await_driver)
+        signal.signal(number, lambda signum, _: leaving.because(_REASONS[signum]))
+    request, ending = wish_of(args.group, threads, accelerators), Ending(paths)
+    stay(paths.registry, request, leaving, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
     return 0
 
 

@@ -56,8 +56,11 @@ class TopParser(_Parser):
         for title, names in {**self.groups, **({"Other": ungrouped} if ungrouped else {})}.items():
             lines.append(f"{title}:")
             for name in names:
-                text = textwrap.wrap(summaries[name], 100 - width)
-                lines += [f"  {name:<{width - 2}}{text[0]}", *(" " * width + line for line in text[1:])]
+                summary_lines = textwrap.wrap(summaries[name], 100 - width)
+                lines += [
+                    f"  {name:<{width - 2}}{summary_lines[0]}",
+                    *(" " * width + line for line in summary_lines[1:]),
+                ]
             lines.append("")
         lines += [
             "rlhpc help COMMAND shows a command's arguments and examples; rlhpc --version, the version.",
@@ -117,8 +120,8 @@ def add_command(
 
 def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
     """Adds the positional arguments: those of the command, and overrides."""
-    for name, text in first.items():
-        parser.add_argument(name, help=text)
+    for name, help_text in first.items():
+        parser.add_argument(name, help=help_text)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
 
 

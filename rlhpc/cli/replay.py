@@ -38,8 +38,8 @@ def _replay(args: argparse.Namespace) -> int:
     if args.action == "merge":
         print(f"{args.output}: {replay_buffer.merge(args.folders, args.output)} transitions")
         return 0
-    for number, count in enumerate(replay_buffer.split(args.folders[0], args.output, args.parts)):
-        print(f"{Path(args.output) / str(number)}: {count} transitions")
+    for index, count in enumerate(replay_buffer.split(args.folders[0], args.output, args.parts)):
+        print(f"{Path(args.output) / str(index)}: {count} transitions")
     return 0
 
 

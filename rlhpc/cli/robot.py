@@ -73,11 +73,11 @@ def _invite(args: argparse.Namespace) -> int:
     key = invite(
         _meeting(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
     )  # fmt: skip
-    place = key.place
+    address = key.place
     print(
-        f"{output}: a key for {place.robot} (slot {place.slot}), for one joining within {args.minutes:g} minutes. Take it "
-        f"there (scp {output} ROBOT:), and there:\n"
-        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_find_driver(place)}"
+        f"{output}: a key for {address.robot} (slot {address.slot}), for one joining within {args.minutes:g} minutes. "
+        f"Take it there (scp {output} ROBOT:), and there:\n"
+        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_find_driver(address)}"
     )
     return 0
 
@@ -98,7 +98,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.patience < 0:
         raise ConfigError(f"--patience is {args.patience:g}; it must be 0 or more")
     key = Key.read(expand_home(args.what))
-    way = Way(key, args.ssh, args.address)
+    connection = Way(key, args.ssh, args.address)
     try:
         kwargs = read_yaml("{" + args.kwargs + "}")
     except Exception:
@@ -110,7 +110,7 @@ def _serve(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
     core = safe_robot(args.robot, "--robot", kwargs, own_limits(bounds, args.resume))
     try:
-        Served(core, bounds, tell).serve(key, way, args.patience)
+        Served(core, bounds, tell).serve(key, connection, args.patience)
     finally:
         core.close()
     return 0

@@ -69,17 +69,17 @@ def find_profile(name: str) -> str:
         return str(folder)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
-    here, packaged = Path.cwd() / "profiles" / name, share.path("profiles", name)
+    local_profile, packaged = Path.cwd() / "profiles" / name, share.path("profiles", name)
     # A profile determines what Snakemake runs: another user's profile in a shared folder is not used.
-    if here.is_dir() and here.stat().st_uid in (0, os.getuid()):
-        return str(here)
+    if local_profile.is_dir() and local_profile.stat().st_uid in (0, os.getuid()):
+        return str(local_profile)
     if packaged.is_dir():
         return str(packaged)
     homes = [
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
     ]
-    if any((expand_home(home) / "snakemake" / name).is_dir() for home in homes if home):
+    if any((expand_home(config_home) / "snakemake" / name).is_dir() for config_home in homes if config_home):
         return name  # Snakemake finds it there
     profile_names = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
@@ -95,12 +95,18 @@ def command_of(args: argparse.Namespace) -> list[str]:
         config.append(f"site={args.site}")
     if args.resume_with:
         config.append("resume_with=true")
-    further = [*args.further]
-    at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads only the last
-    further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
+    further_arguments = [*args.further]
+    index = (
+        further_arguments.index("--config") + 1 if "--config" in further_arguments else 0
+    )  # of several, Snakemake reads only the last
+    further_arguments[index:index] = (
+        config
+        if index
+        else ["--config", *config, *(["--"] if further_arguments[:1] and further_arguments[0][0] != "-" else [])]
+    )
     return [
         sys.executable, "-P", "-m", "snakemake", "--snakefile", share.snakefile(),
-        "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further,
+        "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further_arguments,
     ]  # fmt: skip
 
 
@@ -110,11 +116,11 @@ def same_command(args: argparse.Namespace) -> str:
     script = Path(sys.argv[0])
     if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
         program = os.path.relpath(script)
-    words = [program, "run", args.config, *args.overrides]
-    words += ["--profile", args.profile] if args.profile != "local" else []
-    words += ["--site", args.site] if args.site else []
-    words += ["--resume-with"] if args.resume_with else []
-    return shlex.join([*words, *(["--", *args.further] if args.further else [])])
+    command_words = [program, "run", args.config, *args.overrides]
+    command_words += ["--profile", args.profile] if args.profile != "local" else []
+    command_words += ["--site", args.site] if args.site else []
+    command_words += ["--resume-with"] if args.resume_with else []
+    return shlex.join([*command_words, *(["--", *args.further] if args.further else [])])
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -140,14 +146,14 @@ def _run(args: argparse.Namespace) -> int:
 
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := kind_of(cfg).offline.preparation(cfg).sft) is not None:
-        first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
-        sft_paths = RunPaths.of(first.runner.run_dir, first.runner.name)
-        tracks["sft"] = Track(first.runner.name, sft_paths, total_steps(first))
+        sft_cfg = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
+        sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
+        tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))
     with _workflow_log(paths.logs) as path:
         saved = [step for step, _ in paths.complete_steps()]
-        goes_on = f", from step {saved[-1]} on" if saved else ""
+        start_text = f", from step {saved[-1]} on" if saved else ""
         say(
-            f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{goes_on}; Snakemake log: {near(path)}"
+            f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{start_text}; Snakemake log: {near(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
         started_at = time.monotonic()
@@ -171,8 +177,8 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
     command = command_of(args)
-    at = command.index("--config")  # with any profile: a failed run does not stop the others
-    command[at:at] = ["--keep-going"]
+    index = command.index("--config")  # with any profile: a failed run does not stop the others
+    command[index:index] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     with _workflow_log(sweep.paths.logs) as path:
@@ -207,11 +213,11 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
     path = logs / "workflow" / "snakemake.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
+        for log_number in itertools.count(2):
             lease = Lease(path.with_suffix(".lease"))
             if lease.take_over():
                 break
-            path = logs / "workflow" / f"snakemake-{number}.log"
+            path = logs / "workflow" / f"snakemake-{log_number}.log"
         path.write_bytes(b"")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another runner.run_dir") from error
@@ -231,9 +237,9 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
                 follower.look()
                 time.sleep(_POLL_S)
             follower.close()
-        except KeyboardInterrupt as stopped:
+        except KeyboardInterrupt as interrupt:
             follower.close()
-            return InterruptedCode(stop(process, stopped))
+            return InterruptedCode(stop(process, interrupt))
     return process.returncode
 
 
@@ -247,12 +253,15 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
         name = signal.Signals(-code).name
         say(f"Snakemake was killed by {name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}")
         return 128 - code
-    text, where = real_error(log, path)
-    print(text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
-    if not log.failed and text.startswith("rlhpc: error: "):
+    error_text, error_log = real_error(log, path)
+    print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
+    if not log.failed and error_text.startswith("rlhpc: error: "):
         return 2
-    also = f"; Snakemake's: {near(path)}" if where != path else ""
-    say(f"failed; log: {near(where)}{also}\n  the same command goes on from the last checkpoint: {same_command(args)}")
+    more_text = f"; Snakemake's: {near(path)}" if error_log != path else ""
+    say(
+        f"failed; log: {near(error_log)}{more_text}\n"
+        f"  the same command goes on from the last checkpoint: {same_command(args)}"
+    )
     return code
 
 
@@ -272,17 +281,17 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
     from rlhpc.metrics.provenance import last_result
 
     suite = next(iter(cfg.workflow.eval_suites), "default")
-    step, result, words = last_result(paths, suite)
+    step, last_metrics, result_text = last_result(paths, suite)
     program = same_command(args).split(" run ", 1)[0]
     run = shlex.quote(near(paths.root))
-    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if words else ''}{words}"]
+    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result_text else ''}{result_text}"]
     lines.append(f"  report  {near(paths.report)}")
     if (paths.export(step)).is_dir():
         lines.append(f"  policy  {near(paths.export(step))}")
     config = shlex.quote(args.config)
     lines += ["next", f"  {program} status {run}"]
-    if result:  # suites of language models have names in data.eval; those of episodes may have any
-        options = "again --episodes 20" if "return_mean" in result else shlex.quote(suite)
+    if last_metrics:  # suites of language models have names in data.eval; those of episodes may have any
+        options = "again --episodes 20" if "return_mean" in last_metrics else shlex.quote(suite)
         lines.append(f"  {program} eval --run {run} --suite {options}")
     lines += [
         f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={cfg.runner.seed + 1}",
@@ -300,11 +309,13 @@ def ending_early() -> Iterator[None]:
     def handle(signum: int, frame: object) -> None:
         raise Interrupted(signum)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    previous_handlers = {
+        number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -320,31 +331,31 @@ def _stop(
     """Ends Snakemake and the jobs of this machine; prints what is saved and how to continue."""
     signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
     say("interrupted: saving; Ctrl-C again ends at once")
-    hurried = False
+    is_hurried = False
     try:
         _end_group(process)
-        for text in _end_all(tracks):
-            say(text)
+        for message in _end_all(tracks):
+            say(message)
     except KeyboardInterrupt:
-        hurried = True
+        is_hurried = True
         _end_group(process, at_once=True)
         with contextlib.suppress(KeyboardInterrupt):
             _end_all(tracks, grace_s=0.0)
     except RlhpcError as error:
         say(f"error: {error}")
     if "run" in tracks:
-        _tell_saved(tracks["run"], hurried)
+        _tell_saved(tracks["run"], is_hurried)
     else:
         from rlhpc.jobs.status import run_state
 
         saved = sum(bool(track.paths.complete_steps()) for track in tracks.values())
-        goes_on = [
+        running_names = [
             name for name, track in tracks.items() if run_state(track.paths)[0] in ("running", "waiting", "pending")
         ]
         root = next(iter(tracks.values())).paths.root.parent
         say(f"interrupted; {saved} of {len(tracks)} runs have saved something")
-        if goes_on and not hurried:
-            say(f"the jobs of {len(goes_on)} runs go on; stop them: rlhpc cancel {shlex.quote(near(root))}")
+        if running_names and not is_hurried:
+            say(f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(near(root))}")
     say(f"go on: {same_command(args)}")
     return 128 + signum
 
@@ -370,18 +381,22 @@ def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
     """Ends the drivers of this machine at the same time: each takes the time to save."""
     pool = ThreadPoolExecutor(16)
     try:
-        results = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
+        messages_by_track = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # not held up by them at a second Ctrl-C
-    named = zip(tracks.values(), results, strict=True)
-    return [f"{track.name}: {text}" if len(tracks) > 1 else text for track, sentences in named for text in sentences]
+    track_messages = zip(tracks.values(), messages_by_track, strict=True)
+    return [
+        f"{track.name}: {message}" if len(tracks) > 1 else message
+        for track, messages in track_messages
+        for message in messages
+    ]
 
 
 def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
     """Sends Ctrl-C to Snakemake and the commands that it runs, then stronger signals."""
-    for number, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
+    for signum, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
             return

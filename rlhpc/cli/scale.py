@@ -21,17 +21,26 @@ def _scale(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     bounds = _bounds(paths)
     requested = {
-        group: number for word in (args.number, *args.overrides) for group, number in [_parse_request(word, bounds)]
+        group: num_requested
+        for request_word in (args.number, *args.overrides)
+        for group, num_requested in [_parse_request(request_word, bounds)]
     }
     require_driver(paths)
-    before = {group: number for group, number in (read_json_file(paths.asked_ranks) or {}).items() if group in bounds}
-    all_requests = {**before, **requested}
-    write_json(paths.asked_ranks, {group: number for group, number in all_requests.items() if number is not None})
-    live = HelperRecord.read(paths).live()
-    for group, number in requested.items():
+    previous_requests = {
+        group: num_requested
+        for group, num_requested in (read_json_file(paths.asked_ranks) or {}).items()
+        if group in bounds
+    }
+    all_requests = {**previous_requests, **requested}
+    write_json(
+        paths.asked_ranks,
+        {group: num_requested for group, num_requested in all_requests.items() if num_requested is not None},
+    )
+    live_jobs = HelperRecord.read(paths).live()
+    for group, num_requested in requested.items():
         num_present = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
-        queued = sum(job.started is None and job.group == group for job in live)
-        number_text = "as many as the rule says" if number is None else f"{number}"
+        queued = sum(job.started is None and job.group == group for job in live_jobs)
+        number_text = "as many as the rule says" if num_requested is None else f"{num_requested}"
         print(
             f"{paths.root.name}: {number_text} ranks of {group} are asked for; {num_present} there, {queued} jobs in the queue"
         )
@@ -51,8 +60,11 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     content: Any = {}
     if paths.config.is_file():
         content = read_yaml(paths.config.read_bytes(), UniqueKeys)
-    entries = read_key(read_key(content, "cluster"), "elastic", ())
-    bounds = {str(read_key(raw, "group", "rollout")): (int(raw["min"]), int(raw["max"])) for raw in entries}
+    helper_sections = read_key(read_key(content, "cluster"), "elastic", ())
+    bounds = {
+        str(read_key(helper_section, "group", "rollout")): (int(helper_section["min"]), int(helper_section["max"]))
+        for helper_section in helper_sections
+    }
     if not bounds:
         raise ConfigError(
             f"{paths.root.name} takes no ranks from jobs of their own: start it with cluster.elastic, or add some by hand "
@@ -62,17 +74,17 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
 
 
 def _parse_request(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
-    group, _, text = word.partition("=")
+    group, _, number_text = word.partition("=")
     if group not in bounds:
         raise ConfigError(f"{word}: groups of this run that can be scaled: {', '.join(bounds)}")
-    if text == _AUTO:
+    if number_text == _AUTO:
         return group, None
     min_ranks, max_ranks = bounds[group]
-    if not text.isascii() or not text.isdigit() or not min_ranks <= int(text) <= max_ranks:
+    if not number_text.isascii() or not number_text.isdigit() or not min_ranks <= int(number_text) <= max_ranks:
         raise ConfigError(
             f"{word}: give a number from {min_ranks} to {max_ranks} (cluster.elastic), or {group}={_AUTO}"
         )
-    return group, int(text)
+    return group, int(number_text)
 
 
 def add_commands(commands: Any) -> None:

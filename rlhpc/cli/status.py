@@ -92,7 +92,7 @@ def _report(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rlhpc.runs.compare import labels_of, write_comparison
 
-    sweeps = {word: sweep for word in args.runs if (sweep := sweep_paths(word)) is not None}
+    sweeps = {run_argument: sweep for run_argument in args.runs if (sweep := sweep_paths(run_argument)) is not None}
     single_sweep = sweeps.get(args.runs[0]) if len(args.runs) == 1 else None
     output = check_file("--output", Path(args.output or (single_sweep.page if single_sweep else "compare.html")))
     if single_sweep is not None:
@@ -102,19 +102,23 @@ def _compare(args: argparse.Namespace) -> int:
         return 0
     if args.metric is not None:
         raise ConfigError("--metric is for a sweep; name its folder, and nothing else")
-    named: list[tuple[str | None, RunPaths]] = []
-    for word in args.runs:
-        if word in sweeps:
+    labelled_runs: list[tuple[str | None, RunPaths]] = []
+    for run_argument in args.runs:
+        if run_argument in sweeps:
             from rlhpc.runs.sweep import read_sweep
 
-            record = read_sweep(sweeps[word])
-            prefix = f"{record.get('name', word)}: " if len(args.runs) > 1 else ""  # others may vary the same keys
-            named += [(f"{prefix}{run['label']}", sweeps[word].run(run["name"])) for run in record["runs"]]
+            record = read_sweep(sweeps[run_argument])
+            prefix = (
+                f"{record.get('name', run_argument)}: " if len(args.runs) > 1 else ""
+            )  # others may vary the same keys
+            labelled_runs += [
+                (f"{prefix}{run['label']}", sweeps[run_argument].run(run["name"])) for run in record["runs"]
+            ]
             continue
-        label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
+        label, _, folder = run_argument.rpartition("=") if not Path(run_argument).exists() else ("", "", run_argument)
         paths = run_paths(folder)
-        named.append((label or None, paths))
-    print(write_comparison(labels_of(named), output, args.suite))
+        labelled_runs.append((label or None, paths))
+    print(write_comparison(labels_of(labelled_runs), output, args.suite))
     return 0
 
 

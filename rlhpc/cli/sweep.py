@@ -79,20 +79,20 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
     except OSError as error:
         raise RlhpcError(f"{sweep.cancelled}: cannot be written: {error.strerror}") from error
     messages: list[str] = []
-    failed: list[RlhpcError] = []
+    errors: list[RlhpcError] = []
 
     def end(paths: RunPaths) -> list[str]:
         try:
-            return [f"{paths.root.name}: {text}" for text in cancel(paths)]
+            return [f"{paths.root.name}: {message}" for message in cancel(paths)]
         except RlhpcError as error:
-            failed.append(error)
+            errors.append(error)
             return []
 
     with ThreadPoolExecutor(16) as pool:  # each waits until its run has saved
         for sentences in pool.map(end, runs):
             messages += sentences
-    if failed:
-        raise RlhpcError("; ".join([*messages, *map(str, failed)]))
+    if errors:
+        raise RlhpcError("; ".join([*messages, *map(str, errors)]))
     return messages
 
 
@@ -109,10 +109,10 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
         for job_type, count in _jobs_of(run).items():
             jobs[job_type] += count
     seeds = len({run.point.seed for run in sweep.runs})
-    at_once = f", at most {sweep.section.max_queued} training jobs queued or running at once"
+    limit_text = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
         f"sweep {sweep.name}: {_some(len(sweep.runs), 'run')} ({_some(len(sweep.runs) // seeds, 'configuration')}, "
-        f"{_some(seeds, 'seed')}){at_once if sweep.section.max_queued else ''}",
+        f"{_some(seeds, 'seed')}){limit_text if sweep.section.max_queued else ''}",
         "jobs         " + ", ".join(f"{count} {job_type}" for job_type, count in jobs.items() if count),
     ]
     for run in sweep.runs:
@@ -129,14 +129,14 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
 def _jobs_of(run: SweepRun) -> dict[str, int]:
     from rlhpc.runs.task_type import kind_of
 
-    cfg, kind = run.cfg, kind_of(run.cfg)
-    before = kind.offline.preparation(cfg)
+    cfg, task_type = run.cfg, kind_of(run.cfg)
+    preparation = task_type.offline.preparation(cfg)
     suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
     return {
         "training": cfg.runner.segments + prepares_sft,
-        "evaluation": suites * (cfg.runner.segments + before.evaluates_start),
+        "evaluation": suites * (cfg.runner.segments + preparation.evaluates_start),
         "export": 1 + prepares_sft,
-        "recording": ("demos" in run.prepares) + bool(kind.offline.recording(cfg)[0]),
+        "recording": ("demos" in run.prepares) + bool(task_type.offline.recording(cfg)[0]),
     }
 
 
@@ -227,10 +227,12 @@ class SweepFollower:
     def _progress(self) -> None:
         training = [name for name, prefix in self._prefixes.items() if self._log.running.get(f"{prefix}train_segment")]
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
-        part = sum(min(steps[name], total) for name, total in self._totals.items()) / max(1, sum(self._totals.values()))
+        ratio = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
+            1, sum(self._totals.values())
+        )
         self._clear()
         self._progress_text = (
-            f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {part:.0%} of all steps"
+            f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {ratio:.0%} of all steps"
         )
         self._out.write(self._progress_text[:110])
         self._out.flush()
@@ -253,12 +255,12 @@ def ending_of(sweep: Sweep) -> list[str]:
     from rlhpc.jobs.state import states
 
     run_states = [state for _, state in states([run.paths for run in sweep.runs])]
-    bad = [
+    failed_runs = [
         (run.point.name, state) for run, state in zip(sweep.runs, run_states, strict=True) if state.state != "finished"
     ]
-    lines = [f"{sweep.name}: {len(run_states) - len(bad)} of {len(run_states)} runs finished"]
-    lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in bad[:10]]
-    lines += [f"  and {len(bad) - 10} more"] if len(bad) > 10 else []
+    lines = [f"{sweep.name}: {len(run_states) - len(failed_runs)} of {len(run_states)} runs finished"]
+    lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in failed_runs[:10]]
+    lines += [f"  and {len(failed_runs) - 10} more"] if len(failed_runs) > 10 else []
     if sweep.paths.is_there:
         from rlhpc.runs.sweep_page import rank_sweep, render_ranking
 

@@ -65,8 +65,8 @@ def _plan(args: argparse.Namespace) -> int:
         _print_skipped(skipped)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)
-    if (first := sft_of(args.config, cfg, args.site)) is not None:
-        sft_export(args.config, cfg, first)
+    if (sft_source := sft_of(args.config, cfg, args.site)) is not None:
+        sft_export(args.config, cfg, sft_source)
     try:
         skipped = check_planned(cfg, resources)
     except UserError:
@@ -110,16 +110,20 @@ def _when(args: argparse.Namespace) -> int:
     from rlhpc.runs.start_estimate import outlook, render
     from rlhpc.runs.tuning.tune import TuneRequest
 
-    words = [word.strip() for word in (args.nodes or "").split(",") if word.strip()]
-    if wrong := [word for word in words if not word.isdigit() or int(word) < 1]:
-        raise ConfigError(f"--nodes has {wrong[0]!r}; write numbers of nodes, such as 1,2,4")
+    node_counts = [node_count.strip() for node_count in (args.nodes or "").split(",") if node_count.strip()]
+    if invalid_counts := [node_count for node_count in node_counts if not node_count.isdigit() or int(node_count) < 1]:
+        raise ConfigError(f"--nodes has {invalid_counts[0]!r}; write numbers of nodes, such as 1,2,4")
     if args.launcher == "local" or shutil.which("sbatch") is None:
         raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
-    partitions = [word.strip() for word in (args.partitions or "").split(",") if word.strip()]
+    partitions = [node_count.strip() for node_count in (args.partitions or "").split(",") if node_count.strip()]
     site = args.site or os.environ.get("RLHPC_SITE")
     print(
         render(
-            outlook(TuneRequest(args.config, tuple(args.overrides), site), [int(word) for word in words], partitions)
+            outlook(
+                TuneRequest(args.config, tuple(args.overrides), site),
+                [int(node_count) for node_count in node_counts],
+                partitions,
+            )
         )
     )
     return 0
@@ -147,14 +151,19 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     steps = [step for step, _ in paths.complete_steps()]
     saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
-    text = f"rlhpc: interrupted; {saved}"
+    message = f"rlhpc: interrupted; {saved}"
     if MAX_RESTARTS in os.environ:
-        return text  # in a job, the submitter prints how to continue
-    words = ["rlhpc", "train", args.config, *(w for w in args.overrides if not w.startswith("runner.resume_dir="))]
-    words += (
+        return message  # in a job, the submitter prints how to continue
+    command_words = [
+        "rlhpc",
+        "train",
+        args.config,
+        *(w for w in args.overrides if not w.startswith("runner.resume_dir=")),
+    ]
+    command_words += (
         ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
     )
-    return f"{text}\nrlhpc: go on: {shlex.join(words)}"
+    return f"{message}\nrlhpc: go on: {shlex.join(command_words)}"
 
 
 def tell(answer: dict[str, object], *, answers: bool) -> None:
@@ -190,10 +199,10 @@ def _submit(args: argparse.Namespace) -> int:
     refuse_overfull(cfg, args.config, executor)
     check_planned(cfg)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    around = SweepPaths.around(paths)
-    if args.asked_by is not None and around is not None and around.cancelled.exists():
+    enclosing_sweep = SweepPaths.around(paths)
+    if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancelled.exists():
         raise SubmitError(
-            f"{paths.root}: not submitted, because the sweep {around.root} was cancelled; rlhpc run goes on with it"
+            f"{paths.root}: not submitted, because the sweep {enclosing_sweep.root} was cancelled; rlhpc run goes on with it"
         )
     check_same_run(paths, cfg, resume_with=args.resume_with)
     make_longer(paths, cfg, args.segment, wait=True)

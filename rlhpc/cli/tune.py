@@ -22,9 +22,9 @@ _EXAMPLES = (
 def _tune(args: argparse.Namespace) -> int:
     options = {"--nodes": (args.nodes, 1), "--gpus": (args.gpus, 0), "--verify": (args.verify, 0), "--steps": (args.steps, 3),
              "--max-staleness": (args.max_staleness, 0), "--samples": (args.samples, 1)}  # fmt: skip
-    for name, (value, lowest) in options.items():
-        if value is not None and value < lowest:
-            raise ConfigError(f"{name} is {value}; it must be {lowest} or more")
+    for name, (option_value, minimum) in options.items():
+        if option_value is not None and option_value < minimum:
+            raise ConfigError(f"{name} is {option_value}; it must be {minimum} or more")
     if not args.deadline > 0:
         raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
     from rlhpc.cli.run import ending_early
@@ -45,8 +45,14 @@ def _tune(args: argparse.Namespace) -> int:
         record = tune(request, say)
     cfg = load_config(args.config, args.overrides, site=args.site, check=False)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    words = ["rlhpc", "run", str(paths.tuned_config), *args.overrides, *(["--site", args.site] if args.site else [])]
-    print(render(record, str(paths.tuned_config), shlex.join(words)))
+    command_words = [
+        "rlhpc",
+        "run",
+        str(paths.tuned_config),
+        *args.overrides,
+        *(["--site", args.site] if args.site else []),
+    ]
+    print(render(record, str(paths.tuned_config), shlex.join(command_words)))
     return 0
 
 

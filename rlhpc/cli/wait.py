@@ -16,17 +16,17 @@ def _wait(wait: Wait, *, alone: bool) -> int:
     try:
         if not alone:
             hand_over(wait)
-        done = waiter.wait()
+        wait_result = waiter.wait()
     except KeyboardInterrupt:
         raise WaitInterrupted(goes_on(waiter.files, waiter.record)) from None
-    tell(waiter.answer(done), answers=wait.answers)
+    tell(waiter.answer(wait_result), answers=wait.answers)
     return 0
 
 
 def main() -> int:
     standard_streams()
-    wait, alone = Wait.from_environment(), "--alone" in sys.argv[1:]
-    return report_errors(lambda: _wait(wait, alone=alone))
+    wait, is_alone = Wait.from_environment(), "--alone" in sys.argv[1:]
+    return report_errors(lambda: _wait(wait, alone=is_alone))
 
 
 if __name__ == "__main__":

@@ -79,17 +79,17 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
     content = _content(path)
     if not chain:
         search += _search_path(content)
-    entries = scalar_values(content.pop("defaults", None)) or []
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path}: defaults is {short_repr(entries)}; Hydra has a list there")
+    defaults = scalar_values(content.pop("defaults", None)) or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults is {short_repr(defaults)}; Hydra has a list there")
     merged: dict[str, Any] = {}
     has_self_entry = False
-    for entry in entries:
-        if entry == "_self_":
+    for default in defaults:
+        if default == "_self_":
             has_self_entry = True
             merged = _merge(merged, content)
             continue
-        for group, package in _groups(entry, path, composed):
+        for group, package in _groups(default, path, composed):
             file = _find(group, path, search)
             subtree = _read(file, composed, (*chain, path), search)
             for name in reversed(package):
@@ -111,8 +111,10 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
     section = content.get("hydra")
     listed = section.get("searchpath") if isinstance(section, dict) else None
     folders = []
-    for text in listed if isinstance(listed, list) else ():
-        name = re.sub(r"\$\{oc\.env:(\w+)\}", lambda m: os.environ.get(m[1], ""), str(text).removeprefix("file://"))
+    for folder_text in listed if isinstance(listed, list) else ():
+        name = re.sub(
+            r"\$\{oc\.env:(\w+)\}", lambda m: os.environ.get(m[1], ""), str(folder_text).removeprefix("file://")
+        )
         if name and Path(name).is_dir():
             folders.append(Path(name))
     return folders
@@ -139,7 +141,7 @@ def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[
 def _package(package: str, group: str) -> list[str]:
     if package == "_global_":
         return []
-    return [part for part in (package or group.strip("./").replace("/", ".")).split(".") if part and part != ".."]
+    return [name for name in (package or group.strip("./").replace("/", ".")).split(".") if name and name != ".."]
 
 
 def _find(name: str, path: Path, search: list[Path]) -> Path:
@@ -157,23 +159,23 @@ def _find(name: str, path: Path, search: list[Path]) -> Path:
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        below_value = merged.get(key)
+        merged[key] = _merge(below_value, value) if isinstance(below_value, dict) and isinstance(value, dict) else value
     return merged
 
 
 def _resolve(tree: dict[str, Any], composed: Composed) -> None:
     hydra = tree.pop("hydra", None)  # its references are resolved by Hydra only
-    texts: list[str] = []
-    composed.texts = {".".join(map(str, names)): raw.text for names, raw in _paths(tree) if isinstance(raw, Scalar)}
+    scalar_texts: list[str] = []
+    composed.texts = {".".join(map(str, names)): leaf.text for names, leaf in _paths(tree) if isinstance(leaf, Scalar)}
     tree, hydra = scalar_values(tree), scalar_values(hydra)
-    cfg = OmegaConf.create(_hidden(tree, texts))
-    ours = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
+    cfg = OmegaConf.create(_hidden(tree, scalar_texts))
+    missing_resolvers = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
     register = getattr(OmegaConf, _REGISTER)
-    for name in ours:
+    for name in missing_resolvers:
         register(name, _RESOLVERS[name])
     try:
-        for names, raw in _paths(tree):
+        for names, leaf in _paths(tree):
             key = ".".join(map(str, names))
             try:
                 value: Any = cfg
@@ -182,13 +184,13 @@ def _resolve(tree: dict[str, Any], composed: Composed) -> None:
                 value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except (OmegaConfBaseException, ValueError, TypeError, ZeroDivisionError) as error:
                 composed.unresolved[key] = cut(f"{error}".splitlines()[0], 100) if f"{error}" else type(error).__name__
-                value = raw
-            composed.leaves[key] = _restore_texts(value, texts)
+                value = leaf
+            composed.leaves[key] = _restore_texts(value, scalar_texts)
     finally:
-        for name in ours:
+        for name in missing_resolvers:
             OmegaConf.clear_resolver(name)
-    for names, raw in _paths(hydra if isinstance(hydra, dict) else {}):
-        composed.leaves[".".join(("hydra", *map(str, names)))] = raw
+    for names, leaf in _paths(hydra if isinstance(hydra, dict) else {}):
+        composed.leaves[".".join(("hydra", *map(str, names)))] = leaf
 
 
 def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -202,9 +204,9 @@ def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[t
 def _hidden(value: Any, texts: list[str]) -> Any:
     """Returns the content with a placeholder for each text that names an environment variable."""
     if isinstance(value, dict):
-        return {key: _hidden(below, texts) for key, below in value.items()}
+        return {key: _hidden(element, texts) for key, element in value.items()}
     if isinstance(value, list):
-        return [_hidden(below, texts) for below in value]
+        return [_hidden(element, texts) for element in value]
     if not isinstance(value, str) or "${oc.env:" not in value:
         return value
     texts.append(value)
@@ -213,7 +215,7 @@ def _hidden(value: Any, texts: list[str]) -> Any:
 
 def _restore_texts(value: Any, texts: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        return {key: _restore_texts(below, texts) for key, below in value.items()}
+        return {key: _restore_texts(element, texts) for key, element in value.items()}
     if isinstance(value, list):
-        return [_restore_texts(below, texts) for below in value]
+        return [_restore_texts(element, texts) for element in value]
     return re.sub(r"<variable (\d+)>", lambda mark: texts[int(mark[1])], value) if isinstance(value, str) else value

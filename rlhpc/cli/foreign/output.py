@@ -25,26 +25,28 @@ def written(translation: Translation, source: str, project: str) -> str:
         source: Original file.
         project: Project whose format it has.
     """
-    differs = {key: reason for key, (reason, changes) in translation.omitted.items() if changes}
+    training_differs = {
+        key: reason for key, (reason, changes_training) in translation.omitted.items() if changes_training
+    }
     lines = [
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
         f"{len(translation.used)} of {len(translation.foreign)} keys are used."
     ]
-    if differs:
+    if training_differs:
         lines.append("# Left out; training will differ:")
-        for reason, keys in _group_by_reason(differs):
-            text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({reason})"
+        for reason, keys in _group_by_reason(training_differs):
+            omitted_text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({reason})"
             lines += textwrap.wrap(
-                text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
+                omitted_text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
             )
     tree: dict[str, Any] = {}
     for key, value in translation.ours.items():
-        *sections, last = key.split(".")
-        at = tree
+        *sections, leaf_name = key.split(".")
+        subtree = tree
         for section in sections:
-            at = at.setdefault(section, {})
+            subtree = subtree.setdefault(section, {})
         comment = _origin([name for name in translation.origin[key] if name != key])
-        at[last] = _Leaf(value, comment or _default(translation, key, project))
+        subtree[leaf_name] = _Leaf(value, comment or _default(translation, key, project))
     for name, section in tree.items():
         lines += ["", f"{name}:", *_lines(section, 2)]
     return "\n".join(lines) + "\n"
@@ -60,8 +62,12 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         files: All files that were read.
         verdict: Result of the checks of `rlhpc plan`.
     """
-    differs = {key: reason for key, (reason, changes) in translation.omitted.items() if changes}
-    harmless = {key: reason for key, (reason, changes) in translation.omitted.items() if not changes}
+    training_differs = {
+        key: reason for key, (reason, changes_training) in translation.omitted.items() if changes_training
+    }
+    training_same = {
+        key: reason for key, (reason, changes_training) in translation.omitted.items() if not changes_training
+    }
     included_files = [path.name for path in files if path.name != Path(source).name]
     lines = [
         " with ".join([f"{project}: {source}", *([", ".join(included_files)] if included_files else [])]),
@@ -77,15 +83,15 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         )
         lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
     for title, reasons in (
-        ("left out; training will differ", differs),
-        ("left out; training is the same", harmless),
+        ("left out; training will differ", training_differs),
+        ("left out; training is the same", training_same),
     ):
         lines += ["", f"{title}: {len(reasons)} keys"]
         for reason, keys in _group_by_reason(reasons):
             lines.append(f"  {reason}")
-            text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
+            omitted_text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
             lines += textwrap.wrap(
-                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+                omitted_text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
             )
     return "\n".join([*lines, "", verdict]) + "\n"
 
@@ -109,14 +115,16 @@ class _Leaf:
 
 
 def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
-    for name, below in section.items():
-        if isinstance(below, _Leaf):
-            text = yaml.dump(below.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False)
-            text = text.removesuffix("...\n").strip()
-            yield f"{' ' * indent}{name}: {text}{f'  # {below.comment}' if below.comment else ''}"
+    for name, subtree in section.items():
+        if isinstance(subtree, _Leaf):
+            leaf_text = yaml.dump(
+                subtree.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False
+            )
+            leaf_text = leaf_text.removesuffix("...\n").strip()
+            yield f"{' ' * indent}{name}: {leaf_text}{f'  # {subtree.comment}' if subtree.comment else ''}"
         else:
             yield f"{' ' * indent}{name}:"
-            yield from _lines(below, indent + 2)
+            yield from _lines(subtree, indent + 2)
 
 
 def _value(value: Any) -> str:

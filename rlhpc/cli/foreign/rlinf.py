@@ -34,29 +34,29 @@ def translate(composed: Composed, source: str) -> Translation:
             "in their env/ or model/"
         )
     if task == "embodied" and loss in LOSSES:
-        kind = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
+        description = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
-        absent = rlinf_defaults.EMBODIED
+        defaults = rlinf_defaults.EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
-        kind = "off_policy (SAC)"
+        description = "off_policy (SAC)"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
-        absent = rlinf_defaults.SAC
+        defaults = rlinf_defaults.SAC
     elif task == "reasoning":
-        kind, rows, unmatched = (
+        description, rows, unmatched = (
             f"reasoning ({leaves.get('algorithm.adv_type')})",
             [*RUN, *rlinf_language.ROWS],
             LANGUAGE,
         )
         if rlinf_defaults.has_critic(leaves):
             rows, unmatched = [*rows, *rlinf_language.CRITIC], [*unmatched, *CRITIC]
-        absent = rlinf_defaults.language_defaults(leaves)
+        defaults = rlinf_defaults.language_defaults(leaves)
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
             f"task_type embodied with loss_type {', '.join(LOSSES)} or embodied_sac, and task_type reasoning"
         )
     resolved = {key: value for key, value in leaves.items() if key not in composed.unresolved}
-    translation = translated(kind, resolved, rows, [*unmatched, *EVERYWHERE], absent)
+    translation = translated(description, resolved, rows, [*unmatched, *EVERYWHERE], defaults)
     translation.foreign = dict(leaves)
     translation.omitted |= {
         key: (f"its reference cannot be followed: {reason}", True) for key, reason in composed.unresolved.items()
@@ -70,8 +70,8 @@ def _name(read: Reading) -> Any:
 
 
 def _loggers(read: Reading) -> Any:
-    named = read("runner.logger.logger_backends", [])
-    return ["jsonl", *(str(name) for name in ([named] if isinstance(named, str) else named))]
+    backend_names = read("runner.logger.logger_backends", [])
+    return ["jsonl", *(str(name) for name in ([backend_names] if isinstance(backend_names, str) else backend_names))]
 
 
 def _logger_options(read: Reading) -> Any:
@@ -89,9 +89,9 @@ def _steps(read: Reading) -> Any:
 
 
 def _resume(read: Reading) -> Any:
-    where = read("runner.resume_dir")
-    if where in (None, "auto"):
-        return where if where else UNSET
+    resume_dir = read("runner.resume_dir")
+    if resume_dir in (None, "auto"):
+        return resume_dir if resume_dir else UNSET
     return read.leave("runner.resume_dir", "rlhpc does not read RLinf's checkpoints")
 
 
@@ -104,18 +104,18 @@ def _placement(read: Reading) -> Any:
     else:
         components_of_run = ("actor", "rollout", "env")
     placement: dict[str, Any] = {}
-    for names, place in read.below("cluster.component_placement").items():
-        components, _, part = names.partition(".")
-        placed = [name.strip() for name in components.split(",") if name.strip() in components_of_run]
+    for names, ranks in read.below("cluster.component_placement").items():
+        components, _, placement_key = names.partition(".")
+        component_names = [name.strip() for name in components.split(",") if name.strip() in components_of_run]
         for name in components.split(","):
             if name.strip() not in components_of_run:
                 key = f"cluster.component_placement.{names}"
                 elsewhere = _ELSEWHERE.get(name.strip())
                 read.leave(key, elsewhere or f"rlhpc has no component {name.strip()} in such a run", elsewhere is None)
-        if placed and part:
-            placement.setdefault(",".join(placed), {})[part] = place
-        elif placed:
-            placement[",".join(placed)] = place
+        if component_names and placement_key:
+            placement.setdefault(",".join(component_names), {})[placement_key] = ranks
+        elif component_names:
+            placement[",".join(component_names)] = ranks
     return placement or UNSET
 
 
@@ -128,9 +128,9 @@ _ELSEWHERE = {
 def _accelerators(read: Reading) -> Any:
     """Returns the number of accelerators of a node, if the placement counts them."""
     ranks: list[int] = []
-    for place in read.below("cluster.component_placement").values():
-        for part in str(place).split(","):
-            ranks += [int(n) for n in re.findall(r"\d+", part.partition(":")[0])]
+    for ranks_text in read.below("cluster.component_placement").values():
+        for rank_range in str(ranks_text).split(","):
+            ranks += [int(n) for n in re.findall(r"\d+", rank_range.partition(":")[0])]
     return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else UNSET
 
 

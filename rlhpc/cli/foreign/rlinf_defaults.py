@@ -72,8 +72,8 @@ def language_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dict(_LANGUAGE)
     for group in ("actor", "critic") if has_critic(leaves) else ("actor",):
         megatron = leaves.get(f"{group}.training_backend") == "megatron"
-        trained = _TRAINED | (_MEGATRON if megatron else _FSDP)
-        defaults |= {f"{group}.{key}": value for key, value in trained.items()}
+        trained_defaults = _TRAINED | (_MEGATRON if megatron else _FSDP)
+        defaults |= {f"{group}.{key}": value for key, value in trained_defaults.items()}
     if leaves.get("actor.training_backend") != "megatron":  # Megatron requires the key
         defaults["algorithm.clip_ratio_c"] = 3.0  # workers/actor/fsdp_actor_worker.py
     return defaults

@@ -70,8 +70,8 @@ def _is_grpo(read: Reading) -> bool:
 def _decisions(read: Reading) -> int:
     """Returns the decisions that a slot makes in one of RLinf's rollouts."""
     chunk = int(read("actor.model.num_action_chunks", 1))
-    longest = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
-    return max(1, longest // chunk)
+    max_steps = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
+    return max(1, max_steps // chunk)
 
 
 def _rounds(read: Reading) -> int:
@@ -124,30 +124,30 @@ def _env_type(read: Reading) -> Any:
 
 def _env_arguments(side: str) -> Rule:
     def rule(read: Reading) -> Any:
-        at = f"env.{side}"
-        if (kind := read.leaves.get("env.train.env_type")) == "libero":
+        env_key = f"env.{side}"
+        if (env_type := read.leaves.get("env.train.env_type")) == "libero":
             sizes = {
-                "height": read(f"{at}.init_params.camera_heights"),
-                "width": read(f"{at}.init_params.camera_widths"),
+                "height": read(f"{env_key}.init_params.camera_heights"),
+                "width": read(f"{env_key}.init_params.camera_widths"),
             }
             return {name: size for name, size in sizes.items() if size is not None} or UNSET
-        if kind != "maniskill":
+        if env_type != "maniskill":
             return UNSET
         kwargs: dict[str, Any] = {}
-        for name, value in read.below(f"{at}.init_params").items():
-            first, _, second = name.partition(".")
-            if first in _ARGUMENTS_LEFT:
-                read.looked.discard(f"{at}.init_params.{name}")
-            elif second and value is not None:
-                kwargs.setdefault(first, {})[second] = value
+        for name, value in read.below(f"{env_key}.init_params").items():
+            argument, _, nested_name = name.partition(".")
+            if argument in _ARGUMENTS_LEFT:
+                read.looked.discard(f"{env_key}.init_params.{name}")
+            elif nested_name and value is not None:
+                kwargs.setdefault(argument, {})[nested_name] = value
             elif value not in (None, "None"):
-                kwargs[first] = value
+                kwargs[argument] = value
         if (setup := read("actor.model.policy_setup")) in _CONTROL_MODES and "control_mode" not in kwargs:
             kwargs["control_mode"] = _CONTROL_MODES[setup]
-        if (mode := read(f"{at}.reward_mode")) == "only_success":
+        if (mode := read(f"{env_key}.reward_mode")) == "only_success":
             kwargs["reward_mode"] = "sparse"
         elif mode != "raw":
-            read.leave(f"{at}.reward_mode", _SHAPED)
+            read.leave(f"{env_key}.reward_mode", _SHAPED)
         return kwargs or UNSET
 
     return rule
@@ -174,8 +174,8 @@ def _fixed(side: str) -> Rule:
 
 def _episodes(read: Reading) -> Any:
     slots, rounds = int(read("env.eval.total_num_envs", 0)), int(read("env.eval.rollout_epoch", 1))
-    steps, longest = read("env.eval.max_steps_per_rollout_epoch", 1), read("env.eval.max_episode_steps", 1)
-    return slots * rounds * max(1, int(steps) // int(longest)) if slots else UNSET
+    steps, max_steps = read("env.eval.max_steps_per_rollout_epoch", 1), read("env.eval.max_episode_steps", 1)
+    return slots * rounds * max(1, int(steps) // int(max_steps)) if slots else UNSET
 
 
 def _films(read: Reading) -> Any:

@@ -107,8 +107,8 @@ def _terms(read: Reading) -> Any:
     if name != "math":
         read.leave("reward.reward_type", f"rlhpc has no reward {name}: register yours (docs/how-to/add-reward.md)")
         return [{"name": name}]
-    worth = [float(read(f"reward.reward_{key}")) for key in ("max_val", "min_val")]
-    weight = (worth[0] - worth[1]) * float(read("reward.reward_scale"))
+    reward_bounds = [float(read(f"reward.reward_{key}")) for key in ("max_val", "min_val")]
+    weight = (reward_bounds[0] - reward_bounds[1]) * float(read("reward.reward_scale"))
     return [{"name": name, "weight": weight}]  # an answer is worth 0 or 1 before its weight
 
 
@@ -143,10 +143,10 @@ def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
 
 
 def _schedule(group: str) -> Rule:
-    course = _by_trainer(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
+    read_schedule = _by_trainer(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
 
     def rule(read: Reading) -> Any:
-        name = str(course(read)).removeprefix("torch_")
+        name = str(read_schedule(read)).removeprefix("torch_")
         if name not in ("constant", "linear", "cosine"):
             for key in ("lr_sched.lr_decay_style", "optim.lr_scheduler"):
                 read.leave(

@@ -116,30 +116,30 @@ def translated(
     """
     read, translation = Reading(leaves, defaults), Translation(kind, foreign=dict(leaves))
     idle: set[str] = set()
-    for ours, rule in rules:
+    for rlhpc_key, rule in rules:
         read.looked = set()
-        value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
-        looked = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
-        if value is UNSET or (value is None and isinstance(rule, str)):
-            for key in looked:
+        translated_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
+        keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
+        if translated_value is UNSET or (translated_value is None and isinstance(rule, str)):
+            for key in keys_read:
                 idle.add(key)
             continue
-        translation.ours[ours] = value
-        translation.origin[ours] = [key for key in looked if key in leaves]
-        translation.defaults[ours] = [key for key in looked if key in read.leaves and key not in leaves]
-    used = set(translation.used)
-    for key, value in leaves.items():
+        translation.ours[rlhpc_key] = translated_value
+        translation.origin[rlhpc_key] = [key for key in keys_read if key in leaves]
+        translation.defaults[rlhpc_key] = [key for key in keys_read if key in read.leaves and key not in leaves]
+    used_keys = set(translation.used)
+    for key, translated_value in leaves.items():
         if key in read.reasons:
             translation.omitted[key] = read.reasons[key]
-        elif key in idle and key not in used:
+        elif key in idle and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
-        elif key not in used:
-            translation.omitted[key] = _reason(key, value, unmatched)
+        elif key not in used_keys:
+            translation.omitted[key] = _reason(key, translated_value, unmatched)
     return translation
 
 
 def _reason(key: str, value: Any, unmatched: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
-    for entry in unmatched:
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
-            return entry.why, not (entry.harmless is True or value in list(entry.harmless))
+    for unmatched_key in unmatched:
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in unmatched_key.keys.split()):
+            return unmatched_key.why, not (unmatched_key.harmless is True or value in list(unmatched_key.harmless))
     return "the importer does not know this key", True
