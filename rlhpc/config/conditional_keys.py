@@ -77,11 +77,11 @@ def unused_keys(
     rows = list(table)
     unused = []
     for key, source in sorted(sources.items()):
-        value = _plain(select(cfg, key))
-        if key in defaults and value == defaults[key]:
+        user_value = _plain(select(cfg, key))
+        if key in defaults and user_value == defaults[key]:
             continue
         if row := next((row for row in rows if row.names(key) and not row.holds(cfg)), None):
-            unused.append(UnusedKey(key, value, source, row.reason))
+            unused.append(UnusedKey(key, user_value, source, row.reason))
     return unused
 
 

@@ -66,9 +66,9 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
 
 def _as_if_read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the content of a mapping as if it had been read from a file."""
-    text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
+    yaml_text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
     try:
-        content: dict[str, Any] = read_yaml(text, WrittenScalars)
+        content: dict[str, Any] = read_yaml(yaml_text, WrittenScalars)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{name}: {error}") from None
     return content
@@ -92,9 +92,9 @@ def _resolve_defaults(
     defaults = typed_value(content.pop("defaults", None), list[str]) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {short_repr(defaults)}; give a list of files")
-    if wrong := [name for name in defaults if not isinstance(name, str)]:
+    if invalid_names := [name for name in defaults if not isinstance(name, str)]:
         raise ConfigError(
-            f"{path}: defaults has {short_repr(wrong[0])}; give a list of files, as paths relative to this one"
+            f"{path}: defaults has {short_repr(invalid_names[0])}; give a list of files, as paths relative to this one"
         )
     included = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
     return [*included, (path, content)]
@@ -106,8 +106,8 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
         if path.is_dir():
             raise ConfigError(f"{includer}{path} is a folder; give a .yaml file in it")
         if not path.exists():
-            near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
-            hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+            similar_names = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
+            hint = f"; did you mean {path.parent / similar_names[0]}?" if similar_names else ""
             raise ConfigError(f"{includer}no configuration file {path}{hint}")
     except OSError as error:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
@@ -135,9 +135,9 @@ def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = Uniq
     try:
         return read_yaml_file(path, loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
+        error_mark = error.problem_mark
+        position = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
+        raise ConfigError(f"{path}{position}: not valid YAML: {error.problem or error}") from None
     except OSError as error:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:

@@ -63,7 +63,9 @@ def task_type_schema(kinds: Sequence[TaskTypeKeys]) -> Schema:
     A file without `runner.task_type` may be of any of them: it may be a part of another file (`defaults`).
     """
     sections = _Sections()
-    references = {kind.name: sections.root(kind.name, kind.config, kind.keys.tree) for kind in kinds}
+    references = {
+        task_type.name: sections.root(task_type.name, task_type.config, task_type.keys.tree) for task_type in kinds
+    }
     head = {"$schema": DRAFT, "title": f"rlhpc configuration ({', '.join(references)})", "type": "object"}
     if len(references) == 1:
         return {**head, **next(iter(references.values())), "$defs": sections.definitions}
@@ -125,9 +127,9 @@ class _Sections:
 
     def _define(self, name: str, schema: Schema) -> Schema:
         """Returns a reference to a definition, which is added under this name, or a numbered one if another schema has it."""
-        number = 1
-        while self.definitions.setdefault(label := f"{name}{number if number > 1 else ''}", schema) != schema:
-            number += 1
+        suffix = 1
+        while self.definitions.setdefault(label := f"{name}{suffix if suffix > 1 else ''}", schema) != schema:
+            suffix += 1
         return {"$ref": f"#/$defs/{label}"}
 
     def _properties(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
@@ -148,12 +150,12 @@ class _Sections:
 
 def describe(key: ConfigKey) -> str:
     """Formats the docstring of a key with its range and its default."""
-    words = [key.doc]
+    sentences = [key.doc]
     if key.range is not None and key.range.short():
-        words.append(f"Range: {key.range.short()}.")
+        sentences.append(f"Range: {key.range.short()}.")
     if key.default == MISSING:
-        words.append("Required.")
-    return " ".join(words)
+        sentences.append("Required.")
+    return " ".join(sentences)
 
 
 def _default(key: ConfigKey) -> Schema:
@@ -162,15 +164,15 @@ def _default(key: ConfigKey) -> Schema:
 
 def _value(key: ConfigKey) -> Schema:
     """Returns the schema of a value; a value of any type has an empty one."""
-    kind, is_nullable = _without_null(key.type)
-    if kind is Any:
+    value_type, is_nullable = _without_null(key.type)
+    if value_type is Any:
         return {}
     names = key.names()
     if key.choices:
-        any_case = "|".join("".join(_any_case(letter) for letter in word) for word in key.choices)
+        any_case = "|".join("".join(_any_case(letter) for letter in choice) for choice in key.choices)
         options: list[Schema] = [{"enum": list(key.choices)}, {"type": "string", "pattern": rf"^({any_case})$|\$\{{"}]
     else:
-        options = [*([{"enum": names}] if names else []), *_of_type(kind, key.range)]
+        options = [*([{"enum": names}] if names else []), *_of_type(value_type, key.range)]
     if key.range is not None and key.range.also is not None:
         options += [{"const": key.range.also[0], "description": key.range.also[1]}, {"type": "null"}]
     elif is_nullable:
@@ -188,8 +190,8 @@ def _without_null(kind: Any) -> tuple[Any, bool]:
     """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind, False
-    parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return (parts[0] if len(parts) == 1 else Any), len(parts) < len(typing.get_args(kind))
+    other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
+    return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(kind))
 
 
 def _of_type(kind: Any, allowed: Range | None) -> list[Schema]:

@@ -87,21 +87,21 @@ def read_layers(
     task, origin = read_task_type(files, overrides)
     if trust is not None:
         trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
-    kind = find(task, origin)
-    layers = ConfigLayers(kind.schema, kind.whose, null_numbers(kind.by_path))
+    task_type = find(task, origin)
+    layers = ConfigLayers(task_type.schema, task_type.whose, null_numbers(task_type.by_path))
     for source, content in files:
         layers.add(
-            _drop_removed_keys(content, kind.schema),
+            _drop_removed_keys(content, task_type.schema),
             source,
             lenient=set(content) >= _ONCE_SAVED,
             variables=trust is None or trust.everything,
         )
-    for text in overrides:
-        layers.override(text)
+    for override_text in overrides:
+        layers.override(override_text)
     site = os.environ.get("RLHPC_SITE") if site is None else site
     if site:
         apply_site(layers, find_site(site))
-    require(layers, kind, name)
+    require(layers, task_type, name)
     if trust is not None:
         trust.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
@@ -120,7 +120,7 @@ def _drop_sweep(
         (name, {key: value for key, value in content.items() if key != SWEEP} if SWEEP in content else content)
         for name, content in files
     ]
-    return run_files, [text for text in overrides if not is_about_sweep(text)]
+    return run_files, [override_text for override_text in overrides if not is_about_sweep(override_text)]
 
 
 def _drop_removed_keys(content: Any, schema: Schema) -> Any:
@@ -130,12 +130,12 @@ def _drop_removed_keys(content: Any, schema: Schema) -> Any:
         return content
     remaining = copy.deepcopy(content)
     for key in _REMOVED_KEYS:
-        *path, last = key.split(".")
+        *path, leaf_name = key.split(".")
         section: Any = remaining
-        for part in path:
-            section = section.get(part) if isinstance(section, dict) else None
+        for section_name in path:
+            section = section.get(section_name) if isinstance(section, dict) else None
         if isinstance(section, dict) and key not in schema:
-            section.pop(last, None)
+            section.pop(leaf_name, None)
     return remaining
 
 
@@ -150,9 +150,9 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
         runner = content.get("runner") if isinstance(content, dict) else None
         if isinstance(runner, dict) and "task_type" in runner:
             task, origin = runner["task_type"], source
-    for text in overrides:
-        if text.partition("=")[0].strip() == TASK:
-            task, origin = parse_override(text)[1], f"override {short_repr(text)}"
+    for override_text in overrides:
+        if override_text.partition("=")[0].strip() == TASK:
+            task, origin = parse_override(override_text)[1], f"override {short_repr(override_text)}"
     task = typed_value(task, str)
     if task is not None and not isinstance(task, str):
         raise ConfigError(f"{origin}: {TASK} is {short_repr(task)}; it must be the name of a task type")
@@ -173,14 +173,12 @@ def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""
-        complaint = reason(error)
-        if match := re.search(r"Environment variable '(\w+)' not found", complaint):
-            complaint = (
-                f"the environment variable {match[1]} is not set; set it, or write ${{oc.env:{match[1]},DEFAULT}}"
-            )
-        elif match := re.search(r"Interpolation key '(\w+)' not found", complaint):
-            complaint += f"; an environment variable is written ${{oc.env:{match[1]}}}"
-        raise ConfigError(f"{layers.sources.get(key, source)}: {f'{key}: ' if key else ''}{complaint}") from None
+        message = reason(error)
+        if match := re.search(r"Environment variable '(\w+)' not found", message):
+            message = f"the environment variable {match[1]} is not set; set it, or write ${{oc.env:{match[1]},DEFAULT}}"
+        elif match := re.search(r"Interpolation key '(\w+)' not found", message):
+            message += f"; an environment variable is written ${{oc.env:{match[1]}}}"
+        raise ConfigError(f"{layers.sources.get(key, source)}: {f'{key}: ' if key else ''}{message}") from None
 
 
 def config_to_yaml(cfg: object) -> str:
@@ -190,8 +188,10 @@ def config_to_yaml(cfg: object) -> str:
     from its own environment.
     """
     content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
-    text: str = yaml.dump(content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-    return text
+    yaml_text: str = yaml.dump(
+        content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
+    return yaml_text
 
 
 def total_steps(cfg: RunConfig) -> int:

@@ -85,9 +85,10 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {name}")
             try:
                 if (cls := element_of(self.schema.kind(path))) is not None:
-                    self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
+                    self.element_keys[path] = [{*element} if isinstance(element, dict) else set() for element in value]
                     value = [
-                        _build_list_item(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)
+                        _build_list_item(element, cls, f"{path}[{index}]", source)
+                        for index, element in enumerate(value)
                     ]
                 if path in self.schema.open and isinstance(value, dict):
                     # A later file replaces the complete mapping, because the user chooses its keys.
@@ -95,8 +96,8 @@ class ConfigLayers:
                 else:
                     OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
             except OmegaConfBaseException as error:
-                words, why = ("null", "") if value is None else (short_repr(value), f" ({reason(error)})")
-                raise ConfigError(f"{source}: {path} is {words}; it must be {name}{why}") from None
+                value_text, reason_text = ("null", "") if value is None else (short_repr(value), f" ({reason(error)})")
+                raise ConfigError(f"{source}: {path} is {value_text}; it must be {name}{reason_text}") from None
 
     def override(self, text: str) -> None:
         """Merges `a.b=c` on top.
@@ -124,23 +125,23 @@ class ConfigLayers:
         if parent is None:
             return _nest(key.split("."), value)
         subkey = key.removeprefix(f"{parent}.")
-        if not all(part.strip() for part in subkey.split(".")):
+        if not all(key_part.strip() for key_part in subkey.split(".")):
             raise ConfigError(f"{source}: {cut(key)} has an empty part; write {parent}.name=value")
         node = OmegaConf.select(self.cfg, parent)
-        entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
+        components = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
-            entries = _move_components(entries, subkey, value)
+            components = _move_components(components, subkey, value)
         elif parent == "sweep.grid":
-            entries[subkey] = value  # its keys are dotted themselves
+            components[subkey] = value  # its keys are dotted themselves
         else:
-            *path, last = subkey.split(".")
-            branch = entries
-            for part in path:
-                if not isinstance(branch.get(part), dict):
-                    branch[part] = {}
-                branch = branch[part]
-            branch[last] = value
-        return _nest(parent.split("."), entries)
+            *path, leaf_name = subkey.split(".")
+            branch = components
+            for key_part in path:
+                if not isinstance(branch.get(key_part), dict):
+                    branch[key_part] = {}
+                branch = branch[key_part]
+            branch[leaf_name] = value
+        return _nest(parent.split("."), components)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
         """Raises an error for unknown keys, naming the nearest valid one, and for wrong shapes."""
@@ -152,30 +153,30 @@ class ConfigLayers:
         for key, value in content.items():
             path = f"{prefix}{key}"
             if key not in fields:
-                if whose := self._whose(path):
-                    raise ConfigError(f"{source}: {path} {whose}")
+                if foreign_reason := self._whose(path):
+                    raise ConfigError(f"{source}: {path} {foreign_reason}")
                 hint = self.schema.nearest(str(key), fields, prefix)
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
-            kind = fields[key]
-            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-                self._check(value, kind, f"{path}.", source)
-            elif (element := element_of(kind)) is not None:
+            field_type = fields[key]
+            if dataclasses.is_dataclass(field_type) and isinstance(field_type, type):
+                self._check(value, field_type, f"{path}.", source)
+            elif (element := element_of(field_type)) is not None:
                 if not isinstance(value, list):
                     raise ConfigError(f"{source}: {path} is {short_repr(value)}; it is a list")
-                for index, item in enumerate(value):
-                    self._check(item, element, f"{path}[{index}].", source)
-            elif isinstance(value, dict) and kind is not Any and typing.get_origin(kind) is not dict:
+                for index, list_item in enumerate(value):
+                    self._check(list_item, element, f"{path}[{index}].", source)
+            elif isinstance(value, dict) and field_type is not Any and typing.get_origin(field_type) is not dict:
                 raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {self.schema.type_name(path)}")
 
     def _leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
         """Yields each value with its dotted key and its OmegaConf path, where a dot within a name does not divide it."""
         for key, value in content.items():
             path = f"{parent}.{key}" if parent else str(key)
-            below = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
+            node_path = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
             if isinstance(value, dict) and value and path not in self.schema.open:
-                yield from self._leaves(value, path, below)
+                yield from self._leaves(value, path, node_path)
             else:
-                yield path, below, value
+                yield path, node_path, value
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -184,17 +185,17 @@ def parse_override(text: str) -> tuple[str, Any]:
     Raises:
         ConfigError: It is not of this form.
     """
-    key, equals, raw = text.partition("=")
+    key, equals, raw_value = text.partition("=")
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"override {short_repr(text)}: write key=value, for example runner.max_steps=20")
     try:
-        return key, _parse_override_value(raw.strip()) if raw.strip() else None
+        return key, _parse_override_value(raw_value.strip()) if raw_value.strip() else None
     except ValueError as error:
         raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
         raise ConfigError(
-            f"override {short_repr(text)}: the value {short_repr(raw)} is not valid YAML; quote it"
+            f"override {short_repr(text)}: the value {short_repr(raw_value)} is not valid YAML; quote it"
         ) from None
 
 
@@ -220,15 +221,17 @@ def _select_known(content: Any, cls: Any) -> Any:
     if not isinstance(content, dict) or not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return content
     fields = fields_of(cls)
-    selected = {}
+    selected_values = {}
     for key, value in content.items():
         if key in fields:
             element = element_of(fields[key])
-            listed = element is not None and isinstance(value, list)
-            selected[key] = (
-                [_select_known(item, element) for item in value] if listed else _select_known(value, fields[key])
+            is_section_list = element is not None and isinstance(value, list)
+            selected_values[key] = (
+                [_select_known(list_item, element) for list_item in value]
+                if is_section_list
+                else _select_known(value, fields[key])
             )
-    return selected
+    return selected_values
 
 
 def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
@@ -239,9 +242,9 @@ def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -
         try:
             OmegaConf.update(section, key, value, merge=dataclasses.is_dataclass(fields[key]))
         except OmegaConfBaseException as error:
-            rule = words_of(fields[key])
+            type_text = words_of(fields[key])
             raise ConfigError(
-                f"{source}: {where}.{key} is {short_repr(value)}; it must be {rule} ({reason(error)})"
+                f"{source}: {where}.{key} is {short_repr(value)}; it must be {type_text} ({reason(error)})"
             ) from None
     return section
 
@@ -254,9 +257,9 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 def _move_components(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
     """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
-    moved = {name.strip() for name in components.split(",")}
-    placed = {}
+    moved_names = {name.strip() for name in components.split(",")}
+    new_placement = {}
     for names, ranks in placement.items():
-        if remaining := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
-            placed[",".join(remaining)] = ranks
-    return {**placed, components: value}
+        if remaining := [name.strip() for name in str(names).split(",") if name.strip() not in moved_names]:
+            new_placement[",".join(remaining)] = ranks
+    return {**new_placement, components: value}

@@ -49,20 +49,20 @@ class MeshSizes:
             if size is not None and size < 1:
                 raise ConfigError(f"{key}.{name} is {size}; it must be at least 1")
         expert = sizes.pop("expert")
-        fixed, shard = math.prod(sizes.values()), parallel.shard
-        named = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        fixed_size, shard = math.prod(sizes.values()), parallel.shard
+        sizes_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
         if shard is None:
-            if ranks % fixed:
-                raise ConfigError(f"{key}: {named} = {fixed} does not divide the group's {ranks} ranks")
-            shard = ranks // fixed
-        elif shard * fixed != ranks:
+            if ranks % fixed_size:
+                raise ConfigError(f"{key}: {sizes_text} = {fixed_size} does not divide the group's {ranks} ranks")
+            shard = ranks // fixed_size
+        elif shard * fixed_size != ranks:
             raise ConfigError(
-                f"{key}: {named} × shard {shard} = {shard * fixed}, but the group has {ranks} ranks; change a size, or leave "
-                "shard null for what the others leave"
+                f"{key}: {sizes_text} × shard {shard} = {shard * fixed_size}, but the group has {ranks} ranks; change a size, "
+                "or leave shard null for what the others leave"
             )
-        tensor, within = sizes["tensor"], ranks // sizes["replicate"]
-        if within % expert:
-            raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({within})")
+        tensor, ranks_per_replica = sizes["tensor"], ranks // sizes["replicate"]
+        if ranks_per_replica % expert:
+            raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({ranks_per_replica})")
         if expert > 1 and expert % tensor and tensor % expert:
             raise ConfigError(
                 f"{key}.expert({expert}) and tensor({tensor}): one of them must divide the other, or experts would be shared "

@@ -96,26 +96,26 @@ def describe_key(path: str, schemas: Mapping[str, DescribedKeys]) -> str:
     path = _canonical(path, {name for keys in schemas.values() for name in keys.tree})
     keys = {name: keys.tree[path] for name, keys in schemas.items() if path in keys.tree}
     if not keys:
-        section, _, last = path.rpartition(".")
+        section, _, key_name = path.rpartition(".")
         hints = [
             hint
             for keys in schemas.values()
-            if (hint := keys.schema.nearest(last, _names_in(section, keys.tree), f"{section}." if section else ""))
+            if (hint := keys.schema.nearest(key_name, _names_in(section, keys.tree), f"{section}." if section else ""))
         ]
         hint = max(hints, key=hints.count, default="")
         raise ConfigError(f"there is no key {cut(path)}; {hint}rlhpc config show runner lists the keys of a section")
     if any(key.is_section for key in keys.values()):
         return _describe_section(path, {name: schemas[name].tree for name in keys})
-    texts: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
-        texts.setdefault(_describe(key), []).append(name)
-    return "\n\n".join(f"{path} ({', '.join(names)})\n{text}" for text, names in texts.items())
+        names_by_text.setdefault(_describe(key), []).append(name)
+    return "\n\n".join(f"{path} ({', '.join(names)})\n{text}" for text, names in names_by_text.items())
 
 
 def _canonical(path: str, paths: Collection[str]) -> str:
     """Returns a key as the tree writes it: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
-    plain = re.sub(r"\[\w*\]", "", path)
-    return next((each for each in paths if each.replace("[]", "") == plain), path)
+    path_without_indices = re.sub(r"\[\w*\]", "", path)
+    return next((candidate for candidate in paths if candidate.replace("[]", "") == path_without_indices), path)
 
 
 def _names_in(section: str, tree: Mapping[str, ConfigKey]) -> list[str]:
@@ -156,14 +156,17 @@ def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -
     for task_type, tree in trees.items():
         for name in _names_in(path, tree):
             owners.setdefault(name, []).append(task_type)
-    first = next(iter(trees.values()))[path]
-    lines = [f"{path} ({', '.join(trees)})", *textwrap.wrap(first.doc, 98, initial_indent="  ", subsequent_indent="  ")]
+    first_section = next(iter(trees.values()))[path]
+    lines = [
+        f"{path} ({', '.join(trees)})",
+        *textwrap.wrap(first_section.doc, 98, initial_indent="  ", subsequent_indent="  "),
+    ]
     width = max(map(len, owners)) + 2
     for name, task_types in owners.items():
         doc = trees[task_types[0]][f"{path}.{name}"].doc
-        some = "" if len(task_types) == len(trees) else f" ({', '.join(task_types)})"
-        text = textwrap.shorten(doc, max(98 - width - len(some), 40), placeholder=" …")
-        lines.append(f"  {name:<{width}}{text}{some}")
+        task_types_text = "" if len(task_types) == len(trees) else f" ({', '.join(task_types)})"
+        text = textwrap.shorten(doc, max(98 - width - len(task_types_text), 40), placeholder=" …")
+        lines.append(f"  {name:<{width}}{text}{task_types_text}")
     return "\n".join(lines)
 
 
@@ -182,20 +185,20 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, ConfigKey]]], other_file
     pages = {name: _sections(cls, "", keys) for name, (cls, keys) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
-    heads = [_head(section) for section in order]
-    for section in sorted(order, key=lambda name: heads.index(_head(name))):
-        having = [name for name, page in pages.items() if section in page]
-        descriptions = list(dict.fromkeys(pages[name][section][0] for name in having))
-        runs = "" if len(having) == len(pages) else f" Runs: {', '.join(having)}."
+    section_heads = [_head(section) for section in order]
+    for section in sorted(order, key=lambda name: section_heads.index(_head(name))):
+        task_type_names = [name for name, page in pages.items() if section in page]
+        descriptions = list(dict.fromkeys(pages[name][section][0] for name in task_type_names))
+        runs = "" if len(task_type_names) == len(pages) else f" Runs: {', '.join(task_type_names)}."
         lines += [f"\n## {section}\n", f"{descriptions[0]}{runs}\n"]
         lines += ["| key | type | default | runs | meaning |", "|---|---|---|---|---|"]
         rows: dict[_Row, list[str]] = {}
-        for name in having:
+        for name in task_type_names:
             for row in pages[name][section][1]:
                 rows.setdefault(row, []).append(name)
         for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
-            where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
-            lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
+            task_types_text = "" if len(rows[row]) == len(task_type_names) else ", ".join(rows[row])
+            lines.append(f"| `{row.key}` | {row.type} | {row.default} | {task_types_text} | {row.meaning} |")
     for name, cls in other_files.items():
         keys = {f"{name}.{path}": dataclasses.replace(key, path=f"{name}.{path}") for path, key in tree_of(cls).items()}
         [(description, section_rows)] = _sections(cls, f"{name}.", keys).values()

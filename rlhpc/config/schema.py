@@ -50,8 +50,8 @@ def open_mapping_of(key: str) -> str | None:
     """Returns the mapping with user-chosen keys that a dotted key lies in, or is: `env.train.kwargs` for `env.train.kwargs.g`;
     None if the key lies in no such mapping.
     """
-    parts = key.split(".")
-    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    key_parts = key.split(".")
+    paths = [".".join(key_parts[: count + 1]) for count in range(len(key_parts))]
     return next((path for path in paths if path.endswith(_OPEN)), None)
 
 
@@ -72,9 +72,14 @@ def _annotations_of(cls: type) -> Mapping[str, _Field]:
     annotations = {}
     for field in dataclasses.fields(cls):
         hints = [hints[field.name] for hints in bases if field.name in hints]
-        metadata = [item for hint in hints if typing.get_origin(hint) is Annotated for item in hint.__metadata__]
-        kind = hints[0].__origin__ if typing.get_origin(hints[0]) is Annotated else hints[0]
-        annotations[field.name] = _Field(kind, tuple(metadata))
+        metadata = [
+            metadata_item
+            for hint in hints
+            if typing.get_origin(hint) is Annotated
+            for metadata_item in hint.__metadata__
+        ]
+        field_type = hints[0].__origin__ if typing.get_origin(hints[0]) is Annotated else hints[0]
+        annotations[field.name] = _Field(field_type, tuple(metadata))
     return annotations
 
 
@@ -91,16 +96,16 @@ def docs_of(cls: type) -> Mapping[str, str]:
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, following in zip(body.body, body.body[1:], strict=False):
+        class_node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(class_node, ast.ClassDef)
+        for statement, next_statement in zip(class_node.body, class_node.body[1:], strict=False):
             if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and isinstance(following, ast.Expr)
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(next_statement, ast.Expr)
             ):
-                assert isinstance(following.value, ast.Constant)
-                docs[item.target.id] = " ".join(str(following.value.value).split())
+                assert isinstance(next_statement.value, ast.Constant)
+                docs[statement.target.id] = " ".join(str(next_statement.value.value).split())
     return docs
 
 
@@ -136,8 +141,8 @@ class ConfigKey:
     @property
     def doc(self) -> str:
         """Docstring under the field, in one line; for a section without one, that of its dataclass."""
-        text = docs_of(self.section).get(self.name, "")
-        return text if text or not self.is_section else " ".join((self.type.__doc__ or "").split())
+        field_doc = docs_of(self.section).get(self.name, "")
+        return field_doc if field_doc or not self.is_section else " ".join((self.type.__doc__ or "").split())
 
     @property
     def default(self) -> Any:
@@ -182,23 +187,26 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
 
     A mark of the section holds for each of its keys. A list of sections changes as one value: its keys have its marks only.
     """
-    for name, (kind, metadata) in _annotations_of(cls).items():
+    for name, (field_type, metadata) in _annotations_of(cls).items():
         is_element = "[]" in prefix
-        marks = (*inherited, *(item for item in metadata if isinstance(item, OnResume) and not is_element))
+        marks = (
+            *inherited,
+            *(annotation for annotation in metadata if isinstance(annotation, OnResume) and not is_element),
+        )
         path = f"{prefix}{name}"
         yield ConfigKey(
             path,
-            kind,
+            field_type,
             cls,
-            next((item for item in metadata if isinstance(item, Range)), None),
-            next((item for item in metadata if isinstance(item, Choices)), ()),
-            next((item.registry for item in metadata if isinstance(item, Registered)), ""),
+            next((annotation for annotation in metadata if isinstance(annotation, Range)), None),
+            next((annotation for annotation in metadata if isinstance(annotation, Choices)), ()),
+            next((annotation.registry for annotation in metadata if isinstance(annotation, Registered)), ""),
             FREE in marks,
             EVALUATION in marks,
         )
-        if is_section(kind):
-            yield from _tree(kind, f"{path}.", marks)
-        elif (element := element_of(kind)) is not None:
+        if is_section(field_type):
+            yield from _tree(field_type, f"{path}.", marks)
+        elif (element := element_of(field_type)) is not None:
             yield from _tree(element, f"{path}[].", marks)
 
 
@@ -219,8 +227,8 @@ def typed_value(content: Any, kind: Any) -> Any:
         ValueError: Two keys of a mapping are the same.
     """
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        kinds = [part for part in typing.get_args(kind) if part is not type(None)]
-        kind = kinds[0] if len(kinds) == 1 else Any
+        other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
+        kind = other_types[0] if len(other_types) == 1 else Any
     if isinstance(content, Scalar):
         return content.text if kind is str else content.value
     if isinstance(content, list):
@@ -230,13 +238,13 @@ def typed_value(content: Any, kind: Any) -> Any:
         return content
     fields = fields_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
     key_kind, value_kind = typing.get_args(kind) if typing.get_origin(kind) is dict else (str if fields else Any, Any)
-    result: dict[Any, Any] = {}
-    for written, value in content.items():
-        key = typed_value(written, key_kind)
-        if key in result:
+    typed_values: dict[Any, Any] = {}
+    for raw_key, value in content.items():
+        key = typed_value(raw_key, key_kind)
+        if key in typed_values:
             raise ValueError(f"key {key!r} is given twice")
-        result[key] = typed_value(value, fields.get(key, Any) if fields else value_kind)
-    return result
+        typed_values[key] = typed_value(value, fields.get(key, Any) if fields else value_kind)
+    return typed_values
 
 
 def with_variables(content: Any, kind: Any, name: str = "") -> Any:
@@ -258,8 +266,8 @@ def with_variables(content: Any, kind: Any, name: str = "") -> Any:
 
 def words_of(kind: Any) -> str:
     """Formats a type's name for messages and for the reference."""
-    named = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
-    return named.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
+    type_text = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
+    return type_text.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
 
 
 class Schema:
@@ -281,25 +289,33 @@ class Schema:
 
     def kind(self, path: str) -> Any:
         """Returns the type of a key or section; None if the key does not exist."""
-        kind: Any = self.root
-        for part in path.split("."):
-            kind = fields_of(kind).get(part) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
-        return kind
+        field_type: Any = self.root
+        for key_part in path.split("."):
+            field_type = (
+                fields_of(field_type).get(key_part)
+                if dataclasses.is_dataclass(field_type) and isinstance(field_type, type)
+                else None
+            )
+        return field_type
 
     def type_name(self, path: str) -> str:
         """Returns the type of a key or section, in words."""
-        kind = self.kind(path)
-        return "another type" if kind is None else words_of(kind)
+        key_type = self.kind(path)
+        return "another type" if key_type is None else words_of(key_type)
 
     def __contains__(self, path: str) -> bool:
         """Returns whether a key or section exists; elements of lists are written `[]` or `[2]`."""
-        kind: Any = self.root
-        for part in path.split("."):
-            name, bracket, _ = part.partition("[")
-            kind = fields_of(kind).get(name) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+        field_type: Any = self.root
+        for key_part in path.split("."):
+            name, bracket, _ = key_part.partition("[")
+            field_type = (
+                fields_of(field_type).get(name)
+                if dataclasses.is_dataclass(field_type) and isinstance(field_type, type)
+                else None
+            )
             if bracket:
-                kind = element_of(kind)
-            if kind is None:
+                field_type = element_of(field_type)
+            if field_type is None:
                 return False
         return True
 
@@ -316,8 +332,8 @@ class Schema:
 
 
 def _all_keys(cls: type, prefix: str) -> Iterator[str]:
-    for name, kind in fields_of(cls).items():
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            yield from _all_keys(kind, f"{prefix}{name}.")
+    for name, field_type in fields_of(cls).items():
+        if dataclasses.is_dataclass(field_type) and isinstance(field_type, type):
+            yield from _all_keys(field_type, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"

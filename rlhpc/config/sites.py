@@ -41,10 +41,10 @@ def site_folders() -> list[Path]:
     """Returns the folders in which a site is searched by name: below the working directory, this project, the user's and the
     system's.
     """
-    home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    config_home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
-    here = [Path("configs/site"), share.path("configs", "site")]
-    return [*here, home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
+    local_folders = [Path("configs/site"), share.path("configs", "site")]
+    return [*local_folders, config_home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
 
 
 def find_site(name: str) -> Path:
@@ -82,19 +82,19 @@ def _read_site(path: Path) -> ConfigLayers:
     """Reads a site file, merged onto the defaults."""
     layers = ConfigLayers(Schema(SiteConfig))
     for source, content in read_files(path):
-        stray = [key for key in content if key not in ("cluster", "workflow")]
+        unknown = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
         job_keys = layers.schema.kind("workflow").__dataclass_fields__
-        stray += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
-        if stray:
+        unknown += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
+        if unknown:
             raise ConfigError(
-                f"{source}: {stray[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
+                f"{source}: {unknown[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
                 "only; it says where, not what"
             )
         layers.add(content, source)
     sources = layers.sources
-    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in sources]:
-        raise ConfigError(f"{sources[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    if run_keys := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in sources]:
+        raise ConfigError(f"{sources[f'cluster.{run_keys[0]}']}: cluster.{run_keys[0]} belongs to a run, not to a site")
     return layers
 
 
@@ -109,10 +109,10 @@ def apply_site(layers: ConfigLayers, path: Path) -> None:
     for key, source in site.sources.items():
         if "." in key and key != "cluster.node_groups" and key not in layers.sources:
             try:
-                value = OmegaConf.select(site.cfg, key)
+                site_value = OmegaConf.select(site.cfg, key)
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{source}: {key}: {reason(error)}") from None
-            OmegaConf.update(cfg, key, value, merge=False)
+            OmegaConf.update(cfg, key, site_value, merge=False)
             layers.sources[key] = source
     groups = "cluster.node_groups"
     by_label = {
@@ -120,6 +120,6 @@ def apply_site(layers: ConfigLayers, path: Path) -> None:
         for group, keys in zip(site.cfg.cluster.node_groups, site.element_keys.get(groups, []), strict=True)
     }
     for group, keys in zip(cfg.cluster.node_groups, layers.element_keys.get(groups, []), strict=True):
-        for key, value in by_label.get(str(group.label), {}).items():
+        for key, site_value in by_label.get(str(group.label), {}).items():
             if key not in keys:  # a 0 or {} that the run sets has precedence, too
-                group[key] = value
+                group[key] = site_value

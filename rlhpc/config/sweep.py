@@ -129,8 +129,8 @@ def read_section(
     """
     sweep: tuple[ConfigLayers, str] | None = None
     sections = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
-    changes = [text for text in overrides if is_about_sweep(text)]
-    for source, content in [*sections, *(("", text) for text in changes)]:
+    sweep_overrides = [override_text for override_text in overrides if is_about_sweep(override_text)]
+    for source, content in [*sections, *(("", override_text) for override_text in sweep_overrides)]:
         key, value = (SWEEP, content) if source else parse_override(content)
         source = source or f"override {short_repr(content)}"
         value = _convert_types(key, value, run_keys)
@@ -145,16 +145,16 @@ def read_section(
     if sweep is None:
         return None
     layers, source = sweep
-    plain: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
-    return SweepConfig(**plain), source
+    plain_section: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
+    return SweepConfig(**plain_section), source
 
 
 def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
     """Gives the values of a sweep the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
-        kind = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
-        return typed_value(content, list[kind] if is_list else kind)  # type: ignore[valid-type]
+        key_type = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
+        return typed_value(content, list[key_type] if is_list else key_type)  # type: ignore[valid-type]
 
     grid = f"{SWEEP}.grid"
     if key.startswith(f"{grid}."):
@@ -163,10 +163,13 @@ def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
         return {name: typed(name, values, is_list=True) for name, values in value.items()}
     if key == f"{SWEEP}.list" and isinstance(value, list):
         return [
-            {name: typed_value(item, str) if name == "name" else typed(name, item) for name, item in entry.items()}
-            if isinstance(entry, dict)
-            else entry
-            for entry in value
+            {
+                name: typed_value(field_value, str) if name == "name" else typed(name, field_value)
+                for name, field_value in list_entry.items()
+            }
+            if isinstance(list_entry, dict)
+            else list_entry
+            for list_entry in value
         ]
     if key == SWEEP and isinstance(value, dict):
         return {name: _convert_types(f"{SWEEP}.{name}", content, run_keys) for name, content in value.items()}
@@ -201,10 +204,10 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
-    for text in overrides:
-        if (key := text.partition("=")[0].strip()) in varied:
+    for override_text in overrides:
+        if (key := override_text.partition("=")[0].strip()) in varied:
             raise ConfigError(
-                f"override {short_repr(text)}: the sweep varies {key} ({source}); change its values there, with "
+                f"override {short_repr(override_text)}: the sweep varies {key} ({source}); change its values there, with "
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
             )
     runs = [
@@ -219,11 +222,13 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
 
 
 def _seeds(section: SweepConfig, fail: Any) -> list[int]:
-    both = _SEED in section.grid or any(isinstance(entry, dict) and _SEED in entry for entry in section.list)
-    if section.seeds and both:
+    has_seed_keys = _SEED in section.grid or any(
+        isinstance(list_entry, dict) and _SEED in list_entry for list_entry in section.list
+    )
+    if section.seeds and has_seed_keys:
         raise fail("seeds", f"{_SEED} is among the values, too; give the seeds in one of the two places")
-    if twice := _twice(section.seeds):
-        raise fail("seeds", f"{twice[0]} is there twice")
+    if duplicates := _twice(section.seeds):
+        raise fail("seeds", f"{duplicates[0]} is there twice")
     return [*section.seeds]
 
 
@@ -240,8 +245,8 @@ def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, An
             raise fail(f"grid.{key}", f"it is {short_repr(values)}; write a list of values: [{short_repr(values)}]")
         if not values:
             raise fail(f"grid.{key}", "the list is empty; give it values, or leave out the key")
-        if twice := _twice(values):
-            raise fail(f"grid.{key}", f"{short_repr(twice[0])} is there twice")
+        if duplicates := _twice(values):
+            raise fail(f"grid.{key}", f"{short_repr(duplicates[0])} is there twice")
         count *= len(values)
     if count > MAX_RUNS:
         raise fail("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
@@ -251,24 +256,25 @@ def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, An
 
 def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     named_values = []
-    for index, entry in enumerate(entries):
-        where = f"list[{index}]"
-        if not isinstance(entry, dict) or not entry:
+    for index, list_entry in enumerate(entries):
+        key_path = f"list[{index}]"
+        if not isinstance(list_entry, dict) or not list_entry:
             raise fail(
-                where, f"it is {short_repr(entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}"
+                key_path,
+                f"it is {short_repr(list_entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}",
             )
-        values = {key: value for key, value in entry.items() if key != "name"}
+        values = {key: value for key, value in list_entry.items() if key != "name"}
         for key in values:
-            _check_key(key, fail, where)
-        name = entry.get("name")
+            _check_key(key, fail, key_path)
+        name = list_entry.get("name")
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
-            raise fail(f"{where}.name", f"it is {short_repr(name)}; use letters, digits, '.', '_' and '-'")
+            raise fail(f"{key_path}.name", f"it is {short_repr(name)}; use letters, digits, '.', '_' and '-'")
         named_values.append((name or _name(values), values))
     return named_values
 
 
 def _check_key(key: Any, fail: Any, where: str) -> None:
-    if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
+    if not isinstance(key, str) or not all(key_part.strip() for key_part in key.split(".")):
         raise fail(where, f"{cut(str(key))} is no key of a configuration")
     if key.split(".")[0] in (SWEEP, "defaults"):
         raise fail(f"{where}.{key}", "a sweep cannot be within a sweep")
@@ -281,19 +287,24 @@ def _check_names(runs: Sequence[Point], fail: Any) -> None:
     for point in runs:
         if _RESERVED_NAMES.fullmatch(point.name):
             raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
-        other = points_by_name.setdefault(point.name.lower(), point)
-        if other is not point:
-            words = [" ".join(one.overrides) for one in (other, point)]
+        same_name_point = points_by_name.setdefault(point.name.lower(), point)
+        if same_name_point is not point:
+            override_texts = [" ".join(named_point.overrides) for named_point in (same_name_point, point)]
             way_out = (
-                "give them other names (list: [{name: …, …}])" if words[0] != words[1] else "leave out one of them"
+                "give them other names (list: [{name: …, …}])"
+                if override_texts[0] != override_texts[1]
+                else "leave out one of them"
             )
-            raise fail("", f"two runs would have the name {point.name}: {words[0]}, and {words[1]}; {way_out}")
+            raise fail(
+                "",
+                f"two runs would have the name {point.name}: {override_texts[0]}, and {override_texts[1]}; {way_out}",
+            )
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:
     """Returns values that occur more than once; 1 and 1.0 are equal, 1 and true are not."""
-    kinds = [(isinstance(value, bool), value) for value in values]
-    return [value for index, (_, value) in enumerate(kinds) if kinds[index] in kinds[:index]]
+    typed_values = [(isinstance(value, bool), value) for value in values]
+    return [value for index, (_, value) in enumerate(typed_values) if typed_values[index] in typed_values[:index]]
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -301,27 +312,27 @@ def _twice(values: Sequence[Any]) -> list[Any]:
 
 def _name(values: Mapping[str, Any]) -> str:
     """Returns the name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
-    text = "-".join(f"{short}_{_word(value)}" for short, value in _short(values))
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[: _LONGEST - 9].rstrip('._-')}-{digest(dict(values))}"
+    point_name = "-".join(f"{short_key}_{_word(value)}" for short_key, value in _short(values))
+    if len(point_name) <= _LONGEST:
+        return point_name
+    return f"{point_name[: _LONGEST - 9].rstrip('._-')}-{digest(dict(values))}"
 
 
 def _label(name: str, values: Mapping[str, Any]) -> str:
     if name and name != _name(values):
         return name
-    return ", ".join(f"{short}={_format_value(value)}" for short, value in _short(values))
+    return ", ".join(f"{short_key}={_format_value(value)}" for short_key, value in _short(values))
 
 
 def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the end of each key, long enough to distinguish it from the other varied keys, with its value."""
     for key, value in values.items():
-        parts = key.split(".")
-        for count in range(1, len(parts) + 1):
-            end = parts[-count:]
-            if sum(other.split(".")[-count:] == end for other in values) == 1:
+        key_parts = key.split(".")
+        for count in range(1, len(key_parts) + 1):
+            suffix = key_parts[-count:]
+            if sum(other_key.split(".")[-count:] == suffix for other_key in values) == 1:
                 break
-        yield ".".join(end), value
+        yield ".".join(suffix), value
 
 
 def _joined(name: str, seed: int | None) -> str:
@@ -336,8 +347,8 @@ def _word(value: Any) -> str:
 def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return value
-    text = json.dumps(value, ensure_ascii=False)
-    return text if not isinstance(value, dict | list) or len(text) <= 40 else digest(value)
+    json_text = json.dumps(value, ensure_ascii=False)
+    return json_text if not isinstance(value, dict | list) or len(json_text) <= 40 else digest(value)
 
 
 def digest(facts: Any) -> str:

@@ -51,7 +51,7 @@ for _class in (UniqueKeys, ConfigDumper):
 def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     """Builds a mapping; its own keys override those that `<<` merges into it, as in YAML 1.1."""
     merged: dict[Any, Any] | None = None
-    local: dict[Any, Any] = {}
+    local_keys: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
             if merged is not None:
@@ -61,21 +61,24 @@ def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (list, dict)):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in local:
+        if key in local_keys:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-        local[key] = loader.construct_object(value_node, deep=True)
-    return {**(merged or {}), **local}
+        local_keys[key] = loader.construct_object(value_node, deep=True)
+    return {**(merged or {}), **local_keys}
 
 
 def _merge_anchor(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
     """Merges the value of `<<`: a mapping, or a list of mappings of which the first has precedence."""
     merged: dict[Any, Any] = {}
-    for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):
-        if not isinstance(part, yaml.MappingNode):
+    for anchor_node in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):
+        if not isinstance(anchor_node, yaml.MappingNode):
             raise yaml.constructor.ConstructorError(
-                None, None, "'<<' merges a mapping (*name), or a list of mappings ([*one, *other])", part.start_mark
+                None,
+                None,
+                "'<<' merges a mapping (*name), or a list of mappings ([*one, *other])",
+                anchor_node.start_mark,
             )
-        merged.update(loader.construct_object(part, deep=True))
+        merged.update(loader.construct_object(anchor_node, deep=True))
     return merged
 
 
@@ -103,8 +106,8 @@ class WrittenScalars(UniqueKeys):
 
 
 def _scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
-    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-    return Scalar(value, node.value) if node.style is None else value
+    scalar = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return Scalar(scalar, node.value) if node.style is None else scalar
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool"):
@@ -139,8 +142,8 @@ def plain_value(value: Any, key: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        if wrong := [name for name in value if not isinstance(name, (str, int))]:
-            raise ConfigError(f"{key}: {short_repr(wrong[0])} is not a key; keys are texts")
+        if invalid_names := [name for name in value if not isinstance(name, (str, int))]:
+            raise ConfigError(f"{key}: {short_repr(invalid_names[0])} is not a key; keys are texts")
         return {name: plain_value(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]
