@@ -33,7 +33,11 @@ def imported_names(tree: ast.Module) -> set[str]:
     """Returns the names that a file imports from other packages than rlhpc."""
     names = set[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] != "rlhpc":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in (
+            "",
+            "rlhpc",
+            "__future__",
+        ):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {(a.asname or a.name).partition(".")[0] for a in node.names if not a.name.startswith("rlhpc")}

@@ -132,7 +132,8 @@ def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_pa
     environment = {**os.environ, **runs[0].environment}
     place = Path(subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True,
                                 check=True).stdout.strip())  # fmt: skip
-    place.mkdir(mode=0o755)
+    place.mkdir()
+    place.chmod(0o755)  # whatever the umask is
     waiter = runs[0].waiter(2.0)
     runs[0].claim()
     assert program(waiter.pid).startswith("python") and not watchers(tmp_path / "t")

@@ -74,9 +74,11 @@ def kill_all(rank: subprocess.Popen[str]) -> None:
     while len(found := [psutil.Process(rank.pid), *psutil.Process(rank.pid).children(recursive=True)]) > len(processes):
         processes = found
         for one in processes:
-            one.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended before it could be stopped
+                one.send_signal(signal.SIGSTOP)
     for one in processes:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     rank.wait()
     psutil.wait_procs(processes, 60)
 
