@@ -278,6 +278,7 @@ class Channel:
         ((item, item_id),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
         return LeasedItem(item, item_id)
 
+    @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
         home = self._homes[0]
