@@ -111,7 +111,7 @@ _COMPUTES = {
 
 
 def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
-    """Checks names, and what does not fit together.
+    """Checks names, and combinations of keys.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -125,7 +125,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
 
 
 def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
-    """Checks the names of a reward model's run, and what does not fit together.
+    """Checks the names of a reward model's run, and combinations of keys.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -154,7 +154,7 @@ def _check_suites(interval: int, suites: Sequence[Any], named: Sequence[str], fa
 
 
 def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
-    """Refuses engines of a supervised run that would answer nothing, and a metric of the suites without engines.
+    """Refuses engines of a supervised run without suites, and a metric of the suites without engines.
 
     Args:
         cfg: The configuration.

@@ -64,8 +64,8 @@ def stream_shards(
         folder: Made if missing.
         shards: The checkpoint's.
         model: A folder with config and tokenizer of the model.
-        dtype: Of the weights written.
-        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
+        dtype: Dtype of the written weights.
+        load: Function that builds such a model: `load_causal_lm` or `load_scalar_model`.
         base, frozen: See `untrained_weights`.
 
     Returns:
@@ -155,14 +155,14 @@ def untrained_weights(
     load: Callable[..., Any],
     source: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads what a checkpoint of training lacks, frozen parameters and buffers, from the model that training began from.
+    """Reads the frozen parameters and buffers that a training checkpoint lacks from the model that training began from.
 
     Args:
         skeleton: The model on the meta device.
         trained: Names in the module of what the checkpoint has.
         frozen: Names in the module of the parameters that were frozen in training. Any other that is lacking is a fault.
         model: The section that `skeleton` was made of.
-        base: Where the model that training began from is.
+        base: Path or hub name of the model that training began from.
         load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
         source: Name of the checkpoint in messages.
 
@@ -258,7 +258,7 @@ def export_language_model(
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
         output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
-        adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
+        adapter_only: Writes a LoRA adapter for peft, rather than the model with the adapter merged.
         base: The model that training began from, of which adapters and frozen parts need the weights; by default where it
             was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.

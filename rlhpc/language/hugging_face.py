@@ -22,7 +22,7 @@ def transformers() -> Any:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for each model that it loads or writes, also into a log file."""
+    """Suppresses the progress bars of transformers, which would also be written to log files."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Readers of what a policy wrote: JSON, arguments of tool calls, and text that a tokenizer can encode.
+"""Parsers of text that a policy wrote: JSON, arguments of tool calls, and text that a tokenizer can encode.
 
 A policy may write anything, and pays for it by the reward alone: a reader here returns a value or raises `ValueError`, never
 `RecursionError` or the like. The standard library and Python 3.8 are enough, as for `main.py`, which reads it as well.
@@ -34,7 +34,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Parses the JSON that begins at a place of a text; returns the value, and where it ends. Raises as `parse_json`."""
+    """Parses the JSON that begins at an index of a text; returns the value and its end. Raises as `parse_json`."""
     try:
         parsed, end = _DECODER.raw_decode(text, start)
     except RecursionError:

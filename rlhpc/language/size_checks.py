@@ -131,7 +131,7 @@ def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_on
 
 
 def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str) -> None:
-    """Refuses what is about parts that the model has not: experts, and one that looks at pictures."""
+    """Refuses settings for parts that the model lacks: experts, and a vision tower."""
     if model.router_aux_loss_coef:
         _require_experts(config, f"{key}.router_aux_loss_coef", "0")
     if model.freeze_vision and _is_complete(config) and not config.get("vision_config"):
@@ -145,12 +145,12 @@ def _require_experts(config: Mapping[str, Any], key: str, otherwise: str) -> Non
 
 
 def _is_complete(config: Mapping[str, Any]) -> bool:
-    """Returns whether a configuration is a model's own, rather than the sizes of one that is known by name."""
+    """Returns whether a configuration is complete, rather than the sizes of a model that is known by name."""
     return "architectures" in config or config.get("model_type") == "llama"
 
 
 def _config(model: Any) -> Mapping[str, Any]:
-    """Returns what config.json says; nothing where it is not on this machine."""
+    """Returns the contents of config.json; {} if it is not on this machine."""
     try:
         return config_of(str(model.model_path or ""), model.kwargs)
     except NotKnown:
@@ -158,6 +158,6 @@ def _config(model: Any) -> Mapping[str, Any]:
 
 
 def _numbers(model: Any) -> Mapping[str, Any]:
-    """Returns what config.json says of the text model; nothing where it is not on this machine."""
+    """Returns the text model's settings in config.json; {} if it is not on this machine."""
     config = _config(model)
     return {**config, **(config.get("text_config") or {})}

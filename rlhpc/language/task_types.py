@@ -262,7 +262,7 @@ class SftChecks(LanguageChecks[SftConfig]):
         return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
 
     def read_data(self, cfg: SftConfig) -> None:
-        """Reads also the held-out demonstrations (`TrainedChecks.read_data`)."""
+        """Reads the training data and the held-out demonstrations (`TrainedChecks.read_data`)."""
         from rlhpc.language.data.registry import make_dataset
 
         super().read_data(cfg)
@@ -342,7 +342,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
             size_checks.check_micro_batches(cfg, fail)
 
     def preflight(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields also the checks of the groups (`ConfigChecks.preflight`)."""
+        """Yields these checks and those of the groups (`ConfigChecks.preflight`)."""
         from rlhpc.language.preflight import group_checks
 
         yield from super().preflight(cfg, ranks)

@@ -57,8 +57,8 @@ class Completion:
     """One finished sequence.
 
     Attributes:
-        id: Of its request.
-        token_ids: The response, its stop token included.
+        id: Id of the request.
+        token_ids: Tokens of the response, with its stop token.
         logprobs: One per token: of the distribution from which it was sampled (after temperature; before top-p and top-k).
         versions: One per token: the version of the weights that sampled it.
         finish_reason: `stop`, `length`, or `abort`.
@@ -121,7 +121,7 @@ class RolloutBackend(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> list[Completion]:
-        """Advances by a token or more; returns the requests that ended. Empty lists are normal."""
+        """Advances the running requests by one or more tokens; returns those that ended, often none."""
 
     @abc.abstractmethod
     def unfinished(self) -> int:
@@ -162,7 +162,7 @@ class RolloutBackend(abc.ABC):
         """Ends the engine."""
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends those of the requests that still run; they are not returned (`can_drop`)."""
+        """Ends the requests that are still running, without returning them (`can_drop`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot end single requests")
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
@@ -181,7 +181,7 @@ class RolloutBackend(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot score texts")
 
     def wants(self) -> Mapping[str, Sequence[Box]] | None:
-        """Returns the boxes that the rank needs of each tensor, by file names; tensors without any are missing.
+        """Returns the slices that the rank needs of each tensor, by file names; tensors without any are missing.
 
         None without `takes_shards`: it needs all of them.
         """
@@ -191,7 +191,7 @@ class RolloutBackend(abc.ABC):
         """Loads weights like `update_weights`, by the names in `wants`, all of them, in tensors of full shape
         (`takes_shards`).
 
-        Elements outside the boxes of `wants` may have any value.
+        Elements outside the slices of `wants` may have any value.
         """
         raise NotImplementedError(f"{type(self).__name__} takes complete tensors")
 
@@ -203,7 +203,7 @@ class RolloutBackend(abc.ABC):
 
 
 def with_base_class(engine: type) -> type[RolloutBackend]:
-    """Returns a class that derives from `RolloutBackend`, of a class that only has its methods, as was enough before."""
+    """Returns an engine class as a subclass of `RolloutBackend`, if it only has the methods of one."""
     warnings.warn(
         f"{engine.__module__}.{engine.__qualname__} does not derive from rlhpc.language.engines.RolloutBackend; two releases "
         "from now it must",

@@ -69,7 +69,7 @@ class KVCache:
         """Adds rows from a prefill of several sequences, one after the other.
 
         Args:
-            layers: Of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
+            layers: Layers of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
             lengths: Tokens of each sequence.
             source: The sequence of each new row; rows with the same prompt share one.
             shifts: Difference between each sequence's next position and its next column.
@@ -101,7 +101,7 @@ class KVCache:
         self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
-        """Removes rows; the last rows replace them. Returns these moves, (from, to), which other per-row data must repeat."""
+        """Removes rows, which the last rows replace; returns these moves (from, to), for other per-row data."""
         row_moves = moves_into_places(self.rows, leaving)
         if row_moves:
             movers, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
@@ -169,7 +169,7 @@ def decoding_cache(store: KVCache) -> Any:
 
 
 def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the moves (from, to) of the last rows into the places of rows that leave."""
+    """Returns the moves (from, to) by which the last rows replace the rows that leave."""
     leaving_rows = set(leaving)
     remaining = rows - len(leaving_rows)
     freed_rows = [row for row in sorted(leaving_rows) if row < remaining]
@@ -249,7 +249,7 @@ _present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", de
 
 @contextmanager
 def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
-    """Sets what attention computes in the block: lengths of a prefill, or a token of each row."""
+    """Sets the computation of attention within the block: lengths of a prefill, or one token for each row."""
     token = _present.set(computation)
     try:
         yield
@@ -273,11 +273,11 @@ def _attend(
     Args:
         module: The layer's attention.
         query: `[1, heads, T, d]` of a prefill, `[rows, heads, 1, d]` of a token of each row.
-        key, value: Of the same tokens; in decoding, the cache's.
+        key, value: Keys and values of the same tokens; in decoding, those of the cache.
         attention_mask: None: transformers builds none for a function that it does not know.
-        scaling: Of the logits; None is 1/√d.
+        scaling: Factor of the logits; None is 1/√d.
         dropout: Unused in generation.
-        sliding_window: How many tokens, itself included, a token attends to; None for all.
+        sliding_window: Number of tokens, itself included, that a token attends to; None for all.
         further: Additional arguments of a family; a bound on logits is ignored, as it is by the attention `sdpa`.
     """
     computation = _present.get()
@@ -378,7 +378,7 @@ def can_join(model: Any, context: int) -> bool:
     It cannot if it mixes tokens by other means, or if positions depend on the longest sequence of a batch.
 
     Args:
-        model: From transformers.
+        model: Model of transformers.
         context: Tokens of the longest sequence.
     """
     config = model.config.get_text_config()

@@ -31,11 +31,11 @@ class EngineOptions:
     Attributes:
         model_path: Hugging Face folder or hub name.
         device: Device of the computation, such as `cpu` or `cuda:0`.
-        dtype: Of the weights: float32, bfloat16 or float16.
+        dtype: Dtype of the weights: float32, bfloat16 or float16.
         max_batch_size: Concurrent sequences; None selects the engine's default.
         max_model_len: Maximum length of prompt and response; None takes the model's context.
         gpu_memory_utilization: Fraction of the accelerator's memory for vLLM.
-        attn_implementation: Of transformers.
+        attn_implementation: Attention implementation of transformers.
         trust_remote_code: Runs code that comes with the model.
         engine_kwargs: Further arguments of the engine's constructor.
         sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
@@ -274,7 +274,7 @@ def fitting_update(
     """Passes an update's tensors on; raises where a name or shape is wrong, and at the end if one is missing.
 
     Args:
-        named_tensors: By Hugging Face names.
+        named_tensors: Tensors by Hugging Face names.
         needed: Shapes that must come, each once.
         optional: Shapes that may come: the other names of tied weights, and buffers.
         complete: All tensors must come; otherwise missing ones stay unchanged.

@@ -42,7 +42,7 @@ class Forward:
     computes the maximum number of rows, and a prefill one sequence, so that a row's numbers could only depend on its index.
 
     Args:
-        model: From transformers; changed in place.
+        model: Model of transformers; changed in place.
         device: Device of the computation.
         max_rows: Maximum number of rows.
         context: Tokens of the longest sequence.
@@ -188,7 +188,7 @@ class Forward:
 
     @contextmanager
     def _watching(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Records the routers' choices for sequences of these lengths, one after the other."""
+        """Records the routers' choices within the block, for sequences of these lengths."""
         if self.routing is None:
             yield
             return
@@ -232,7 +232,7 @@ class Forward:
         return [(7 * row + 5 * token + 3) % self._vocabulary for token in range(length)]
 
     def _says(self, attention: str | None) -> Tensor:
-        """Returns logits behind the last tokens of a text: from one pass with the given attention, or from this module's."""
+        """Computes the logits of a text's last tokens: in one pass with the given attention, or by this module's attention."""
         probe_ids = [*self._probe(10), 1, 2]
         if attention is not None:
             logits: Tensor = self._model(

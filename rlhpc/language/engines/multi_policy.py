@@ -21,8 +21,8 @@ class MultiPolicyEngine(RolloutBackend):
     They must accept partial updates, end single requests, score, and declare the weights that they need: `hf`.
 
     Args:
-        names: Of the policies.
-        make: Makes the engine of a policy, by its name.
+        names: Names of the policies.
+        make: Function that builds the engine of a policy, by name.
     """
 
     takes_partial_updates = True

@@ -33,7 +33,7 @@ def make_rollout(
         cfg: The run's configuration; sections `rollout` and `actor.model` are read.
         model_path: Hugging Face folder or hub name of the initial weights, with its tokenizer.
         device: Device of the computation.
-        seed: Of the engine; the tokens of a request depend on the request's seed.
+        seed: Seed of the engine; the tokens of a request depend on the request's seed.
         link: Connection to the other ranks of an engine group; all of them build their engines at the same time.
 
     Raises:

@@ -50,7 +50,7 @@ class Adapters:
 
     Args:
         rank, alpha: `actor.lora`.
-        shapes: Of the base model's weights, by their names.
+        shapes: Shapes of the base model's weights, by name.
         policies: Names of several policies, each with separate adapters.
 
     Raises:
@@ -178,7 +178,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         cfg: The run's configuration.
         model_path: Hugging Face folder or hub name.
         device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
-        seed: Of the engine.
+        seed: Seed of the engine.
         link: Connection to the other ranks of an engine group (`multi_rank`).
 
     Raises:

@@ -1,4 +1,4 @@
-"""The places where code of vLLM is replaced or its private names are used, in one module.
+"""Adapter module for vLLM's private code: all replacements of it, and all uses of its private names.
 
 `VERIFIED` is the minor version whose sources were read for this; `tests/unit/language/engines/test_vllm_adapter.py` holds what
 is assumed of the installed one, the second model runner included, which is the default on GPUs.
@@ -46,7 +46,7 @@ def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Undoes the side effects on the process of building an engine, and hides `_HIDDEN` from it meanwhile."""
+    """Undoes an engine's side effects on the process after it is built; hides the modules `_HIDDEN` from it in the block."""
     variables = {name: os.environ.get(name) for name in _LEAKED}
     set_num_threads = torch.set_num_threads
     hidden_modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
@@ -77,7 +77,7 @@ def launched_outside(group: str, rank: int) -> Iterator[None]:
 
     Args:
         group: Name of the process group, without colons and slashes.
-        rank: Of this process in the engine.
+        rank: Rank of this process in the engine.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -184,8 +184,8 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
 
     Args:
         worker: The worker.
-        number: Of the adapter, from 1.
-        tensors: By the names of peft's files.
+        number: Number of the adapter, from 1.
+        tensors: Tensors by the names of peft's files.
         config: peft's configuration.
 
     Returns:

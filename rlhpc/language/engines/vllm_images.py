@@ -32,8 +32,8 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
     """Registers image processing for a vision-language model with vLLM, in this process.
 
     Args:
-        config: Of the model.
-        path: Of the model; its image processor sets the largest image.
+        config: Configuration of the model.
+        path: Path of the model; its image processor sets the largest image.
         trust_remote_code: See `rlhpc.language.data.images.make_looker`.
 
     Raises:

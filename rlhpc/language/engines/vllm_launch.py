@@ -106,9 +106,9 @@ class VLLMProcess:
     """vLLM's `LLMEngine` in this process. A subclass sets further arguments in `_arguments`.
 
     Args:
-        options: Of the engine.
+        options: Options of the engine.
         config: The model's Hugging Face configuration.
-        seed: Of the engine.
+        seed: Seed of the engine.
         link: Connection to the other ranks of an engine group.
 
     Raises:

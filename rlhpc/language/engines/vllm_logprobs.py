@@ -57,7 +57,7 @@ def _own_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any
 def log_before_filters(worker: Any) -> bool:
     """Makes vLLM's log-probs those after temperature and before top-p and top-k; returns whether it succeeded.
 
-    None of its modes does: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
+    No mode of vLLM returns these: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
     return replace_sampling(worker, _BeforeFilters, _own_logprobs)
 
@@ -70,7 +70,7 @@ def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
 
     Args:
         logits: `[M, V]`.
-        top: k: how many tokens, at most `width`.
+        top: k, the number of tokens; at most `width`.
         width: Ids from here on are dropped.
         temperature: Divides the logits.
 
@@ -126,7 +126,7 @@ class VLLMScores(VLLMProcess):
         cfg: Sections `rollout` and `actor.model` are read, as by `VLLMRollout`.
         model_path: Hugging Face folder or hub name.
         device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
-        seed: Of the engine.
+        seed: Seed of the engine.
         temperature: Divides the logits.
         top: Number of the most likely tokens to return, 0 for the text's tokens alone.
         vocabulary: Limit of the most likely ones: ids from here on are dropped; None takes all.
@@ -183,7 +183,7 @@ class VLLMScores(VLLMProcess):
         """Returns the log-probs of the tokens of some texts.
 
         Args:
-            texts: Of two tokens or more each.
+            texts: Texts of two tokens or more each.
 
         Returns:
             For each text of n tokens, for all but the first: `[n - 1]` float32 log-probs; or, with the k most likely tokens,

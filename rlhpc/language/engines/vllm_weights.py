@@ -73,8 +73,8 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
     """Returns the slices that a worker's rank needs.
 
     Args:
-        worker: vLLM's.
-        shapes: Of all tensors, by the names of the model's files.
+        worker: Worker of vLLM.
+        shapes: Shapes of all tensors, by the names of the model's files.
 
     Returns:
         Slices by tensor; tensors that this rank does not need are missing.
@@ -111,7 +111,7 @@ def require_proven(config: Any, architecture: str = "") -> None:
     """Rejects mixtures whose updates in vLLM are not known to be right.
 
     Args:
-        config: Of Hugging Face.
+        config: Hugging Face configuration.
         architecture: Name of the module's class, if known; otherwise the first that the configuration names.
 
     Raises:
@@ -199,7 +199,7 @@ class Loaded:
     """Counts of an update.
 
     Attributes:
-        copied: How many elements of each tensor the loader copied.
+        copied: Number of elements that the loader copied of each tensor.
         idle: Layers with separate weights that got none, by their names in vLLM's model.
     """
 
@@ -212,7 +212,7 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
 
     Args:
         worker: The worker.
-        weights: By the names that the loader knows.
+        weights: Tensors by the names that the loader knows.
         packed: Kernels that keep packed experts are built again (`reload_packed`).
     """
     copied = collections.Counter[str]()
@@ -255,7 +255,7 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
     """Rejects an update of which vLLM skipped a tensor, loaded one twice, or left a layer unchanged.
 
     Args:
-        loaded: From `reload_counted`.
+        loaded: Result of `reload_counted`.
         expected: Elements of each tensor that the rank needs.
         version: Version of the weights.
 

@@ -79,7 +79,7 @@ class Conversation:
                 self._messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _drawn(self) -> Iterator[tuple[list[int], bool]]:
-        """Yields the tokens drawn so far, and whether these are all."""
+        """Yields the tokens generated so far, and whether the reply is complete."""
         engine = self._engine
         while engine.unfinished():
             for completion in engine.step():
@@ -99,7 +99,7 @@ def chat(
     max_tokens: int | None = None,
     seed: int | None = None,
 ) -> None:
-    """Answers what is typed, until the end of the input.
+    """Answers typed messages until the end of the input.
 
     Args:
         cfg: The run's configuration: sections `rollout` and `actor.model`, and `runner.seed`.
@@ -165,7 +165,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """Prints the reply as it is drawn."""
+    """Prints the reply while it is generated."""
     text_pieces = conversation.reply(text)
     try:
         for text_piece in text_pieces:

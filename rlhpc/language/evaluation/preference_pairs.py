@@ -109,7 +109,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: float) -> tuple[EvalDataConfig, str]:
-    """Returns the problems that are asked, as a section, and their side of `eval_fraction`.
+    """Returns the data section of the problems, and their side of `eval_fraction`.
 
     Raises:
         ConfigError: There is no such suite; or the run is trained on pairs already.
@@ -145,7 +145,7 @@ def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
 
 
 def shuffle(rows: list[Row], form: str, seed: int) -> None:
-    """Takes from the rows what they say about their answers, in place; everything else stays as it is."""
+    """Shuffles the preferences or labels of rows in place, so that they say nothing about the answers."""
     generator = random.Random(f"shuffled {seed}")
     if form == "pairs":
         for row in rows:

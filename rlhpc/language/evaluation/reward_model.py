@@ -185,7 +185,7 @@ def preference_validation_metrics(
     """Computes metrics from the ranks' rows: `eval/accuracy` and so on; for each further suite `eval/<suite>/accuracy`.
 
     Args:
-        parts: For each rank, suite → rows.
+        parts: Rows by suite, for each rank.
         form, loss: See `find_reward_loss`.
     """
     metrics: dict[str, float] = {}
@@ -284,7 +284,7 @@ def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
 
 
 def check_reward_model(cfg: RewardRunConfig) -> None:
-    """Refuses what would fail after the start: model, tokenizer, dataset.
+    """Checks model, tokenizer and dataset before the start, and refuses those that would fail after it.
 
     Raises:
         ConfigError: Names the key.

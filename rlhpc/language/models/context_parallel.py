@@ -45,7 +45,7 @@ class RowShare:
         return -(-max(2, batch.tokens) // self.size)
 
     def bounds(self, batch: TokenBatch) -> tuple[int, int]:
-        """Returns where in the row the part begins and ends."""
+        """Returns the start and the end of the part in the row."""
         length = self.length(batch)
         return self.rank * length, (self.rank + 1) * length
 

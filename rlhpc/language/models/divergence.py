@@ -27,7 +27,7 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple
 
     Args:
         logprobs, teacher_logprobs: `[M, B]` log-probs of B outcomes.
-        beta: Which divergence; see the module.
+        beta: Selects the divergence; see the module.
 
     Returns:
         `[M]` nats; `[M, B]` h = p ∂D/∂p, up to a multiple of p. So ∂D/∂z = h − p Σh, where p = softmax(z).
@@ -51,7 +51,7 @@ class FullDivergence(RowReader):
         teacher: The teacher's rows. If their width differs from the model's (vocabularies padded to different sizes), columns
             that only the teacher has are dropped, and the teacher excludes tokens that only the model has.
         temperature: Divides both.
-        beta: Which divergence.
+        beta: Selects the divergence.
     """
 
     def __init__(self, teacher: LogitRows, temperature: float = 1.0, beta: float = 1.0) -> None:
@@ -86,7 +86,7 @@ class TopDivergence(RowReader):
     Args:
         top: `[M, k + 1, 2]`, as `top_logprobs` returns it for a token, at the same temperature.
         temperature: Divides the logits.
-        beta: Which divergence.
+        beta: Selects the divergence.
     """
 
     def __init__(self, top: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:

@@ -47,7 +47,7 @@ def pretrained_in(module: nn.Module) -> Any:
 
 
 def window_of(config: Any) -> int:
-    """Returns how many tokens a layer with a sliding window, or with chunked attention, sees; 0 without such layers.
+    """Returns the number of tokens that a layer with a sliding window or chunked attention sees; 0 without such layers.
 
     Args:
         config: The model's configuration, of transformers.
@@ -86,7 +86,7 @@ def load_causal_lm(
 
     Args:
         model: The section: model_path, attn_implementation, trust_remote_code.
-        dtype: Of its weights.
+        dtype: Dtype of its weights.
         checkpointing: Recomputes activations in the backward pass.
         empty: Makes it on the meta device, without reading weights.
         key: Name of model_path in messages.
@@ -199,7 +199,7 @@ def export_model(
         folder: Made if missing.
         tensors: All weights, by their names in the model; tied ones once.
         model: `actor.model`, for config and tokenizer.
-        dtype: Of the weights written.
+        dtype: Dtype of the written weights.
         load: Builds a model of this architecture: `load_causal_lm`, or `load_scalar_model`.
     """
     skeleton = load(model, dtype=dtype, empty=True)
@@ -224,7 +224,7 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
     the trained model's configuration only the values that differ from what transformers writes for the original.
 
     Args:
-        config: Of the trained model.
+        config: Configuration of the trained model.
         model: Section with the path of the original model.
     """
     config_values = json.loads(config.to_json_string())
@@ -310,7 +310,7 @@ def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype |
     Args:
         module: The Hugging Face model, or peft's wrapper of it.
         model: `actor.model`, for the tokenizer.
-        dtype: Of the weights written with these files, if it differs from the module's.
+        dtype: Dtype of the weights written with these files, if it differs from the module's.
     """
     unwrapped: Any = module
     if hasattr(unwrapped, "get_base_model"):

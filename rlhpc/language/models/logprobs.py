@@ -110,7 +110,7 @@ class RowReader(abc.ABC):
     """Reader of M rows of logits in chunks: forward, and once more for the gradient.
 
     Attributes:
-        columns: How many numbers it computes for a row.
+        columns: Number of values that it computes for a row.
         divided: Whether it can read a rank's part of the vocabulary (`divided_by` is called first); other readers get a
             chunk's logits of the full vocabulary.
     """
@@ -564,9 +564,9 @@ class TokenScores:
 
     Attributes:
         logprobs: log p(token t | tokens before it in its sample) at the requested temperature.
-        entropy: Of that distribution, if requested.
+        entropy: Entropy of that distribution, if requested.
         read: Results of the loss's `LogitReading`, if any.
-        values: Of the state before the token, in float32, where the model has a value head.
+        values: Value of the state before the token, in float32, if the model has a value head.
     """
 
     logprobs: torch.Tensor

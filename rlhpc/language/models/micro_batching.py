@@ -44,7 +44,7 @@ def balance(
     it.
 
     Args:
-        costs: Of each item.
+        costs: Cost of each item.
         bins: Number of bins.
         sizes: Capacity that each item takes; by default no capacity is counted.
         room: Capacity of each bin.
@@ -249,7 +249,7 @@ def balance_across_ranks(
     Args:
         batch: The samples that this rank has, on the host. Their columns have the same names on all ranks.
         worker: The rank.
-        sizes: Of the worker's group.
+        sizes: Mesh sizes of the worker's group.
         each: This number of neighbouring samples stays on one rank, such as the responses of a pair.
         hidden: The width of the model (`costs_of`).
 

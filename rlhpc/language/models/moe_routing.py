@@ -154,7 +154,7 @@ def balance(
     one.
 
     Args:
-        recorded: Of each layer, see `Routing`.
+        recorded: Outputs of each layer's router; see `Routing`.
         batch: The batch in the form that the model read; padding does not count.
         share: This rank's share of rows, if several ranks share them: all get the results of the full row.
     """
@@ -176,7 +176,7 @@ def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor
     """Returns the engines' choices for the lines that the model reads; None if the batch has none.
 
     Args:
-        batch: In the form that the model reads.
+        batch: Batch in the form that the model reads.
         share: This rank's share of rows, if several ranks share them.
     """
     experts = batch.columns.get(EXPERTS)

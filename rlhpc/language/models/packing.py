@@ -42,12 +42,12 @@ _FURTHER = ("softcap", "s_aux", "position_bias")
 
 
 def pack(model: nn.Module) -> bool:
-    """Makes a causal model, or one derived from it, read rows of several samples, if its type allows it.
+    """Makes a causal model, or a derived model, read rows of several samples, if its type supports this.
 
     Before the first row, `reads_rows` verifies it.
 
     Args:
-        model: From transformers, without adapters, maybe on the meta device; changed in place.
+        model: Model of transformers, without adapters, maybe on the meta device; changed in place.
 
     Returns:
         Whether the model packs. It does not if it uses another attention than `sdpa`, mixes tokens by other means than
@@ -76,7 +76,7 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
     which is not built here.
 
     Args:
-        model: Is called; all ranks of a sharded one call it.
+        model: Packed model, which is called; all ranks of a sharded one take part.
         device: Device of the model.
         dtype: Dtype of the computation.
         share: This rank's share of rows, if several ranks share them.
@@ -108,8 +108,8 @@ def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
     """Returns whether each layer whose configuration has a sliding window passes it to its attention.
 
     Args:
-        model: Was called once.
-        windows: For each attention call, in order, whether it got a window.
+        model: Model after one call.
+        windows: Whether each attention call got a window, in order.
     """
     config = pretrained_in(model).config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
@@ -180,9 +180,9 @@ def attend(
         module: The layer's attention.
         query, key, value: A row of several samples (B = 1), or a rectangle of one sample a row, padded on the right.
         attention_mask: None: transformers builds none for a function that it does not know.
-        scaling: Of the logits.
-        dropout: Of the weights.
-        sliding_window: How many tokens, itself included, a token attends to; None for all.
+        scaling: Factor of the logits.
+        dropout: Dropout of the attention weights.
+        sliding_window: Number of tokens, itself included, that a token attends to; None for all.
         segments: The row's samples; None for a rectangle.
         further: Additional arguments of a family.
 

@@ -48,7 +48,7 @@ def make_tiny_model(
         layers: Depth.
         heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
         context: Maximum number of tokens of prompt and response.
-        seed: Of the weights; the same seed writes the same bytes.
+        seed: Seed of the weights; the same seed writes the same bytes.
 
     Returns:
         Number of parameters.

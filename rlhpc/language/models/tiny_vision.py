@@ -52,7 +52,7 @@ def make_tiny_vision_model(
         layers: Depth of each.
         heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
         context: Maximum number of tokens of prompt, including images, and response.
-        seed: Of the weights; the same seed writes the same bytes.
+        seed: Seed of the weights; the same seed writes the same bytes.
 
     Returns:
         Number of parameters.

@@ -383,7 +383,7 @@ _TENSORS = ("patches", "grids", "image_indices", "at", "counts")
 
 
 def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the indices of the parts of the chosen items, one after the other, among those of all items."""
+    """Returns the element indices of the chosen items, one item after the other; each item has `lengths` elements."""
     ends = lengths.cumsum(0)
     chosen_lengths = lengths[chosen]
     offsets = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
@@ -495,7 +495,7 @@ class Pictures:
         images' tokens, and `position_ids` of three numbers, both in the form of the batch.
 
         Args:
-            cu_seqlens: Where each sample begins, and the last one ends.
+            cu_seqlens: Start of each sample, and end of the last one.
             formed: Converts values of all tokens `[T, …]` into the form in which the model reads the batch.
         """
         tokens = int(cu_seqlens[-1])

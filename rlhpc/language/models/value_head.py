@@ -1,4 +1,4 @@
-"""Value head: one number about each token, from a causal model's trunk and a linear head in float32.
+"""Value head: one number for each token, from a causal model's trunk and a linear head in float32.
 
 The weights have the names of Hugging Face's `…ForSequenceClassification` with one label, and are loaded from and saved to such
 a folder. A reward model scores a sample's last token (`last_values`), a critic all tokens.
@@ -66,10 +66,10 @@ def load_scalar_model(
     Args:
         model: model_path, a sequence classifier with one label, or a causal model, which gets a new head;
             attn_implementation; trust_remote_code.
-        dtype: Of its weights.
+        dtype: Dtype of its weights.
         checkpointing: Recomputes activations in the backward pass.
         empty: Makes it on the meta device, without reading weights.
-        seed: Of a new head's weights; the same seed gives the same ones.
+        seed: Seed of a new head's weights; the same seed gives the same ones.
         key: Name of model_path in messages.
 
     Raises:
@@ -113,8 +113,8 @@ def add_value_head(module: Any, seed: int) -> Any:
     is read.
 
     Args:
-        module: From `load_causal_lm`; changed in place. On the meta device, the head is, too.
-        seed: Of the head's weights; the same seed gives the same ones.
+        module: Module from `load_causal_lm`; changed in place. On the meta device, the head is, too.
+        seed: Seed of the head's weights; the same seed gives the same ones.
 
     Raises:
         ConfigError: The model has no LM head that can be determined.
@@ -171,7 +171,7 @@ def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, tor
     Args:
         module: A model with a head of that name, with or without adapters, on any device.
         name: `HEAD` or `VALUE_HEAD`.
-        seed: Of its weights.
+        seed: Seed of its weights.
     """
     for path, submodule in module.named_modules():
         if isinstance(submodule, Head) and path.rpartition(".")[2] == name:
@@ -248,7 +248,7 @@ def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
     Args:
         values: `[T]`.
-        batch: Of N samples; `pad_id` is the padding token.
+        batch: Batch of N samples; `pad_id` is the padding token.
 
     Returns:
         `[N]`; 0 for a sample without tokens.

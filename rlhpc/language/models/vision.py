@@ -1,4 +1,4 @@
-"""Vision towers of language models: where images are placed, and which parts are run and trained."""
+"""Vision towers of language models: placement of image features, and the parts that run and train."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def freeze_vision(model: Any, key: str) -> None:
     """Freezes the vision tower.
 
     Args:
-        model: From transformers.
+        model: Model of transformers.
         key: Name of the section in messages.
 
     Raises:

@@ -249,7 +249,7 @@ def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bo
 
 
 def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
-    """Returns the configuration by which the engines of a run answer."""
+    """Returns the configuration of the engines of a run."""
     if select(cfg, "rollout.parallel") is not None:
         return typed(GrpoConfig, cfg)
     from rlhpc.language.config.evaluation import answering_config
@@ -258,7 +258,7 @@ def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
 
 
 def itemsize(dtype: str, accelerated: bool) -> int:
-    """Returns the bytes of a number of a `dtype` on such a device."""
+    """Returns the bytes of one element of a `dtype` on the device."""
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 

@@ -29,7 +29,7 @@ from rlhpc.runs.memory.account import GIB, MIB, MemoryTerm, Moment, gib, terms
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Layers of a model as they compute.
+    """Memory of a decoder layer, in bytes per token.
 
     Attributes:
         size: Sizes of the model.
@@ -247,7 +247,7 @@ class Serving:
 
     @property
     def sequences(self) -> int:
-        """Sequences at a time."""
+        """Number of concurrent sequences."""
         default = _VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
         return max(1, min(self.at_once or default, self.work))
 
@@ -381,7 +381,7 @@ class Training:
 
     @property
     def mixed(self) -> bool:
-        """True if it computes in another precision than that of the trained weights."""
+        """True if the dtype of the computation differs from that of the trained weights."""
         return self.itemsize != 4
 
     def adapters(self) -> int:
@@ -395,17 +395,17 @@ class Training:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return self.adapters() if self.lora else self.size.parameters - self._headless
 
     @property
     def _headless(self) -> int:
-        """Parameters that the causal model has and this one has not."""
+        """Number of parameters of the causal model's head, if this model has no such head."""
         return 0 if self.head or self.size.tied else self.size.embedding
 
     @property
     def frozen(self) -> int:
-        """Parameters that are not, without the reference's."""
+        """Number of parameters that are not trained, without those of the reference."""
         return self.size.parameters - self._headless if self.lora else 0
 
     def part(self) -> float:

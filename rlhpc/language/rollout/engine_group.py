@@ -76,7 +76,7 @@ class RunLink:
         self.call = 0
 
     def begin_call(self) -> None:
-        """Begins the next call: commands of an aborted one are told apart by its number."""
+        """Begins the next call, whose number distinguishes its commands from those of an aborted call."""
         self.call += 1
 
     def form(self) -> None:
@@ -174,7 +174,7 @@ class _HasPart(Protocol):
 
 
 def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes a method one that the leader of an engine runs; the followers repeat its engine calls and return {}."""
+    """Makes only the leader of an engine run a method; the followers repeat its engine calls and return {}."""
 
     @functools.wraps(method)
     def call(self: _HasPart, *args: Any, **kwargs: Any) -> Any:

@@ -240,7 +240,7 @@ def _too_old(episode: Episode, oldest: int) -> bool:
 
 
 def failure_of(slot: PendingGroup) -> str:
-    """Returns why the last of a group's episodes that failed did, or could not be judged; "" if none has."""
+    """Returns the reason of the group's last failed episode or failed score; "" if none failed."""
     reasons = [
         episode.outcome.error for _, episode in sorted(slot.episodes.items()) if episode.failed and episode.outcome
     ]

@@ -270,7 +270,7 @@ class PendingGroups:
 
     @property
     def num_awaited_rewards(self) -> int:
-        """Number of episodes whose rewards are still to come."""
+        """Number of episodes with delayed rewards that have not arrived."""
         return len(self._awaited)
 
     def num_resumed_tokens(self, request: int) -> int:
@@ -370,7 +370,7 @@ class PendingGroups:
         return [StartSampling(group, self._start(group))]
 
     def _next_group(self, place: Position, num_refills: int, dropped: Counter[str]) -> PendingGroup:
-        """Returns the group that a free position belongs to next: the first ready one that can be trained on, or a new one.
+        """Returns the next group of a free position: the first ready group that can be trained on, or a new one.
 
         Args:
             place: The position.

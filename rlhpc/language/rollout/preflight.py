@@ -55,7 +55,7 @@ def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, Pr
 def open_demonstrations(
     cfg: TrainedLanguageConfig, data: SftDataConfig, tokenizer: Any, *, holdout: bool = False
 ) -> tuple[PromptTokenizer, FittingPrompts]:
-    """Opens demonstrations: returns their encoder, and those that are not too long.
+    """Opens demonstrations: returns their encoder, and the demonstrations that are not too long.
 
     Args:
         cfg: Configuration of a run on demonstrations.
@@ -76,7 +76,7 @@ def open_demonstrations(
 
 
 def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tuple[PromptTokenizer, Preferences, int]:
-    """Opens preferences: returns their encoder, those that are not too long, and the number of dropped ones.
+    """Opens preference pairs: returns their encoder, the pairs that are not too long, and the number of dropped pairs.
 
     Args:
         cfg: Configuration of a DPO run.

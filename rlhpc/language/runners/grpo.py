@@ -176,8 +176,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
-        """Returns whether only ranks that score were lost, and all trainers have the weights of the last step: then the next
-        step is repeated from the same weights and seeds."""
+        """Returns whether a step can be repeated from the same weights and seeds: only ranks that score were lost, and all
+        trainers have the weights of the last step."""
         learning = [self.actor, *([self.critic] if self.critic else [])]
         if self.rollout.name in lost_ranks or not self.loop.repeats_steps or not {*lost_ranks} <= self.stateless:
             return False

@@ -197,8 +197,8 @@ class Prober:
 
     @COST.proving(time.process_time)
     def ask(self, policy: int | None = None, role: int = 0) -> Probe:
-        """Returns the probe by the present weights; all ranks call it, awake. With several policies it is the given one, by
-        which the role speaks. In half precision it also measures the effect of rounding, at the first two probes and then
+        """Returns the probe by the present weights; all ranks call it, awake. With several policies, `policy` and `role`
+        select one. In half precision it also measures the effect of rounding, at the first two probes and then
         at every tenth."""
         logprobs = self._logprobs(self._text, role)
         if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _EVERY == 0):

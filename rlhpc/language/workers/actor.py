@@ -141,7 +141,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return MinibatchCounts.of(batch, length, self._summed)
 
     def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
-        """Yields this rank's indices of held-out rows, for some steps' amount at a time.
+        """Yields this rank's indices of held-out rows, as many at a time as `_HELD_OUT_STEPS` training steps have.
 
         Args:
             rows: Number of held-out rows.

@@ -317,7 +317,7 @@ class LanguageRolloutWorker(Worker):
                     self._carry_out(self._pending.on_prompt(step, prompt_or_group))
 
     def _draw(self, step: int, position: int, attempt: int) -> PendingGroup:
-        """Returns the group of a position's prompt: the one that is due, or for later attempts a random one."""
+        """Returns the group of a position's prompt: the sampler's prompt, or for later attempts a random one."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
             generator = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
@@ -331,7 +331,7 @@ class LanguageRolloutWorker(Worker):
     # -- actions on groups ----------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        """Carries out what follows from an event (`PendingGroups`)."""
+        """Executes the actions that follow from an event (`PendingGroups`)."""
         for action in actions:
             match action:
                 case StartSampling(group, ids):

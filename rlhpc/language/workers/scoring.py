@@ -316,7 +316,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
             proof.check()
 
     def save(self, folder: str) -> None:
-        """Writes the weights on rank 0: they are neither the actor's nor those from before training."""
+        """Writes the reference's weights on rank 0, which differ from the actor's and from the initial ones."""
         if self.rank == 0:
             path = Path(folder) / REFERENCE
             path.mkdir(exist_ok=True)
