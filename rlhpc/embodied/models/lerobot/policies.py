@@ -476,10 +476,10 @@ class PiPolicy(LeRobotFlowPolicy):
         inner, model, batch = self.inner, self.inner.model, self.batch(obs)
         token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
         prefix_embeddings, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), token_ids, token_mask)
-        joint_model = model.paligemma_with_expert
+        both = model.paligemma_with_expert
         # As in `sample_actions`, whose other steps compute no gradient.
-        joint_model.paligemma.language_model.config._attn_implementation = "eager"
-        (prefix_hidden, _), cache = joint_model.forward(
+        both.paligemma.language_model.config._attn_implementation = "eager"
+        (prefix_hidden, _), cache = both.forward(
             attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[prefix_embeddings, None],
