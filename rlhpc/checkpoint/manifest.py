@@ -66,7 +66,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Returns whether the save was completed. Does not detect later damage, which `verify` finds."""
+    """Returns whether the save was completed. It does not detect later damage; `verify` does."""
     return (checkpoint / COMPLETE).is_file()
 
 

@@ -118,7 +118,7 @@ def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
     group.
 
     Args:
-        root: Where control groups are mounted.
+        root: Mount point of the control groups.
         membership: File that names this process's control groups.
     """
     cpus = len(os.sched_getaffinity(0))

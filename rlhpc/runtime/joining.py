@@ -153,8 +153,8 @@ class JoinPoint:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether the driver answers, or there is no time to wait for that: a driver whose host is gone never
-        answers.
+        """Returns whether the driver answers; if it does not, the result of `hurry`, which also ends the wait. A driver on a
+        dead host never answers.
         """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)

@@ -34,8 +34,8 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """Returns a function that tells whether all ranks have reached `state`; it checks each rank only until then, however often
-    it is called.
+    """Returns a function that returns whether all ranks have reached `state`. It checks each rank only until the rank has
+    reached the state.
     """
     pending = list(members)
 
@@ -263,7 +263,7 @@ class Membership:
         on_event: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
 
     Attributes:
-        epoch: How often a rank has come or gone since the groups were launched.
+        epoch: Number of ranks that have joined or left since the groups were launched.
         faulty: Jobs of which a rank has raised an exception.
     """
 
@@ -400,7 +400,7 @@ class Membership:
         return counts
 
     def takes_part(self, group: str, rank: int) -> None:
-        """Registers that a joined or restarted rank has all it needs, and works from now on."""
+        """Registers that a joined or restarted rank is set up and works from now on."""
         for member in self._ranks.alive(group):
             if member.spec.rank == rank and member.starter is self._joined:
                 if member.spec.incarnation in self._jobs:

@@ -31,7 +31,7 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
     """Returns the cores of the NUMA nodes that devices are on; empty if the kernel does not report them.
 
     Args:
-        addresses: On the PCI bus, such as `0000:1b:00.0`.
+        addresses: Addresses on the PCI bus, such as `0000:1b:00.0`.
         pci: Sysfs folder of these devices.
     """
     cores: set[int] = set()
@@ -50,7 +50,7 @@ def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     cores than threads keeps all its cores: some are then far away.
 
     Args:
-        addresses: Of the rank's accelerators on the PCI bus.
+        addresses: Addresses of the rank's accelerators on the PCI bus.
         threads: Number of cores that the rank needs.
         pci: See `near`.
 
@@ -222,7 +222,7 @@ def start_bound_to_parent(
     Args:
         command: The command.
         number: The signal.
-        options: Of `subprocess.Popen`.
+        options: Options of `subprocess.Popen`.
 
     Raises:
         OSError: There is no such command.

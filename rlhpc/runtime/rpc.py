@@ -119,7 +119,7 @@ class CallDoor:
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
 
     def interrupt(self) -> None:
-        """Ends a `next` that waits; called on another thread, or in a signal handler."""
+        """Wakes a thread that waits in `next`; called on another thread, or in a signal handler."""
         os.eventfd_write(self._wake, 1)
 
     def next(self) -> tuple[_Line | bytes, list[bytes]] | None:
@@ -177,7 +177,7 @@ class CallLines:
         self._routes: dict[str, bytes] = {}
 
     def interrupt(self) -> None:
-        """Ends a `receive` that is running in another thread."""
+        """Wakes another thread that waits in `receive`."""
         os.eventfd_write(self._wake, 1)
 
     def send(self, record: dict[str, str], frames: list[Any]) -> bool:
@@ -356,7 +356,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
     Args:
         service: The service of this process.
         calls: Records of ranks, with the method that each is in.
-        seconds: How long the wait has lasted.
+        seconds: Seconds that the wait has lasted.
     """
     requests, deadline = [], time.monotonic() + PATIENCE_S
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():

@@ -55,7 +55,7 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def class_before_fsdp(module: Any) -> Iterator[None]:
-    """Gives a module that FSDP2 wrapped its former class for the duration of the block.
+    """Restores the original class of a module that FSDP2 wrapped, for the duration of the block.
 
     FSDP2 changes the class of a module in place, and libraries look things up by the class's name.
     """

@@ -163,7 +163,7 @@ LEAVE = b"L"
 
 
 def for_input(specs: Sequence[WorkerSpec]) -> bytes:
-    """Encodes the instructions for the tasks of a step, in order."""
+    """Encodes the specifications for the tasks of a job step, in order."""
     specs_pickle = pickle.dumps(list(specs))
     return _LENGTH.pack(len(specs_pickle)) + specs_pickle
 

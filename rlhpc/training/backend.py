@@ -207,7 +207,7 @@ class TrainingBackend(abc.ABC):
 
     @property
     def called(self) -> nn.Module:
-        """Module that is called with a batch; a subclass may return a wrapper."""
+        """Module to call with a batch; a subclass may return a wrapper."""
         return self.module
 
     @property

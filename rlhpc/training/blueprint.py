@@ -114,7 +114,7 @@ class Blueprint(abc.ABC):
         """Returns further facts that a checkpoint records, for readers without access to the run.
 
         Args:
-            module: From `build`, as it is trained.
+            module: Trained module, made by `build`.
         """
         return {}
 

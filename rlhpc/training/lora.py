@@ -147,7 +147,7 @@ def attach_lora(
     """Freezes the model and adds adapters in float32, whose initial values depend on the seed alone.
 
     Args:
-        model: From `load_causal_lm`; if it is on the meta device, the adapters are too.
+        model: Model from `load_causal_lm`; if it is on the meta device, the adapters are too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
         head: Name of a layer that is trained without adapters: a classifier's.
@@ -444,7 +444,7 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.
     module's own names.
 
     Args:
-        module: From `attach_lora`, with any memory.
+        module: Module from `attach_lora`, on any device, also the meta device.
         seed: Seed given to `attach_lora`.
     """
     with torch.random.fork_rng():

@@ -317,7 +317,8 @@ class Publisher:
     def publish(
         self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: ChunkWindow | None = None
     ) -> Iterator[Announcement]:
-        """Writes one version; each announcement must have reached all receivers before the next but one is requested.
+        """Writes one version. Each announcement must have reached all receivers before the caller requests the second one
+        after it.
 
         Args:
             version: Version of the weights.

@@ -60,8 +60,8 @@ class RunLogger(Protocol):
         """Makes the logged rows durable as far as possible, because a checkpoint is about to be written."""
 
     def close(self) -> None:
-        """Closes the logger at the end of this start; the run may be resumed later. Also called after a failure of `open` or
-        `log`.
+        """Closes the logger at the end of this start; the run may be resumed later. It is also called after a failure of
+        `open` or `log`.
         """
 
 

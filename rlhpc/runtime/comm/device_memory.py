@@ -51,7 +51,7 @@ class _DeviceEvent(Protocol):
         """Handle with which another process opens the event."""
 
     def record(self) -> None:
-        """Moves this event behind all operations that this process has enqueued on the device so far."""
+        """Records this event after all operations that this process has enqueued on the device so far."""
 
     def wait(self) -> None:
         """Makes later operations of this process wait for the event on the device, whichever process recorded it. Does not
@@ -406,7 +406,7 @@ class DeviceMappings:
         return mapping
 
     def settle(self) -> None:
-        """Releases the buffers that have been copied by now."""
+        """Releases the buffers whose copies are complete."""
         with self._lock:
             pending = []
             for mapping, reader in self.reading:
@@ -426,7 +426,7 @@ class DeviceMappings:
             self._opened.clear()
 
     def _sweep(self) -> None:
-        """Closes buffers that their senders have given up."""
+        """Closes buffers whose senders have removed them."""
         in_use = {id(mapping) for mapping, _ in self.reading}
         self._opened = {
             path: mapping for path, mapping in self._opened.items() if id(mapping) in in_use or os.path.exists(path)

@@ -108,7 +108,7 @@ class DeviceChannel:
 
     @property
     def crossed(self) -> int:
-        """Messages of this process whose tensors stayed on the accelerator."""
+        """Number of messages of this process whose tensors stayed on the accelerator."""
         return self.pool.crossed
 
     def to(self, takers: Iterable[Taker]) -> DevicePool | None:
@@ -121,7 +121,7 @@ class DeviceChannel:
         return self.pool if has_consumer else None
 
     def settle(self) -> None:
-        """Releases buffers that have been copied; called before this process waits."""
+        """Releases buffers whose copies are complete; called before this process waits."""
         if not self._mappings.reading:
             return
         with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so

@@ -77,7 +77,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 class _NeedsValue(Exception):
-    """A class or function of `__main__` cannot travel by reference."""
+    """Signal that a class or function of `__main__` cannot travel by reference."""
 
 
 class _ByReferencePickler(pickle.Pickler):
@@ -327,7 +327,7 @@ class Packed:
         nbytes: Size of the object's data, which back pressure counts.
         segment: Path of the shared-memory file, or the name of a loan, and path of the lease on a buffer of the accelerator;
             None when everything is inline.
-        readers: How many readers it is for.
+        readers: Number of readers.
     """
 
     __slots__ = (
@@ -352,10 +352,11 @@ class Packed:
             obj: Anything that can be pickled.
             pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
-            readers: How many processes will read it; processes of one host that share a fetched copy count once.
-            loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
-            lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
-            inline: All data travels in the message, which then no longer depends on this process.
+            readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
+            loans: Loans of this process, if all readers are on other hosts: large data then stays in place until `settle`.
+            lane: Device pool, if all readers compute on this process's accelerator: large tensors then stay there, if they
+            fit.
+            inline: Put all data into the message, which then no longer depends on this process.
             holders: The readers' processes, see `shared_memory.ShmSegment`.
         """
         self._crossing: Crossing | None = None

@@ -441,7 +441,7 @@ class Service:
 
         Args:
             obj: Anything that can be pickled.
-            readers: How many processes will read it.
+            readers: Number of processes that will read the object.
             lend: True if all readers are on other hosts and the caller calls `settle`.
             takers: Locations of the readers, if known.
             inline: Put all data into the message.

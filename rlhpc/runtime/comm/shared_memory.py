@@ -117,12 +117,12 @@ class ShmSegment:
     Attributes:
         path: Its file.
         capacity: Bytes of data that fit.
-        readers: How many readers the present data is for.
+        readers: Number of readers of the present data.
         holders: For each reader the process (`host.process_key`) that has to come, or that holds its message until then; "" if
             unknown.
-        checked: When the readers in use were last looked up, by `time.monotonic`.
+        checked: Time of the last check of the readers, by `time.monotonic`.
         pooled: Whether it may be written again; one on disk may not.
-        written: When the present data was written, by `time.monotonic`.
+        written: Time at which the present data was written, by `time.monotonic`.
         locked: Page-locked tensor over the memory, which must live as long as the segment.
     """
 

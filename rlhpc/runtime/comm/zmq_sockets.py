@@ -361,7 +361,7 @@ class Peers:
         raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
 
     def _cancel(self, endpoint: str, number: bytes) -> None:
-        """Withdraws a request, without a wait: the end of its connection does the same."""
+        """Withdraws a request without waiting; the end of its connection would do the same."""
         try:
             self.post(endpoint, b"CANCEL", [number], timeout=0.0)
         except DeadlineExceeded:

@@ -98,8 +98,8 @@ class Reports(Protocol):
 
 
 class JoinedStarter:
-    """Starter of joined ranks, whose processes were started elsewhere. Their starter checks whether the run exists, and ends
-    its ranks if not.
+    """Starter of joined ranks, whose processes were started elsewhere. The process that started them checks whether the run
+    exists, and ends its ranks if not.
     """
 
     grace_s = 2.0

@@ -61,7 +61,7 @@ class ForkServerProcess:
 
     @classmethod
     def _discard(cls, owner: int) -> None:
-        """Ends the prewarmed server of a process that never started a session; it may still be importing."""
+        """Ends the prewarmed server of a process that never started a session. The server may still be importing."""
         server = cls._early
         if server is not None and owner == os.getpid():
             server.process.kill()

@@ -131,7 +131,7 @@ class SteppedStarter:
                 self._reports.fail(StepFailed(srun_output, group=spec.group, rank=member.spec.rank, node=spec.node))
 
     def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
-        """Returns the running steps without any other rank that has not been given up: these can end as a whole."""
+        """Returns the running steps whose ranks are all in `members` or have ended. These steps can end as a whole."""
         ending = set(members)
         return {
             step
@@ -283,9 +283,7 @@ class JobStep:
                         self._on_exit(self.members[int(task)], status)
 
     def _await_end_of_step(self) -> None:
-        """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could learn of
-        that.
-        """
+        """Waits until Slurm reports the end of a step whose srun was killed before it could report it."""
         deadline = time.monotonic() + _GONE_S
         while self._step_id and time.monotonic() < deadline:
             squeue_output = ask(
