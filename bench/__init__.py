@@ -1,1 +1,1 @@
-"""Benchmarks: what is measured against what. Results lie in `bench/results`."""
+"""Benchmarks of rlhpc against other programs and the limits of the machine. Results lie in `bench/results`."""

@@ -1,4 +1,4 @@
-"""`make bench`: the benchmarks of the runtime and the loops, one after the other, and the page of all results.
+"""Entry point of `make bench`: runs the benchmarks of the runtime and the loops in sequence, and writes the page of results.
 
 python -m bench [NAME …]        some of them
 """
@@ -15,7 +15,7 @@ NAMES = ("runtime", "weights", "hosts", "scale", "embodied_loop", "environments"
 
 
 def main() -> None:
-    """Runs each in a process of its own; goes on after one that fails, and says so at the end."""
+    """Runs each benchmark in a separate process. Continues after a failure, and reports the failed ones at the end."""
     names = sys.argv[1:] or NAMES
     if unknown := [name for name in names if importlib.util.find_spec(f"bench.{name}") is None]:
         print(f"bench: there is no bench/{unknown[0]}.py; those that take minutes: {', '.join(NAMES)}", file=sys.stderr)

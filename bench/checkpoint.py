@@ -1,4 +1,4 @@
-"""Checkpoints beside `dd`, and how soon a resumed run goes on.
+"""Checkpoint write time compared with `dd`, and the time until a resumed run continues.
 
 `save`: 500 MB of parameters in 290 tensors as a run saves them (written, synced, summed, sealed, renamed), beside
 `dd conv=fsync` of as many bytes in the same folder. `verify` and `load`: the checksums, and the weights into a model's, beside
@@ -44,7 +44,7 @@ def dd(*arguments: str) -> None:
 
 
 def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
-    """Measures one save and one load, next to dd."""
+    """Measures one save, one load, and one write by `dd`."""
     paths = RunPaths(folder)
 
     def save() -> None:

@@ -1,4 +1,4 @@
-"""The wrappers of CleanRL's ppo_continuous_action.py, for both sides of a comparison (`env.train.wrappers` takes them)."""
+"""Wrappers of CleanRL's ppo_continuous_action.py, for both sides of a comparison (`env.train.wrappers`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantage conditioning beside behaviour cloning, from the same episodes: some demonstrations, and a clone's own attempts.
+"""Advantage conditioning compared with behaviour cloning, on the same demonstrations and episodes of a cloned policy.
 
     python -m bench.conditioning --seeds 3
 

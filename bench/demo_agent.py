@@ -1,4 +1,4 @@
-"""An agent from nothing: a tiny transformer learns to search, by SFT on demonstrations, then GRPO.
+"""Agent demonstration: a tiny transformer learns to search from scratch, by SFT on demonstrations, then GRPO.
 
     python -m bench.demo_agent --seeds 3
 
@@ -39,7 +39,7 @@ NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
 def rlhpc(*words: str) -> None:
-    """Runs one command, quietly unless it fails."""
+    """Runs one `rlhpc` command; prints its output only if it fails."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
@@ -124,7 +124,7 @@ def fell_short(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Runs all seeds; 1 where one of them fell short."""
+    """Runs all seeds; returns 1 if a seed misses a criterion, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs")

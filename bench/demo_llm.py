@@ -1,4 +1,4 @@
-"""A language model from nothing, at several seeds: SFT, then GRPO, evaluated per checkpoint, exported, loaded by vLLM.
+"""Language-model demonstration from scratch at several seeds: SFT, GRPO, evaluation per checkpoint, export, vLLM.
 
     python -m bench.demo_llm --seeds 3
 
@@ -53,7 +53,7 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs all seeds; 1 where one of them fell short."""
+    """Runs all seeds; returns 1 if a seed misses a criterion, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs")

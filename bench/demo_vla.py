@@ -1,4 +1,4 @@
-"""A flow policy of a ManiSkill task from nothing: demonstrations of a weak controller, a clone of them, PPO from the clone.
+"""Flow-policy demonstration on a ManiSkill task: demonstrations of a weak controller, behaviour cloning, then PPO.
 
     python -m bench.demo_vla --seeds 3
 
@@ -90,7 +90,7 @@ def demonstrated(path: Path) -> float:
 
 
 def film(runs: Path, seed: int) -> list[Path]:
-    """Films four episodes of the evaluation, before PPO and after it; none where rendering is not possible."""
+    """Records films of four evaluation episodes before and after PPO; returns no film if rendering is not possible."""
     film_paths = []
     for run_kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
@@ -124,7 +124,7 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs all seeds; 1 where the criterion does not hold."""
+    """Runs all seeds; returns 1 if the criterion does not hold, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs")

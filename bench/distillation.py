@@ -1,4 +1,4 @@
-"""On-policy distillation beside GRPO: the demonstration's model, taught by what GRPO made of it, from the same start.
+"""On-policy distillation compared with GRPO: a GRPO-trained model teaches the model that GRPO started from.
 
     python -m bench.distillation --seeds 3
 
@@ -34,14 +34,14 @@ DISTIL = (
 
 
 def rlhpc(*words: str) -> None:
-    """Runs one command, quietly unless it fails."""
+    """Runs one `rlhpc` command; prints its output only if it fails."""
     completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if completed.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
 
 
 def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> Path:
-    """Trains to a step, and exports that."""
+    """Trains to a step, and exports its checkpoint."""
     extra_overrides = ("workflow.sft=null", "workflow.sft_overrides=[]", "runner.segments=1") if config == GRPO else ()
     rlhpc(
         "train", config, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.max_steps={steps}",
@@ -83,7 +83,7 @@ def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str
 
 
 def main() -> int:
-    """Runs all seeds; 1 where one of them fell short."""
+    """Runs all seeds; returns 1 if a seed misses a criterion, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs=3, default=(180, 480, 100), metavar=("SFT", "GRPO", "DISTILLATION"))

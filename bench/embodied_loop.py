@@ -1,4 +1,4 @@
-"""The embodied loop from end to end: SAC on an environment that costs nothing, beside the same loop in one process.
+"""Embodied loop from end to end: SAC on an environment without cost, compared with the same loop in one process.
 
 A step is 100 environment steps of one slot, one update from a batch of 256 and the weights back to the policy that acts; MLPs
 of two layers of 256. `first step` is counted from the command until the first step has been written down.
@@ -28,7 +28,7 @@ RLINF_STEP_S, RLINF_FIRST_S = 8.8, 109.0
 
 
 def rlhpc() -> dict[str, float]:
-    """Runs rlhpc."""
+    """Runs the workload as an rlhpc run; returns the seconds to the first step and per step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "embodied" / "halfcheetah_sac.yaml"),

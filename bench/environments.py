@@ -1,4 +1,4 @@
-"""Environment steps a second of a run's env side beside gymnasium's vector environments, and what pipelining brings.
+"""Environment steps a second of a run compared with Gymnasium's vector environments, and the benefit of pipelining.
 
     python -m bench.environments --repeat 5
 
@@ -120,7 +120,7 @@ def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
 
 
 def make(task: str) -> Any:
-    """Makes one environment as Gymnasium's users do."""
+    """Builds one environment through `gymnasium.make`."""
     import gymnasium
 
     env, _ = TASKS[task]

@@ -27,7 +27,7 @@ _TEXT = "the product of these is 84 "
 
 
 class Counted:
-    """A tokenizer that knows how long it has taken, with its chat template.
+    """Tokenizer that sums the time spent in encoding and in its chat template.
 
     Args:
         tokenizer: Of transformers.
@@ -61,7 +61,7 @@ async def _episode(client: Any, key: str, turns: int) -> None:
 
 
 def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
-    """Runs the episodes, so many at a time."""
+    """Runs the episodes, `at_once` at a time."""
     import aiohttp
 
     async def run() -> None:

@@ -43,7 +43,7 @@ WAYS = {
 
 
 def rlhpc(work: Path, *words: str) -> None:
-    """Runs a command in the folder; it must succeed."""
+    """Runs an `rlhpc` command in the folder; raises if it fails."""
     completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, capture_output=True, text=True)
     if completed.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
@@ -141,7 +141,7 @@ def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[d
 
 
 def main() -> int:
-    """Runs a part at all seeds; 1 where it falls short."""
+    """Runs a part at all seeds; returns 1 if it misses its criterion, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("critic", "reward"), default="critic")
     parser.add_argument("--seeds", type=int, default=3)

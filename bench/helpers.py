@@ -85,7 +85,7 @@ class Timed(EngineBase):
         return aborted
 
     def update_weights(self, version: int, named_tensors: Iterable[Any], *, complete: bool = True) -> None:
-        """Takes them, and has no use for them."""
+        """Ignores the weights."""
         for _ in named_tensors:
             pass
         self.version = version
@@ -97,12 +97,12 @@ class Timed(EngineBase):
         """Does nothing: no memory to reload."""
 
     def close(self) -> None:
-        """Ends."""
+        """Does nothing: no resources to release."""
         self._abort()
 
 
 class HelperRun:
-    """A run under way.
+    """Running `rlhpc train` process that helpers can join.
 
     Args:
         folder: Of its own.
@@ -151,7 +151,7 @@ class HelperRun:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def steps(self, behind: int, count: int = STEPS) -> list[float]:
-        """Returns the seconds of the next steps after one."""
+        """Returns the seconds of the steps that follow a given step."""
         self.until("steps", lambda: len(self.rows()) >= behind + count)
         return [row["time/step_s"] for row in self.rows()[behind : behind + count]]
 
@@ -160,7 +160,7 @@ class HelperRun:
         return time.time(), self._start("join", str(self.root))
 
     def end(self, *other_processes: subprocess.Popen[bytes]) -> None:
-        """Ends it all."""
+        """Ends the run and the given helpers."""
         for process in (*other_processes, self.process):
             process.terminate()
             process.wait()

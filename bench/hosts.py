@@ -1,4 +1,4 @@
-"""Payloads and weights between two hosts, beside a plain TCP connection between the same two processes.
+"""Transfer of payloads and weights between two hosts, compared with a plain TCP connection of the same processes.
 
     python -m bench.hosts --repeat 7
 
@@ -49,7 +49,7 @@ exec sleep infinity
 
 
 class Host:
-    """A process that sleeps in namespaces of its own, which vanish with it."""
+    """Simulated host: a sleeping process in separate namespaces, which end with it."""
 
     def __init__(self, name: str) -> None:
         self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ class Host:
 
 
 def connect(hosts: Sequence[Host]) -> None:
-    """Lays a cable between two hosts."""
+    """Connects two hosts by a pair of virtual network interfaces."""
     near_pid, far_pid = (str(host.process.pid) for host in hosts)
     subprocess.run(
         [
@@ -120,7 +120,7 @@ def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
 
 
 class HostPeer(Worker):
-    """The other end of every measurement."""
+    """Worker that takes part in every measurement, one on each host."""
 
     def open(self, address: str, listens: bool) -> None:
         """Opens the plain TCP connection."""
@@ -203,7 +203,7 @@ class HostPeer(Worker):
 
 
 class Exchange(HostPeer):
-    """Holds what it sends, so that calls stay small."""
+    """Worker that stores its payloads, so that calls stay small."""
 
     def channel(self, count: int, out: Channel, back: Channel, first: bool) -> list[float]:
         return self.by_channel(count, self.item, out, back, first)
@@ -224,7 +224,7 @@ def wire_bytes() -> int:
 
 
 def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
-    """Runs one end of a measurement on each; seconds one way."""
+    """Runs both ends of a measurement; returns the one-way seconds of each repetition."""
     handles = [getattr(near, method)(*args, True), getattr(far, method)(*args, False)]
     one_way_times: list[float] = handles[0].wait()[0]
     handles[1].wait()
@@ -331,7 +331,7 @@ def measure(repeat: int, wrapper: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the hosts, measures between them, and writes `results/hosts.json`."""
+    """Creates the hosts, measures between them, and writes `results/hosts.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7, help="results are written from 5 on (%(default)s)")
     parser.add_argument("--measure", help=argparse.SUPPRESS)

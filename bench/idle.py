@@ -48,7 +48,7 @@ class SleepingPolicy(RandomPolicy):
 
 
 class SleepingEnv(VectorEnv):
-    """A step sleeps `env.train.kwargs.seconds` for each slot; nothing ever happens in it."""
+    """Environment whose step sleeps `env.train.kwargs.seconds` for each slot, with constant observations and rewards."""
 
     def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
         self.num_envs, self._seconds = num_envs, float(cfg.kwargs["seconds"])

@@ -36,7 +36,7 @@ def compare(
     repeat: int,
     only: str,
 ) -> None:
-    """Runs all in turn, `repeat` times, shows what it finds, and writes `results/<name>.json`.
+    """Runs all contenders in turn, `repeat` times, prints the figures, and writes `results/<name>.json`.
 
     Args:
         name: Of the benchmark.

@@ -1,4 +1,4 @@
-"""Human-gated DAgger beside behaviour cloning from the same demonstrations, with a script in the place of the person.
+"""Human-gated DAgger (HG-DAgger) compared with behaviour cloning on the same demonstrations; a script intervenes.
 
     make setup-simulators
     python -m bench.intervention --seeds 3

@@ -45,7 +45,7 @@ class Sleeping(SleepingEnv):
 
 
 class SleepingCritic(TwinCritic):
-    """Takes its time where it is trained."""
+    """Critic whose forward pass sleeps during training."""
 
     seconds = 0.0
 
@@ -68,7 +68,7 @@ class SleepingSAC(SACPolicy):
 
 
 class SacRun(HelperRun):
-    """A run of SAC under way.
+    """Running SAC process that env ranks can join.
 
     Args:
         folder: Of its own.

@@ -45,7 +45,7 @@ SAC_ROLLOUT = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One task.
+    """Task of a learning-curve comparison, with its settings for both sides.
 
     Attributes:
         title: For the page.

@@ -19,7 +19,7 @@ EPISODES = 60
 
 
 def controller(obs: np.ndarray) -> float:
-    """Brings the pendulum's energy to that of the upright position, and holds it there."""
+    """Returns the torque that raises the pendulum's energy to that of the upright position and holds it there."""
     cosine, sine, speed = obs.tolist()
     if cosine > 0.9:
         return float(np.clip(-(12 * np.arctan2(sine, cosine) + 3 * speed), -2, 2))

@@ -1,4 +1,4 @@
-"""One page of all results: goals, figures and plots, from what lies in `bench/results`.
+"""Page of all results in `bench/results`: goals, figures and plots.
 
 python -m bench.page
 """
@@ -56,7 +56,7 @@ _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 
 
 def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
-    """Yields every min/median/max in a result, with the names that lead to it."""
+    """Yields every min/median/max in a result with its path of names."""
     if isinstance(content, Mapping):
         if {"min", "median", "max"} <= set(content):
             yield path, dict(content)

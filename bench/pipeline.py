@@ -42,7 +42,7 @@ STEPS, WARM = 7, 2
 
 
 class SleepingMLP(MLPPolicy):
-    """Takes its time for each transition that it is trained on."""
+    """Policy whose training sleeps for each transition."""
 
     def default_forward(self, inputs: dict[str, Any], *args: Any, **outputs: Any) -> dict[str, torch.Tensor]:
         """Implements `Policy.default_forward`."""

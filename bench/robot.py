@@ -25,7 +25,7 @@ BC, PPO = "configs/embodied/push_cube_bc.yaml", "configs/embodied/push_cube_ppo.
 
 
 def rlhpc(*words: str) -> None:
-    """Runs one command, quietly unless it fails."""
+    """Runs one `rlhpc` command; prints its output only if it fails."""
     completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if completed.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-2000:]}\n{completed.stderr[-3000:]}")

@@ -37,7 +37,7 @@ SHOWS: dict[str, Any] = {"7 numbers": 7, "2 pictures of 128 x 128": {"state": 7,
 
 
 class Still(Robot):
-    """One that does not move."""
+    """Robot that does not move."""
 
     action_space = spaces.Box(-1, 1, (7,), np.float32)
 
@@ -51,7 +51,7 @@ class Still(Robot):
         """Returns the unchanged observation."""
 
     def act(self, action: np.ndarray) -> None:
-        """Stays."""
+        """Ignores the action."""
 
     def observe(self) -> Observation:
         """Returns the same observation with the present time."""
@@ -62,7 +62,7 @@ class Still(Robot):
         return Verdict(0.0)
 
     def stop(self) -> None:
-        """Has not moved."""
+        """Does nothing: the robot does not move."""
 
 
 def measured(env: Any, steps: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tokens a second of each rollout engine, beside the library it is built on with the same prompts.
+"""Tokens a second of each rollout engine, compared with its underlying library on the same prompts.
 
 Both sides make the same number of tokens for the same prompts, turn by turn, in one process; medians.
 

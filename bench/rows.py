@@ -1,4 +1,4 @@
-"""Training on samples of mixed lengths as rows without padding, beside rectangles of samples of similar length.
+"""Sequence packing of samples with mixed lengths, compared with padded batches of samples of similar length.
 
     python -m bench.rows --repeat 7
 
@@ -136,7 +136,7 @@ def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measures throughput and memory, prints the figures, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--loss", action="store_true", help="the loss of 16 384 tokens over 152 000 words, instead")
@@ -178,7 +178,7 @@ def loss(folder: str, threads: int) -> None:
 
 
 def report(name: str, command: str, threads: int, figures: dict[str, Any], goals: list[dict[str, Any]]) -> None:
-    """Writes and prints."""
+    """Prints the figures and goals, and writes the result."""
     command += f" --threads {threads}" if threads > 1 else ""
     path = write(name, command, {"figures": figures, "goals": goals})
     for name, value in figures.items():

@@ -1,4 +1,4 @@
-"""A control: the rewards of a group's episodes, dealt out anew. What rises under it has not learnt from the rewards."""
+"""Control experiment: rewards permuted among a group's episodes. An improvement under it does not come from the rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment steps a second of the simulators on gymnasium's road beside their own vector environments, in one run.
+"""Environment steps a second of Gymnasium simulators in rlhpc, compared with their own vector environments.
 
     python -m bench.simulators --repeat 3
 

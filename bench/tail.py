@@ -47,7 +47,7 @@ class TailRollout(Worker):
         self.over = self.connect_channel(OVER)
 
     def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
-        """Takes prompts of all steps as these are given out, until word comes that it is over."""
+        """Leases prompts of all steps as the driver offers them, until the driver sends the end."""
         leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         leases.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}

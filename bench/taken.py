@@ -1,4 +1,4 @@
-"""Time of a step whose answers differ much in length: prompts that rollout ranks take beside prompts that are dealt to them.
+"""Time of a step with answers of very different length: leased prompts compared with a fixed assignment to ranks.
 
     python -m bench.taken --repeat 5
 
@@ -41,7 +41,7 @@ class LeasedRollout(Worker):
         self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
 
     def make(self, step: int, leased: bool, ranks: int, slow: bool) -> float:
-        """Makes its part of a step; returns the seconds until it had nothing left to do."""
+        """Generates this rank's answers of a step; returns the seconds until it is idle."""
         size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
         leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         leases.begin(step, ranks)

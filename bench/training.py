@@ -1,4 +1,4 @@
-"""Training tokens a second of the language-model backends, beside a plain loop of PyTorch with the same batches.
+"""Training tokens a second of the language-model backends, compared with a plain PyTorch loop on the same batches.
 
 The plain loop: one process, the model called with the mask, log_softmax and gather, clip_grad_norm_, fused AdamW. All of
 them train on the same micro-batches, one step each in turn, so that a neighbour's load falls on all alike. A token counts

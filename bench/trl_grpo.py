@@ -1,4 +1,4 @@
-"""GRPO here and in TRL: the same model, problems, batch, optimizer and steps; time a step and the accuracy reached.
+"""GRPO in rlhpc and in TRL, with the same model, problems, batch, optimizer and steps: step time and accuracy.
 
     pip install -e '.[bench]'
     python -m bench.trl_grpo --seeds 3
@@ -30,7 +30,7 @@ WARM = 10
 
 
 def rlhpc(*words: str) -> None:
-    """Runs one command, quietly unless it fails."""
+    """Runs one `rlhpc` command; prints its output only if it fails."""
     completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if completed.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")

@@ -1,4 +1,4 @@
-"""Weights from one process to others: rlhpc's sync beside one warm memory copy of the same bytes, and beside its own deltas.
+"""Weight sync from one process to others, compared with one warm memory copy of the same bytes and with deltas.
 
     python -m bench.weights --repeat 7
 

@@ -66,7 +66,7 @@ def measured_on(device: str, cards: int) -> dict[str, Any]:
 
 
 def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, Any]:
-    """Measures a part in a process of its own; its figures, what it skipped and what failed."""
+    """Measures a part in a separate process; returns its figures, skipped measurements and failures."""
     with tempfile.TemporaryDirectory() as folder:
         report = Report(name, device, cards, Path(folder) / "figures")
         report.file.touch()
@@ -113,7 +113,7 @@ def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Ends a part and what it started: first as a terminal would, so that runs put their ranks away."""
+    """Ends a part and its child processes. Sends SIGINT first, so that runs can end their ranks."""
     for signum, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         os.killpg(process.pid, signum)
         try:
@@ -131,7 +131,7 @@ def measure_here(name: str, file: Path, device: str, cards: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes the figures."""
+    """Measures the chosen parts, and writes their figures to a JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu"], help="by default, this machine's accelerators")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

@@ -11,7 +11,7 @@ from bench.gpu.training import BACKENDS, tell, train
 
 
 def measure(report: Report) -> None:
-    """Measures on a CPU by gloo, between two ranks; does nothing on one card."""
+    """Measures between two ranks: by NCCL on two cards, by gloo on a CPU. Skips the measurements on a single card."""
     if report.cards == 1:
         for figure_name in ("NCCL", "FSDP2 on two cards", "device masks"):
             report.skip(figure_name, "one card")

@@ -1,4 +1,4 @@
-"""A generation engine on one card: tokens a second, how fast weights come in, and what its sleep gives back."""
+"""Rollout engine on one card: tokens a second, weight sync time, and memory that its sleep mode frees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
 
 
 def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
-    """Builds vLLM's engine, or the other one if vLLM is not available."""
+    """Builds the vLLM engine, or the `hf` engine if vLLM is not available."""
     try:
         cfg = configuration("vllm", report.device, batch)
         return "vllm", make_rollout(cfg, model_path=folder, device=report.device, seed=0)
@@ -40,7 +40,7 @@ def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
 
 
 def measure(report: Report) -> None:
-    """Generates, updates, sleeps and wakes."""
+    """Measures generation, weight updates, sleep and wake-up of the engine."""
     import torch
     from transformers import AutoModelForCausalLM
 

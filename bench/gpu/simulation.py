@@ -1,4 +1,4 @@
-"""ManiSkill's simulation: alone, in rlhpc's environment, in a plain loop of PPO, and in a run of rlhpc.
+"""ManiSkill simulation rates: alone, in rlhpc's environment, in a plain PPO loop, and in a run of rlhpc.
 
 All of them simulate PickCube-v1 from states on the same device, with as many slots; both trainings have the networks, the
 rollouts of 50 steps and the 8 epochs of 32 minibatches of ManiSkill's own ppo.py. The plain loop is written here in its

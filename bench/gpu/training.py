@@ -1,4 +1,4 @@
-"""The training backends on one card: time of a step, tokens a second, memory, and whether they agree."""
+"""Training backends on one card: time of a step, tokens a second, memory, and agreement of their log-probs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
 
 
 def train(report: Report, model: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
-    """Returns the measurements of rank 0 of so many ranks (`Trains.measure`)."""
+    """Returns the measurements of rank 0 (`Trains.measure`) of a group with the given number of ranks."""
     cfg = configuration(model, report.device, changes)
     with groups(report.device, (Trains, "trains", range(ranks))) as (group,):
         measurements: dict[str, Any] = group.measure(cfg, size_for(report.device), 2 if report.small else 5).wait()[0]

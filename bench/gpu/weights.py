@@ -1,4 +1,4 @@
-"""Weights from a trainer's rank to an engine's: off the device, through shared memory, and onto the device again."""
+"""Weight sync from a trainer rank to an engine rank, through shared memory of the host."""
 
 from __future__ import annotations
 

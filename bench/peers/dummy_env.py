@@ -1,4 +1,4 @@
-"""An environment that costs nothing: what is left of a loop around it is the loop's own."""
+"""Environment without cost, which isolates the overhead of the loop around it."""
 
 from __future__ import annotations
 

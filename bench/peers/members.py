@@ -83,7 +83,7 @@ def serve(control: socket.socket) -> None:
 
 
 class Simulators:
-    """As many processes as the members need, forked before the driver has a thread."""
+    """Pool of processes that host the members, forked before the driver has a thread."""
 
     def __init__(self, members: int) -> None:
         self.controls: list[socket.socket] = []

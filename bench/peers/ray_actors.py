@@ -24,7 +24,7 @@ TENSORS, BYTES = 290, 500_000_000
 
 @ray.remote(num_cpus=0)
 class RayPeer:
-    """The other end of every measurement; has imported torch, as every worker of the others has."""
+    """Ray actor that takes part in every measurement. Imports torch, as the workers of the other contenders do."""
 
     def __init__(self) -> None:
         import torch

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class RuntimePeer(Worker):
-    """The other end of every measurement."""
+    """Worker that takes part in every measurement."""
 
     def idle(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Checks of the nodes' reports. They query nothing themselves."""
+"""Checks of the nodes' reports. They send no queries."""
 
 from __future__ import annotations
 
