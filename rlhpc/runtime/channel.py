@@ -44,11 +44,13 @@ class LeasedItem(NamedTuple):
 
     Attributes:
         item: The item.
-        number: Its number at the channel's home.
+        number: Its number at the home of its key.
+        key: Key of its queue.
     """
 
     item: Any
     number: int
+    key: str = DEFAULT_KEY
 
 
 class Channel:
@@ -276,13 +278,13 @@ class Channel:
         context = current()
         taker, patience = Taker(context.host, address()), context.wait_deadline
         ((item, item_id),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
-        return LeasedItem(item, item_id)
+        return LeasedItem(item, item_id, str(key))
 
     @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
-        home = self._homes[0]
-        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [lease.number]))])
+        home = choose(self._home(lease.key))
+        current().service.peers.post(home, b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
         """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
