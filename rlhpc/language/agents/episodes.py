@@ -67,10 +67,10 @@ class AgentThreads(Generic[E]):
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
-            ticket, episode, text = call
+            ticket, episode, turn_text = call
             self._since[ticket] = time.monotonic()
             try:
-                answer: Any = self._respond(episode, text)
+                answer: Any = self._respond(episode, turn_text)
                 if not isinstance(answer, (str, dict, type(None))):
                     raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
             except Exception as error:
@@ -376,32 +376,32 @@ class EpisodeRunner:
         if episode.turns >= self._max_turns:
             self._end(episode, "turns")
             return
-        remaining = request.sampling.max_new_tokens - len(episode.token_ids)
+        remaining_tokens = request.sampling.max_new_tokens - len(episode.token_ids)
         try:
             ids, images = self._answer(episode, answer, completion.token_ids)
         except _Unfit as error:
             log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
             self._end(episode, "error")
             return
-        if len(ids) <= remaining:
+        if len(ids) <= remaining_tokens:
             episode.images = joined(episode.images, images)
         elif images is not None:  # an image must not be truncated
             self._end(episode, "length")
             return
-        ids = ids[:remaining]
+        ids = ids[:remaining_tokens]
         episode.token_ids += ids
         episode.logprobs += [0.0] * len(ids)
         episode.versions += [episode.versions[-1]] * len(ids)
         episode.loss_mask += [False] * len(ids)
         episode.turn_ids += [episode.turns] * len(ids)
-        if len(ids) >= remaining:
+        if len(ids) >= remaining_tokens:
             self._end(episode, "length")
             return
         follows = dataclasses.replace(
             request,
             prompt_ids=(*episode.prompt_ids, *episode.token_ids),
             seed=_seed(request.seed, episode.turns),
-            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining - len(ids)),
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining_tokens - len(ids)),
             images=episode.images,
         )
         try:
@@ -471,17 +471,17 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         tokenizer: Tokenizer of the model.
         finished: Whether the episode ended by itself, not at a limit.
     """
-    text, meta, agent_outcome = None, prompt.meta, episode.outcome
+    response_text, meta, agent_outcome = None, prompt.meta, episode.outcome
     if agent_outcome is not None:
-        text = agent_outcome.response
+        response_text = agent_outcome.response
         meta = {
             **meta,
             "agent": {"reward": agent_outcome.reward, "error": agent_outcome.error, "later": agent_outcome.later},
         }
-    if text is None:
-        text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
+    if response_text is None:
+        response_text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
     tokens = tokens_of(episode)
-    return Sample(prompt.question, text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
+    return Sample(prompt.question, response_text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
 
 
 def tokens_of(episode: Episode) -> int:

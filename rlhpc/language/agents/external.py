@@ -273,14 +273,14 @@ class OutsideEpisodes:
         deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
             try:
-                queued = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                queue_item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return episodes
             deadline = 0.0
-            if isinstance(queued, Drawing):
-                self._begin(queued)
+            if isinstance(queue_item, Drawing):
+                self._begin(queue_item)
             else:
-                number, episode = queued
+                number, episode = queue_item
                 if self._sessions.pop(number, None) is not None:
                     self._tell(episode)
                     episodes.append(episode)
@@ -370,8 +370,10 @@ class OutsideEpisodes:
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
         last_turn = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
-        truncated = reported.get("cut") or (last_turn is not None and stop_reason(last_turn.finish_reason) == "length")
-        reason = "error" if outcome.error else "length" if truncated else "stop"
+        is_truncated = reported.get("cut") or (
+            last_turn is not None and stop_reason(last_turn.finish_reason) == "length"
+        )
+        reason = "error" if outcome.error else "length" if is_truncated else "stop"
         episode = Episode(
             session.number,
             ids,

@@ -192,7 +192,7 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     from rlhpc.language.agents.services import placed_in
 
     agent, addresses = cfg.agent, addresses or {}
-    servers = [{"command": plain(s.command), "url": s.url, "shell": s.shell} for s in agent.servers]
+    servers = [{"command": plain(server.command), "url": server.url, "shell": server.shell} for server in agent.servers]
     options = plain(agent.framework) or {"servers": servers}
     command = tuple(placed_in(list(agent.command), addresses))
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}

@@ -92,7 +92,7 @@ class Tree:
         """Returns the longest turn of a role whose tokens these begin with and whose images are the same up to there;
         of equally long ones the last. None if no turn matches.
         """
-        ids, end_positions, best = list(ids), dict[int, int](), None
+        ids, end_positions, best_turn = list(ids), dict[int, int](), None
         for turn_index, turn in enumerate(self.turns):  # a parent comes before its children
             start = 0 if turn.parent is None else end_positions.get(turn.parent)
             if start is None or turn.role != role:
@@ -106,9 +106,9 @@ class Tree:
                 same_images = _places(turn.images) == tuple(
                     image_place for image_place in _places(images) if image_place[0] < start
                 )
-                if same_images and start < len(ids) and (best is None or start >= end_positions[best]):
-                    best = turn_index
-        return best
+                if same_images and start < len(ids) and (best_turn is None or start >= end_positions[best_turn]):
+                    best_turn = turn_index
+        return best_turn
 
     def _parts(self, at: int) -> tuple[list[int], list[int]]:
         return self.turns[at].context, self.turns[at].token_ids
@@ -120,11 +120,11 @@ class Tree:
         Args:
             number: Number of the episode.
         """
-        received = set[int]()
+        received_turns = set[int]()
         for turn_index, turn in enumerate(self.turns):
             if turn.received:
-                received.update(self.path(turn_index))
-        leaf_indices = received - {self.turns[turn_index].parent for turn_index in received}
+                received_turns.update(self.path(turn_index))
+        leaf_indices = received_turns - {self.turns[turn_index].parent for turn_index in received_turns}
         paths = sorted(
             (
                 self.turns[leaf_index].role,
@@ -224,21 +224,21 @@ def canonical(message: Mapping[str, Any]) -> Message:
         content, images = content_of(message.get("content"))
     except ConfigError as error:
         raise RequestError(str(error)) from None
-    converted: Message = {"role": role, "content": content, **({"images": images} if images else {})}
+    canonical_message: Message = {"role": role, "content": content, **({"images": images} if images else {})}
     reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
     if reasoning:
-        converted["reasoning_content"] = reasoning
+        canonical_message["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestError("a message's tool_calls must be a list")
     if calls:
-        converted["tool_calls"] = [_call(call) for call in calls]
+        canonical_message["tool_calls"] = [_call(call) for call in calls]
     if message.get("function_call"):
         raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
         if field_text := _text_in(message, name):
-            converted[name] = field_text
-    return converted
+            canonical_message[name] = field_text
+    return canonical_message
 
 
 def _text_in(message: Mapping[str, Any], name: str) -> str:
@@ -374,10 +374,10 @@ class Renderer:
         with_marker = [*messages]
         with_marker[reply] = {"role": "assistant", "content": REPLY}
         try:
-            rendered = self._text(with_marker, tools)
+            rendered_text = self._text(with_marker, tools)
         except RequestError:  # the template requires the calls that tools answered
             return None
-        return behind_reply(self.tokenizer, rendered, drawn) if rendered.count(REPLY) == 1 else None
+        return behind_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
         """Encodes a template's text of messages that follow `behind` tokens, with the tokens of the images; returns

@@ -140,14 +140,14 @@ def find_unwritten(
         for message_number, message in enumerate(messages)
         for message_part in _parts(message_number, message)
     ]
-    marked: list[Message] = [_copy(message) for message in messages]
+    marked_messages: list[Message] = [_copy(message) for message in messages]
     for mark, (message_number, path) in enumerate(message_parts):
-        _mark(marked[message_number], path, _sign(mark))
+        _mark(marked_messages[message_number], path, _sign(mark))
     try:
-        marked_text = render(marked, tools)
+        marked_text = render(marked_messages, tools)
     except ConfigError:  # it needs other values there: each part is tried alone
         marked_text = ""
-    missing, old_reasoning = [], []
+    missing_parts, old_reasoning = [], []
     for mark, (message_number, path) in enumerate(message_parts):
         if _sign(mark) in marked_text or _differs(messages, tools, message_number, path, render, rendered_text):
             continue
@@ -155,12 +155,12 @@ def find_unwritten(
         if is_earlier_reasoning and _differs(messages[: message_number + 1], tools, message_number, path, render):
             old_reasoning.append(str(path[0]))
         else:
-            missing.append(
+            missing_parts.append(
                 f"{'.'.join(map(str, path))} of message {message_number} ({messages[message_number]['role']})"
             )
     if tools and _rendered(messages, (), render) == rendered_text:
-        missing.append("the tools")
-    return missing, sorted(set(old_reasoning))
+        missing_parts.append("the tools")
+    return missing_parts, sorted(set(old_reasoning))
 
 
 Path = tuple[str | int, ...]
@@ -172,23 +172,23 @@ def _read_message(message: Any, sparse: bool, pictures: bool) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError("has no role")
-    result: Message = {"role": role, "content": ""}
+    chat_message: Message = {"role": role, "content": ""}
     for key, field_value in message.items():
         if key in ("role", "content") or field_value is None or field_value in ("", [], {}, ()):
             continue
         if key == "tool_calls":
-            result[key] = _read_calls(field_value, sparse)
+            chat_message[key] = _read_calls(field_value, sparse)
         else:
-            result[str(key)] = _without_nulls(field_value) if sparse else field_value
+            chat_message[str(key)] = _without_nulls(field_value) if sparse else field_value
     content = message.get("content")
     if content is None:
-        if role != "tool" and not (role == "assistant" and _extras(result)):
+        if role != "tool" and not (role == "assistant" and _extras(chat_message)):
             raise ConfigError("has no content")
     elif isinstance(content, str):
-        result["content"] = content
+        chat_message["content"] = content
     else:
-        result["content"] = _read_parts(content, pictures)
-    return result
+        chat_message["content"] = _read_parts(content, pictures)
+    return chat_message
 
 
 def _read_parts(content: Any, pictures: bool) -> str:
@@ -314,10 +314,10 @@ def _copy(message: Message) -> Message:
 
 
 def _holder(message: Message, path: Path) -> Any:
-    nested: Any = message
+    container: Any = message
     for step in path[:-1]:
-        nested = nested[step]
-    return nested
+        container = container[step]
+    return container
 
 
 def _mark(message: Message, path: Path, sign: str) -> None:

@@ -206,9 +206,9 @@ class Looker:
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
         """Returns patches, grid and digest of an image."""
-        processed = self._cutter(images=[opened(image)], return_tensors="np")
-        patches = np.ascontiguousarray(processed["pixel_values"], np.float32)
-        grid = np.asarray(processed["image_grid_thw"][0], np.int64)
+        processor_output = self._cutter(images=[opened(image)], return_tensors="np")
+        patches = np.ascontiguousarray(processor_output["pixel_values"], np.float32)
+        grid = np.asarray(processor_output["image_grid_thw"][0], np.int64)
         digest = hashlib.blake2b(grid.tobytes(), digest_size=16)
         digest.update(patches.data)
         return patches, grid, digest.digest()

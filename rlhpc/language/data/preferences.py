@@ -207,12 +207,12 @@ def encode_demonstrations(
     samples = []
     turns = row.turns or (None,) * len(row.responses)
     for response_text, turn in zip(row.responses, turns, strict=True):
-        encoded = encoder.encode_demonstration(
+        encoded_row = encoder.encode_demonstration(
             dataclasses.replace(row.prompt, response=response_text, turn=turn), max_tokens
         )
-        if encoded is None:
+        if encoded_row is None:
             return None
-        samples.append(encoded[:2])
+        samples.append(encoded_row[:2])
     return samples
 
 

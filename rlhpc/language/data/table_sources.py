@@ -121,11 +121,11 @@ class _ParquetFile:
         return row
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        selected = self._table.select([name for name in columns if name in self._table.column_names])
-        if not selected.column_names:
+        selected_table = self._table.select([name for name in columns if name in self._table.column_names])
+        if not selected_table.column_names:
             yield from ({} for _ in range(len(self)))
             return
-        for batch in selected.to_batches(max_chunksize=4096):
+        for batch in selected_table.to_batches(max_chunksize=4096):
             yield from batch.to_pylist()
 
     def columns(self, index: int) -> list[str]:

@@ -59,7 +59,7 @@ def render_chat(
         ConfigError: The template raises; names its file.
     """
     try:
-        text: str = tokenizer.apply_chat_template(
+        rendered_text: str = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -74,7 +74,7 @@ def render_chat(
             f"the chat template refuses a conversation of {roles}: {error_type}{first_line(error)} "
             f"({template_file(tokenizer)})"
         ) from None
-    return text
+    return rendered_text
 
 
 def turn_end(tokenizer: Any | None) -> int | None:
@@ -87,12 +87,12 @@ def turn_end(tokenizer: Any | None) -> int | None:
     assert tokenizer is not None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}]
     try:
-        rendered = render_chat(tokenizer, turns)
+        rendered_text = render_chat(tokenizer, turns)
     except ConfigError:
         return None
     special_ids = special_tokens(tokenizer)
     ids_after_reply: list[int] = (
-        tokenizer.encode(rendered.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in rendered else []
+        tokenizer.encode(rendered_text.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in rendered_text else []
     )
     return next((token for token in ids_after_reply if token in special_ids), None)
 
@@ -114,7 +114,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     folder = expand_home(path)
     if folder.is_dir():
         if not has_tokenizer(folder):
-            entries = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+            entries = ", ".join(sorted(item_path.name for item_path in folder.iterdir())[:8]) or "nothing"
             raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entries}")
     elif not is_hub_name(path):
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
@@ -232,8 +232,8 @@ class PromptTokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Returns the token ids of a conversation, of any length."""
-        text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
-        return self._ids(text, bare=self._is_bare(messages))
+        rendered_text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._ids(rendered_text, bare=self._is_bare(messages))
 
     def check(self, prompt: Prompt) -> list[str]:
         """Rejects a problem of which the chat template would omit a part.
@@ -263,11 +263,11 @@ class PromptTokenizer:
             with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
             return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
 
-        missing, old_reasoning = find_unwritten(messages, prompt.tools, render)
-        if missing:
+        missing_parts, old_reasoning = find_unwritten(messages, prompt.tools, render)
+        if missing_parts:
             raise ConfigError(
-                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing)}: take it out of the "
-                "data, or use a model whose template writes it"
+                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing_parts)}: "
+                "take it out of the data, or use a model whose template writes it"
             )
         if is_plain:
             self._checked_shapes.add(message_shape)
@@ -313,10 +313,10 @@ class PromptTokenizer:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
             )
-        encoded = self.encode(prompt)
-        if encoded is None:
+        encoded_prompt = self.encode(prompt)
+        if encoded_prompt is None:
             return None
-        ids, image_starts = encoded
+        ids, image_starts = encoded_prompt
         is_bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
         response_text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
@@ -401,8 +401,8 @@ class PromptTokenizer:
             if not demonstrations:
                 prompt = dataclasses.replace(prompt, turn=None)
             omitted_parts.update(self.check(prompt))
-            encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
-            if encoded is None:
+            encoded_prompt = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
+            if encoded_prompt is None:
                 dropped_indices.append(index)
         return {"dropped": dropped_indices, "left_out": sorted(omitted_parts)}
 
@@ -589,17 +589,17 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
 
     A stop text neither begins nor ends inside a special token: `b` does not match in `<bos>`, while `<bos>` does.
     """
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    decoded_text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     inside_positions: set[int] | None = None
-    stop_start, match = len(text), None
+    stop_start, match = len(decoded_text), None
     for stop_text in stop:
-        match_start = text.find(stop_text)
+        match_start = decoded_text.find(stop_text)
         while 0 <= match_start < stop_start:
             inside_positions = _inside_special(tokenizer, token_ids) if inside_positions is None else inside_positions
             if inside_positions.isdisjoint((match_start, match_start + len(stop_text))):
                 stop_start, match = match_start, stop_text
-            match_start = text.find(stop_text, match_start + 1)
-    return text[:stop_start], match
+            match_start = decoded_text.find(stop_text, match_start + 1)
+    return decoded_text[:stop_start], match
 
 
 def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:

@@ -213,8 +213,8 @@ def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
     type_hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
     properties = {key: {"type": _KINDS.get(type_hints.get(key, str), "string")} for key in parameters}
-    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
-    schema = {"type": "object", "properties": properties, "required": required}
+    required_names = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required_names}
     tool_schema = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
     return {"type": "function", "function": tool_schema}
 

@@ -117,10 +117,12 @@ class PythonTool:
         )
         if sandbox_result.status == "ok":
             return sandbox_result.stdout.strip()
-        printed = sandbox_result.stdout.strip() + "\n" if sandbox_result.stdout.strip() else ""
+        printed_text = sandbox_result.stdout.strip() + "\n" if sandbox_result.stdout.strip() else ""
         reason = {"timeout": "the program took too long", "output": "the program wrote too much"}
         return (
-            printed + "error: " + (reason.get(sandbox_result.status) or sandbox_result.error or "the program was ended")
+            printed_text
+            + "error: "
+            + (reason.get(sandbox_result.status) or sandbox_result.error or "the program was ended")
         )
 
 

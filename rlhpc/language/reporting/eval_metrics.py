@@ -54,7 +54,7 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     max_count = max(counts.values())
     tied_answers = [answer for answer, count in counts.items() if count == max_count]
     shares = [
-        sum(is_right for v, is_right in zip(votes, right, strict=True) if v == answer) / max_count
+        sum(is_right for voted_answer, is_right in zip(votes, right, strict=True) if voted_answer == answer) / max_count
         for answer in tied_answers
     ]
     return sum(shares) / len(shares)

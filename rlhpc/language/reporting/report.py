@@ -151,9 +151,9 @@ def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
                 (int(k), float(pass_rate), *interval_ends.get(k, (pass_rate, pass_rate)))
                 for k, pass_rate in curve_result["pass_at_k"].items()
             )
-            x, y, lower_ends, upper_ends = (list(column) for column in zip(*points, strict=True))
+            k_values, pass_rates, lower_ends, upper_ends = (list(column) for column in zip(*points, strict=True))
             name = f"{suite}, step {curve_result['global_step']}"
-            lines.append(Line(name, x, y, lower_ends, upper_ends, color=len(lines), markers=True))
+            lines.append(Line(name, k_values, pass_rates, lower_ends, upper_ends, color=len(lines), markers=True))
     return line_chart("pass@k", "k", "pass@k, 95 % interval", lines, TALL) if lines else None
 
 

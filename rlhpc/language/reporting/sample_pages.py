@@ -2,7 +2,7 @@
 report/episodes.html. Each is a self-contained file.
 
 Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks have no
-    effect after it.
+effect after it.
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Ma
     results_by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
         try:
-            result, _ = typed_result(read_json(read_file(path)))
-            step, suite = result["global_step"], result["suite"]
+            evaluation, _ = typed_result(read_json(read_file(path)))
+            step, suite = evaluation["global_step"], evaluation["suite"]
         except (OSError, ValueError, KeyError, AttributeError):
             continue
         if samples_path(path).is_file():
-            results_by_suite.setdefault(suite, []).append((step, path, result))
+            results_by_suite.setdefault(suite, []).append((step, path, evaluation))
     return {suite: sorted(results_by_suite[suite], key=lambda entry: entry[:2]) for suite in sorted(results_by_suite)}
 
 
@@ -211,8 +211,8 @@ def spread(count: int, limit: int) -> list[int]:
 def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
     """Reads every file twice: first the scores, then the texts of the selected problems."""
     columns = []
-    for step, path, result in results:
-        column = _Column(step, result, samples_path(path))
+    for step, path, evaluation in results:
+        column = _Column(step, evaluation, samples_path(path))
         counts: dict[Any, list[bool]] = {}
         for row in _rows(column.path):
             counts.setdefault(row["id"], []).append(row["right"])
@@ -304,10 +304,10 @@ def _changes(columns: Sequence[_Column]) -> str:
     previous checkpoint.
     """
     rows: list[list[Cell]] = []
-    results = [with_pass_at(column.result) for column in columns]
-    pass_metric = largest_pass_at(name for result in results for name in result)
+    evaluations = [with_pass_at(column.result) for column in columns]
+    pass_metric = largest_pass_at(name for evaluation in evaluations for name in evaluation)
     previous_column: _Column | None = None
-    for column, result in zip(columns, results, strict=True):
+    for column, evaluation in zip(columns, evaluations, strict=True):
         common_problems = [key for key in column.share if previous_column is not None and key in previous_column.share]
         num_better = (
             sum(column.share[key] > previous_column.share[key] for key in common_problems) if previous_column else "–"
@@ -317,7 +317,7 @@ def _changes(columns: Sequence[_Column]) -> str:
         )
         accuracy = sum(column.share.values()) / len(column.share)
         interval_cell = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
-        pass_share = result.get(pass_metric or "")
+        pass_share = evaluation.get(pass_metric or "")
         pass_cells = [f"{pass_share:.1%}" if isinstance(pass_share, int | float) else "–"] if pass_metric else []
         rows.append(
             [column.step, len(column.share), f"{accuracy:.1%}", interval_cell, *pass_cells, num_better, num_worse]
@@ -530,11 +530,11 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         step, path, _ = suite_results[-1]
         rows = _episode_rows(samples_path(path))
         if rows:
-            selected = [rows[row_index] for row_index in spread(len(rows), _EPISODES)]
+            selected_rows = [rows[row_index] for row_index in spread(len(rows), _EPISODES)]
             selection_note = (
-                f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
+                f'<p class="note">{len(selected_rows)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
             )
-            sections.append(section(f"Suite {suite}", selection_note + "".join(map(_episode, selected))))
+            sections.append(section(f"Suite {suite}", selection_note + "".join(map(_episode, selected_rows))))
     if not sections:
         return None
     target = episodes_page(paths)

@@ -106,11 +106,11 @@ def add_step(plan: TestPlan, kind: str, source: str) -> int:
 
 
 def has_check(body: Sequence[ast.stmt]) -> bool:
-    return any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in body)
+    return any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in body)
 
 
 def calls(body: Sequence[ast.stmt], name: str) -> bool:
-    nodes = (n for s in body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+    nodes = (n for statement in body if not isinstance(statement, ast.FunctionDef) for n in ast.walk(statement))
     return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes)
 
 
@@ -192,13 +192,13 @@ class Reader:
         """Binds a name in the sandbox, since the program gets its value and may change it."""
         if name not in self.values:
             return
-        value = self.values.pop(name)
-        source = ast.unparse(written_out(value))
-        shared_ids = containers(value)
+        known_value = self.values.pop(name)
+        source = ast.unparse(written_out(known_value))
+        shared_ids = containers(known_value)
         self.names[name] = ""
         self._done.append(add_step(self.plan, "do", f"{name} = {source}"))
         for alias, alias_value in list(self.values.items()):
-            if alias_value is value and shared_ids:
+            if alias_value is known_value and shared_ids:
                 del self.values[alias]
                 self.names[alias] = ""
                 self._done.append(add_step(self.plan, "do", f"{alias} = {name}"))
@@ -565,7 +565,7 @@ class Reader:
                 return not all(self._is_known(child) for child in (node.value, *index_nodes))
             case ast.JoinedStr():
                 formatted_values = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
-                return bool(self._bound) or not all(self._is_known(formatted) for formatted in formatted_values)
+                return bool(self._bound) or not all(self._is_known(value_node) for value_node in formatted_values)
             case ast.NamedExpr():
                 return bool(self._bound) or not self._is_known(node.value)
             case ast.Call() if self._is_method(node):
@@ -611,9 +611,9 @@ class Reader:
         if not generators:
             term = self._term(element)
             return lambda answers: [term(answers)]
-        first, remaining = generators[0], generators[1:]
+        first_generator, other_generators = generators[0], generators[1:]
         try:  # each round is unrolled, so that it may call the program
-            elements = items(first.iter, self.constant_value)
+            elements = items(first_generator.iter, self.constant_value)
         except Unclear:
             elements = None
         if elements is not None and not self._bound:
@@ -622,10 +622,10 @@ class Reader:
                 self._rounds += 1
                 if self._rounds > MOST_ROUNDS:
                     raise Unclear
-                renamer = Renamed(assigned(first.target, value))
-                condition_terms = [self._term(renamer.visit(expression(test))) for test in first.ifs]
+                renamer = Renamed(assigned(first_generator.target, value))
+                condition_terms = [self._term(renamer.visit(expression(test))) for test in first_generator.ifs]
                 inner_generators = [ast.comprehension(g.target, renamer.visit(expression(g.iter)),
-                         [renamer.visit(expression(test)) for test in g.ifs], 0) for g in remaining]  # fmt: skip
+                         [renamer.visit(expression(test)) for test in g.ifs], 0) for g in other_generators]  # fmt: skip
                 rounds_terms.append(
                     (condition_terms, self._rounds_of(inner_generators, renamer.visit(expression(element))))
                 )
@@ -635,15 +635,15 @@ class Reader:
                 if all(condition(answers) for condition in condition_terms)
                 for element_value in part(answers)
             ]
-        iterable_term = self._term(first.iter)
-        cells: dict[str, list[Any]] = {name: [None] for name in assigned(first.target, None)}
+        iterable_term = self._term(first_generator.iter)
+        cells: dict[str, list[Any]] = {name: [None] for name in assigned(first_generator.target, None)}
         self._bound |= cells
-        condition_terms = [self._term(test) for test in first.ifs]
-        body = self._rounds_of(remaining, element)
+        condition_terms = [self._term(test) for test in first_generator.ifs]
+        body = self._rounds_of(other_generators, element)
 
         def run(answers: Sequence[Answer]) -> Any:
             for round_value in iterable_term(answers):
-                target_values = [round_value] if isinstance(first.target, ast.Name) else list(round_value)
+                target_values = [round_value] if isinstance(first_generator.target, ast.Name) else list(round_value)
                 for cell, target_value in zip(cells.values(), target_values, strict=True):
                     cell[0] = target_value
                 if all(condition(answers) for condition in condition_terms):

@@ -264,8 +264,8 @@ def either(parts: Sequence[Term], *, stops: bool) -> Term:
 
     def value(answers: Sequence[Answer]) -> Any:
         part_value = None
-        for part in parts:
-            part_value = part(answers)
+        for term in parts:
+            part_value = term(answers)
             if bool(part_value) == stops:
                 break
         return part_value

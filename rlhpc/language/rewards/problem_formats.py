@@ -234,7 +234,9 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
             ast.unparse(base_class).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase")
             for base_class in statement.bases
         ):
-            if not any(isinstance(s, ast.FunctionDef) and s.name.startswith("test") for s in statement.body):
+            if not any(
+                isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in statement.body
+            ):
                 raise ValueError(f"the class {statement.name} has no method test…, so it tests nothing")
             classes.append(statement)
         elif isinstance(statement, ast.ClassDef) and statement.name.startswith("Test") and not statement.bases:
@@ -323,8 +325,16 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     Raises:
         Unclear: The class has more than `setUp` and assertions on values.
     """
-    methods = {s.name: s for s in class_.body if isinstance(s, ast.FunctionDef)}
-    other_statements = [s for s in class_.body if not isinstance(s, ast.FunctionDef) and not isinstance(s, ast.Expr)]
+    methods = {
+        class_statement.name: class_statement
+        for class_statement in class_.body
+        if isinstance(class_statement, ast.FunctionDef)
+    }
+    other_statements = [
+        class_statement
+        for class_statement in class_.body
+        if not isinstance(class_statement, ast.FunctionDef) and not isinstance(class_statement, ast.Expr)
+    ]
     if other_statements or any(
         test_method.decorator_list or len(test_method.args.args) != 1 for test_method in methods.values()
     ):
@@ -340,7 +350,9 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         setup_statements = methods["setUp"].body if "setUp" in methods else []
         body_copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*setup_statements, *method.body)))
         body = _Unittest().visit(body_copy).body  # as a whole: a `with self.subTest` becomes several statements
-        if any(isinstance(n, ast.Name) and n.id == "self" for s in body for n in ast.walk(s)):
+        if any(
+            isinstance(n, ast.Name) and n.id == "self" for class_statement in body for n in ast.walk(class_statement)
+        ):
             raise Unclear
         function.body = body
         functions.append(ast.fix_missing_locations(function))

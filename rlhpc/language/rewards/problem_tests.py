@@ -26,12 +26,16 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     Raises:
         ValueError: A test is not valid Python, has an unsupported format, or tests nothing.
     """
-    entry, setup = problem_formats.entry_of(meta), problem_formats.parse_test(problem_formats.setup_of(meta))
+    entry_point, setup = problem_formats.entry_of(meta), problem_formats.parse_test(problem_formats.setup_of(meta))
     problem_formats.require_modules(setup)
-    plan = _read_setup(setup, entry)
-    defined = {s.name: s for s in setup if isinstance(s, ast.FunctionDef)}
-    if entry in vars(builtins):  # otherwise a program without it would pass
-        plan.prepared.append(add_step(plan, "do", f"globals()[{entry!r}]"))
+    plan = _read_setup(setup, entry_point)
+    defined_functions = {
+        setup_statement.name: setup_statement
+        for setup_statement in setup
+        if isinstance(setup_statement, ast.FunctionDef)
+    }
+    if entry_point in vars(builtins):  # otherwise a program without it would pass
+        plan.prepared.append(add_step(plan, "do", f"globals()[{entry_point!r}]"))
     num_judged = num_possible = 0
     for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
@@ -42,15 +46,19 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         body = problem_formats.parse_test(test)
         problem_formats.require_modules(body)
         _refuse_constant(body, test_number)
-        reader = Reader(plan.copy(), entry, defined)
+        reader = Reader(plan.copy(), entry_point, defined_functions)
         try:  # A test that cannot be split runs completely in the sandbox: never a part of it.
             plan, num_judging = reader.read(body), reader.judged
             num_possible += reader.possible
         except (Unclear, RecursionError):
-            num_judging = _script(plan, body, entry, defined)
+            num_judging = _script(plan, body, entry_point, defined_functions)
         if not num_judging and not reader.possible and not (body and all(map(_prepares, body))):
             raise ValueError(f"test {test_number} tests nothing: {_why(body)}")
-        defined |= {s.name: s for s in body if isinstance(s, ast.FunctionDef)}
+        defined_functions |= {
+            setup_statement.name: setup_statement
+            for setup_statement in body
+            if isinstance(setup_statement, ast.FunctionDef)
+        }
         num_judged += num_judging
     plan.strict[0] = not num_judged
     if tests and not num_judged and not num_possible:
@@ -64,7 +72,13 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
 def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
     """Returns a plan in which values of the setup are known here, except those that the setup's definitions use."""
     plan = TestPlan()
-    used_names = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
+    used_names = {
+        n.id
+        for setup_statement in setup
+        if not isinstance(setup_statement, ast.Assign)
+        for n in ast.walk(setup_statement)
+        if isinstance(n, ast.Name)
+    }
     lines = []
     reader = Reader(plan, entry, {})
     for statement in setup:
@@ -90,9 +104,9 @@ def _refuse_constant(body: Sequence[ast.stmt], number: int) -> None:
 def _why(body: Sequence[ast.stmt]) -> str:
     if not body:
         return "it has no statement"
-    if any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in body):
+    if any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in body):
         return "nothing calls its function check; name the program's function in entry_point"
-    if any(isinstance(s, ast.Expr) and not isinstance(s.value, ast.Call) for s in body):
+    if any(isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Call) for statement in body):
         return "it compares without assert; write assert CONDITION"
     return "it has no assertion that is reached; write assert CONDITION"
 
@@ -111,9 +125,15 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
             "    _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_result)\n"
             "    assert _result.testsRun and _result.wasSuccessful() and not _result.skipped"
         )
-    code = "\n".join([*(ast.unparse(ast.fix_missing_locations(s)) for s in source), *lines])
+    code = "\n".join(
+        [*(ast.unparse(ast.fix_missing_locations(source_statement)) for source_statement in source), *lines]
+    )
     tree = ast.parse(code)
-    functions_by_name = dict(defined) | {s.name: s for s in tree.body if isinstance(s, ast.FunctionDef)}
+    functions_by_name = dict(defined) | {
+        source_statement.name: source_statement
+        for source_statement in tree.body
+        if isinstance(source_statement, ast.FunctionDef)
+    }
     if not (asserts(tree.body, functions_by_name) or classes):
         return 0
     mentioned_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}

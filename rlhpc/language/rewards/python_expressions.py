@@ -109,9 +109,9 @@ def written_out(value: Any) -> ast.expr:
 
 def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
     """Returns whether statements assert anything when they run, including functions that they call."""
-    pending, entered = list[ast.AST](body), set[str]()
-    while pending:
-        node = pending.pop()
+    pending_nodes, entered_functions = list[ast.AST](body), set[str]()
+    while pending_nodes:
+        node = pending_nodes.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
         if isinstance(node, (ast.Assert, ast.Raise)):
@@ -120,10 +120,10 @@ def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) 
             name = ast.unparse(node.func).rpartition(".")[2]
             if name.startswith("assert") or name in ("raises", "fail"):
                 return True
-        if isinstance(node, ast.Name) and node.id in functions and node.id not in entered:
-            entered.add(node.id)
-            pending += functions[node.id].body
-        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Name) and node.id in functions and node.id not in entered_functions:
+            entered_functions.add(node.id)
+            pending_nodes += functions[node.id].body
+        pending_nodes += ast.iter_child_nodes(node)
     return False
 
 

@@ -320,9 +320,9 @@ def _program(
     filter_hex = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
     if filter_hex and _seccomp(filter_hex):
         have["seccomp"] = "yes"
-    missing = sorted(set(job["need"]) - set(have))
-    if missing:
-        raise OSError(f"{', '.join(missing)} could be had before, but not now")
+    missing_mechanisms = sorted(set(job["need"]) - set(have))
+    if missing_mechanisms:
+        raise OSError(f"{', '.join(missing_mechanisms)} could be had before, but not now")
     harness.tell(result, job["nonce"], "have", have)  # the first record: what comes after it may be the program's
     os.environ.update(HOME=box, TMPDIR=box)
     harness.run(job, result)

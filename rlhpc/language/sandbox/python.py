@@ -148,9 +148,9 @@ class Sandbox:
         }
         self._limits: dict[str, str] = {}
         self._try_out()
-        missing = self.unenforced()
-        if missing:
-            message = f"this machine does not enforce: {', '.join(missing)}"
+        unenforced_limits = self.unenforced()
+        if unenforced_limits:
+            message = f"this machine does not enforce: {', '.join(unenforced_limits)}"
             if not allow_unconfined:
                 raise ConfigError(
                     f"sandbox: {message}. Untrusted programs are not run like this: allow user namespaces "
@@ -276,11 +276,11 @@ class Sandbox:
     def _try_out(self) -> None:
         """Runs a program that attempts forbidden actions; records the mechanisms that stopped them."""
         with (
-            temporary_folder("try") as temporary,
+            temporary_folder("try") as temporary_path,
             socket.create_server(("127.0.0.1", 0)) as server,
             ipc_objects() as ipc_ids,
         ):
-            folder, secret_file = str(temporary), temporary / "secret"
+            folder, secret_file = str(temporary_path), temporary_path / "secret"
             secret_file.write_text("secret")
             secret_file.chmod(0o600)
             targets = {
@@ -294,12 +294,16 @@ class Sandbox:
             }
             source = (_INSIDE / "self_test.py").read_text()
             checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
-            result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
-        if "value" not in result.checks.get(0, {}):
-            raise RlhpcError(f"sandbox: the trial run failed: {result.status} {result.error or result.stderr}")
-        mechanisms = result.have
+            self_test_result = self._start(
+                {"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S
+            )
+        if "value" not in self_test_result.checks.get(0, {}):
+            raise RlhpcError(
+                f"sandbox: the trial run failed: {self_test_result.status} {self_test_result.error or self_test_result.stderr}"
+            )
+        mechanisms = self_test_result.have
         self._job["need"] = sorted(name for name in mechanisms if name not in ("user", "mount_error"))
-        for name, is_possible in result.checks[0]["value"]["d"]:
+        for name, is_possible in self_test_result.checks[0]["value"]["d"]:
             mechanism_names = [_WAYS[key].format(mechanisms.get(key)) for key in _STOPS[name] if key in mechanisms]
             self._limits[name] = "" if is_possible else ", ".join(mechanism_names) or _ELSE.get(name, "permissions")
         if not {"pid", "seccomp"} & set(mechanisms):  # child processes would outlive the program
@@ -383,15 +387,15 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
         reason = start_records.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {reason}")
     checks: dict[int, dict[str, Any]] = {}
-    processed, error = set(), ""
+    processed_labels, error = set(), ""
     try:
         for label, payload in _records(remainder, nonce):
             record_type, _, check_number = label.partition(" ")
             if record_type not in ("end", "value", "passed", "error") or (record_type == "end") == bool(check_number):
                 raise ValueError(f"an unknown record {label[:40]!r}")
-            if label in processed:
+            if label in processed_labels:
                 continue  # a process that the program forked has written the same record
-            processed.add(label)
+            processed_labels.add(label)
             if record_type == "end":
                 error = str(payload)
             else:

@@ -209,8 +209,8 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
 
 def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
     """Checks that each required group is placed, and that each placed group is required."""
-    placed_names, groups, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
-    for name in rating:
+    placed_names, groups, rater_names = placed(cfg), scoring_groups(cfg), raters(cfg)
+    for name in rater_names:
         if name not in placed_names:
             raise fail("reward.terms", f"the group {name!r} has no place: set cluster.component_placement.{name}")
     if needs_critic(cfg) and CRITIC not in placed_names:
@@ -232,12 +232,12 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) ->
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    required = column_makers - {"rollout", "actor", OWN_VALUES}
+    required_groups = column_makers - {"rollout", "actor", OWN_VALUES}
     for name in placed_names:
         rater = name in groups and rates(groups[name].scorer)
-        if rater and name not in rating:
+        if rater and name not in rater_names:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
-        if not rater and (name in groups or name == CRITIC) and name not in required:
+        if not rater and (name in groups or name == CRITIC) and name not in required_groups:
             needed_algorithms = {
                 "reference": "set algorithm.kl_coef",
                 CRITIC: "set algorithm.adv_type=gae",
@@ -245,7 +245,7 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) ->
             }
             hint = needed_algorithms.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
-    for name in required - {"reference"}:
+    for name in required_groups - {"reference"}:
         if name not in placed_names:
             raise fail(
                 "cluster.component_placement",

@@ -144,7 +144,7 @@ def special_tokens(tokenizer: Any) -> set[str]:
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     tokens = {str(token.content) for token in added_tokens if token.special or token.content in template}
-    return {text for text in (tokens | set(tokenizer.all_special_tokens)) if text.strip()}
+    return {token_text for token_text in (tokens | set(tokenizer.all_special_tokens)) if token_text.strip()}
 
 
 def _marks(encoder: PromptTokenizer) -> set[str]:
@@ -154,10 +154,12 @@ def _marks(encoder: PromptTokenizer) -> set[str]:
     marks: set[str] = set()
     for roles in turns if encoder.chat_template else ():
         try:
-            rendered = encoder.text([{"role": role, "content": placeholder} for role in roles])
+            rendered_text = encoder.text([{"role": role, "content": placeholder} for role in roles])
         except ConfigError:  # it refuses such a conversation
             continue
-        marks |= {marker for template_part in rendered.split(placeholder) for marker in _MARKS.findall(template_part)}
+        marks |= {
+            marker for template_part in rendered_text.split(placeholder) for marker in _MARKS.findall(template_part)
+        }
     return marks
 
 
@@ -227,9 +229,9 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
     """
     seats = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
     for _ in range(len(seats) - 1):
-        for first, second in zip(seats[: len(seats) // 2], reversed(seats), strict=False):
-            if max(first, second) < count:
-                yield min(first, second), max(first, second)
+        for first_answer, second_answer in zip(seats[: len(seats) // 2], reversed(seats), strict=False):
+            if max(first_answer, second_answer) < count:
+                yield min(first_answer, second_answer), max(first_answer, second_answer)
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
@@ -252,10 +254,10 @@ def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[floa
         won: Pair → the share that its first answer wins; None for an invalid comparison.
     """
     outcomes: Sequence[list[float]] = [[] for _ in range(count)]
-    for (first, second), first_share in won.items():
+    for (first_answer, second_answer), first_share in won.items():
         if first_share is not None:
-            outcomes[first].append(first_share)
-            outcomes[second].append(1.0 - first_share)
+            outcomes[first_answer].append(first_share)
+            outcomes[second_answer].append(1.0 - first_share)
     return [
         sum(shares_of_response) / len(shares_of_response) if shares_of_response else None
         for shares_of_response in outcomes
@@ -342,18 +344,22 @@ class Judge(Rater):
         questions: dict[tuple[int, int], tuple[_Question, _Question]] = {}
         for first, second in chosen_pairs[:max_pairs]:
             pair_texts = [texts[first], texts[second]]
-            in_order, swapped = self._fitting(problem, pair_texts), self._fitting(problem, pair_texts[::-1])
-            if in_order is not None and swapped is not None:
-                questions[first, second] = in_order, swapped
+            ordered_question, swapped_question = (
+                self._fitting(problem, pair_texts),
+                self._fitting(problem, pair_texts[::-1]),
+            )
+            if ordered_question is not None and swapped_question is not None:
+                questions[first, second] = ordered_question, swapped_question
         replies = self._ask([question for pair_questions in questions.values() for question in pair_questions])
         verdicts = {question: better_in(reply) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(verdict is None for verdict in verdicts.values())
         pair_outcomes = {
-            pair: both_say(verdicts[in_order], verdicts[swapped]) for pair, (in_order, swapped) in questions.items()
+            pair: both_say(verdicts[ordered_question], verdicts[swapped_question])
+            for pair, (ordered_question, swapped_question) in questions.items()
         }
         self._counts["inconsistent"] += sum(
-            pair_outcomes[pair] is None and None not in (verdicts[in_order], verdicts[swapped])
-            for pair, (in_order, swapped) in questions.items()
+            pair_outcomes[pair] is None and None not in (verdicts[ordered_question], verdicts[swapped_question])
+            for pair, (ordered_question, swapped_question) in questions.items()
         )
         return shares(len(texts), pair_outcomes)
 

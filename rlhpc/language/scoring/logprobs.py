@@ -101,20 +101,22 @@ class EngineLogProbs(Scorer):
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""
         top_k = self.engine.top
-        ids, required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
+        ids, is_required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
         if top_k:
-            required = torch.zeros_like(required).index_fill_(0, batch.predictors()[0].cpu(), True)
+            is_required = torch.zeros_like(is_required).index_fill_(0, batch.predictors()[0].cpu(), True)
         prompts, position_groups = list[list[int]](), list[torch.Tensor]()
         for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
-            positions = 1 + torch.nonzero(required[start + 1 : end]).flatten()
+            positions = 1 + torch.nonzero(is_required[start + 1 : end]).flatten()
             if len(positions):
                 prompts.append(ids[start : start + int(positions[-1]) + 1].tolist())
                 position_groups.append(start + positions)
         with explained(self.group_section):
             scores = self.engine.score(prompts)
         logprobs = torch.zeros(batch.tokens, *((top_k + 1, 2) if top_k else ()))
-        for prompt_logprobs, place, prompt_ids in zip(scores, position_groups, prompts, strict=True):
-            logprobs[place] = prompt_logprobs[place - (int(place[-1]) + 1 - len(prompt_ids)) - 1]
+        for prompt_logprobs, prompt_positions, prompt_ids in zip(scores, position_groups, prompts, strict=True):
+            logprobs[prompt_positions] = prompt_logprobs[
+                prompt_positions - (int(prompt_positions[-1]) + 1 - len(prompt_ids)) - 1
+            ]
         return logprobs
 
     def offload(self) -> None:

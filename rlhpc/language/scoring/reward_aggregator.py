@@ -205,14 +205,14 @@ class Judging:
             **score.terms,
             **{name: self.failed if rating is None else rating for name, rating in ratings.items()},
         }
-        missing = [name for name, rating in ratings.items() if rating is None]
+        missing_names = [name for name, rating in ratings.items() if rating is None]
         # In the order of the configuration: the first term says whether an answer is right.
         terms = {
             name: term_values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in term_values
         } | term_values
-        if score.failed or missing:
+        if score.failed or missing_names:
             reason = "; ".join(
-                [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing)]
+                [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing_names)]
             )
             return Scored(self.failed, terms, True, reason)
         return Scored(

@@ -38,18 +38,20 @@ class Classifier(Rater):
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
         """Implements `Rater.rate`: None for an answer that exceeds the tokens of a micro-batch."""
-        encoded = [self.encode(sample) for sample in samples]
-        indices = [sample_index for sample_index, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
+        encoded_samples = [self.encode(sample) for sample in samples]
+        indices = [
+            sample_index for sample_index, ids in enumerate(encoded_samples) if 0 < len(ids) <= self.group.max_tokens
+        ]
         ratings: list[float | None] = [None] * len(samples)
         if not indices:
             return ratings
-        ids = [encoded[sample_index] for sample_index in indices]
+        ids = [encoded_samples[sample_index] for sample_index in indices]
         batch = TokenBatch.of(ids, [[True] * len(sample_ids) for sample_ids in ids], pad_id=self.pad)
         for indices_in_batch in micro_batches(batch.lengths, self.group.max_tokens):
             micro_batch = batch.select(indices_in_batch).to(self.device)
             with torch.no_grad():
-                predicted = last_values(token_values(self.model, micro_batch), micro_batch)
-            for batch_index, rating in zip(indices_in_batch.tolist(), predicted.tolist(), strict=True):
+                predictions = last_values(token_values(self.model, micro_batch), micro_batch)
+            for batch_index, rating in zip(indices_in_batch.tolist(), predictions.tolist(), strict=True):
                 ratings[indices[batch_index]] = rating
         return ratings
 

@@ -94,22 +94,22 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assistant(message: Mapping[str, Any]) -> list[Message]:
-    converted: Message = {"role": "assistant", "content": ""}
+    chat_message: Message = {"role": "assistant", "content": ""}
     for block in _blocks(message.get("content")):
         block_type = block.get("type")
         if block_type == "text":
-            converted["content"] += _field(block, "text")
+            chat_message["content"] += _field(block, "text")
         elif block_type == "thinking":
-            converted["reasoning_content"] = converted.get("reasoning_content", "") + _field(block, "thinking")
+            chat_message["reasoning_content"] = chat_message.get("reasoning_content", "") + _field(block, "thinking")
         elif block_type == "tool_use":
             function = {"name": _field(block, "name"), "arguments": block.get("input") or {}}
             call = {"id": _field(block, "id"), "type": "function", "function": function}
-            converted.setdefault("tool_calls", []).append(call)
+            chat_message.setdefault("tool_calls", []).append(call)
         else:
             raise RequestError(
                 f"an assistant's message has a block of type {block_type}; allowed: text, thinking, tool_use"
             )
-    return [converted]
+    return [chat_message]
 
 
 def _user(message: Mapping[str, Any]) -> list[Message]:

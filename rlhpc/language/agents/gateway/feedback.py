@@ -147,6 +147,6 @@ def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, 
     named_turns = [turn for turn in turns if turn.received and turn.names]
     ids = ([named_turns[-1].names[0]] if named_turns else ["any"]) if later is True else list(later or ())
     turns_by_id = {name: turn for name in ids for turn in named_turns if name in turn.names}
-    if missing := [name for name in ids if name not in turns_by_id]:
-        raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
+    if missing_ids := [name for name in ids if name not in turns_by_id]:
+        raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing_ids[0]}")
     return turns_by_id

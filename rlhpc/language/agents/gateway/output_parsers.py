@@ -60,15 +60,15 @@ class Partial:
         for stop in self._stop:
             text = _before(text, stop)
         if self._thinks:
-            stripped = text.lstrip()
+            stripped_text = text.lstrip()
             if (
                 not self._opened
-                and _THINK_TAG.startswith(stripped[: len(_THINK_TAG)])
-                and len(stripped) < len(_THINK_TAG)
+                and _THINK_TAG.startswith(stripped_text[: len(_THINK_TAG)])
+                and len(stripped_text) < len(_THINK_TAG)
             ):
                 return "", ""
-            if self._opened or stripped.startswith(_THINK_TAG):
-                reasoning, closing_tag, text = stripped.removeprefix(_THINK_TAG).partition(_THOUGHT)
+            if self._opened or stripped_text.startswith(_THINK_TAG):
+                reasoning, closing_tag, text = stripped_text.removeprefix(_THINK_TAG).partition(_THOUGHT)
                 reasoning = (reasoning if closing_tag else _before(reasoning, _THOUGHT)).strip("\n")
                 text = text.lstrip()
         if self._calls:  # with tool calls the answer is stripped of white space
@@ -150,9 +150,9 @@ def think(text: str, opened: bool = False) -> tuple[str | None, str]:
     match = _THINK.match(text)
     if match is not None:
         return match[1].strip("\n"), text[match.end() :]
-    stripped = text.lstrip()
-    if opened or stripped.startswith("<think>"):
-        return stripped.removeprefix("<think>").strip("\n"), ""
+    stripped_text = text.lstrip()
+    if opened or stripped_text.startswith("<think>"):
+        return stripped_text.removeprefix("<think>").strip("\n"), ""
     return None, text
 
 
@@ -161,19 +161,19 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     between the tags stays text.
     """
     calls, answer, position = list[tuple[str, str]](), "", 0
-    for opening in _OPENED.finditer(text):
-        if opening.start() < position:  # inside a call
+    for opening_tag in _OPENED.finditer(text):
+        if opening_tag.start() < position:  # inside a call
             continue
         try:
-            call, end = parse_json_at(text, opening.end())
+            call, end = parse_json_at(text, opening_tag.end())
         except ValueError:
             continue
-        closing = _CLOSED.match(text, end)
-        if closing is None or "name" not in call:
+        closing_tag = _CLOSED.match(text, end)
+        if closing_tag is None or "name" not in call:
             continue
         arguments = call.get("arguments", {})
         calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
-        answer, position = answer + text[position : opening.start()], closing.end()
+        answer, position = answer + text[position : opening_tag.start()], closing_tag.end()
     return ((answer + text[position:]).strip() if calls else text), calls
 
 
@@ -293,13 +293,15 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
         request = _request(tools)
         parser = parser_class(tokenizer, request.tools)
         try:
-            extracted = parser.extract_tool_calls(text, request)
+            extraction = parser.extract_tool_calls(text, request)
         except Exception as error:
             log.warning("vLLM's tool parser %s cannot read a reply, which stays text: %r", name, error)
             return text, []
-        if not extracted.tools_called:
+        if not extraction.tools_called:
             return text, []
-        return extracted.content or "", [(call.function.name, call.function.arguments) for call in extracted.tool_calls]
+        return extraction.content or "", [
+            (call.function.name, call.function.arguments) for call in extraction.tool_calls
+        ]
 
     return read
 

@@ -50,20 +50,20 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
         RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
     """
     try:
-        value = load_json(raw)
-        body = repaired(value, MAX_REQUEST_DEPTH)
+        parsed_body = load_json(raw)
+        body = repaired(parsed_body, MAX_REQUEST_DEPTH)
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    _check(value, form)
+    _check(parsed_body, form)
     return {name: field_value for name, field_value in body.items() if field_value is not None}
 
 
 def _check(body: Mapping[str, Any], form: Form) -> None:
     for name, (is_allowed, allowed_text) in form.keys.items():
-        value = body.get(name)
-        if (value is not None or name in form.required) and not is_allowed(value):
+        field_value = body.get(name)
+        if (field_value is not None or name in form.required) and not is_allowed(field_value):
             raise RequestError(f"{form.where}{name} must be {allowed_text}")
     for name, nested_schema in form.inner.items():
         if body.get(name) is not None:
@@ -200,7 +200,9 @@ def _is_function(value: Any, schema: str) -> bool:
 
 
 def _is_system(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, Mapping) for part in value))
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(content_block, Mapping) for content_block in value)
+    )
 
 
 def _is_free_choice(value: Mapping[str, Any]) -> bool:

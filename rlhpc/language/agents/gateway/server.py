@@ -478,28 +478,32 @@ class Gateway:
         error: Callable[[RequestError], dict[str, Any]],
     ) -> web.StreamResponse:
         """Streams the reply: its stable part while it is written, then the remainder."""
-        answer_task, reading = asyncio.ensure_future(asking), conversation.reading
-        answer_task.add_done_callback(lambda _: reading.came.set())
+        answer_task, stream_reader = asyncio.ensure_future(asking), conversation.reading
+        answer_task.add_done_callback(lambda _: stream_reader.came.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            await _more(reading)
+            await _more(stream_reader)
             if answer_task.done():
                 answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
             partial_reply = (
                 None
                 if stream.sent_at_end
-                else self._parsers.partly(reading.prompt, conversation.tools, conversation.sampling.stop)
+                else self._parsers.partly(stream_reader.prompt, conversation.tools, conversation.sampling.stop)
             )
             silent_since = self.loop.time()
             while not answer_task.done():
-                events = stream.more(len(reading.prompt), *partial_reply.split(reading.ids)) if partial_reply else []
+                events = (
+                    stream.more(len(stream_reader.prompt), *partial_reply.split(stream_reader.ids))
+                    if partial_reply
+                    else []
+                )
                 if not events and self.loop.time() - silent_since >= _ALIVE_S:
                     events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
                     await response.write(event.encode())
                     silent_since = self.loop.time()
-                await _more(reading)
+                await _more(stream_reader)
             try:
                 answer = answer_task.result()
             except RequestError as why:

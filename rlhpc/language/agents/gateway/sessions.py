@@ -184,11 +184,11 @@ class GatewaySession:
         async with self.encoding:
             self._check_limits()
             try:
-                encoded = await threads.call_to_end(self._encode, messages, tools, role, renderer)
+                encoded_prompt = await threads.call_to_end(self._encode, messages, tools, role, renderer)
             except RequestError as error:
                 self._overlong += error.code == OVER
                 raise
-        keys, prompt, parent, pictures = encoded
+        keys, prompt, parent, pictures = encoded_prompt
         completion = await self._draw(prompt, self._by(role, sampling), draw, pictures)
         reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
@@ -237,8 +237,8 @@ class GatewaySession:
         stop_texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
         end_token_ids = tuple(sorted(set(stop_token_ids)))
         limit = self.sampling.max_new_tokens if max_tokens is None else max_tokens
-        remaining = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
-        max_new_tokens = min(limit, self.sampling.max_new_tokens, max(remaining, 1))
+        remaining_tokens = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
+        max_new_tokens = min(limit, self.sampling.max_new_tokens, max(remaining_tokens, 1))
         return replace(self.sampling, max_new_tokens=max_new_tokens, stop=stop_texts, stop_token_ids=end_token_ids)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:

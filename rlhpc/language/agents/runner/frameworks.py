@@ -135,9 +135,9 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
     async def solve(task: Any, model: Any) -> dict[str, Any]:
         client = EvalClientConfig(base_url=model.base_url, api_key_var="OPENAI_API_KEY")
         context = vf.ModelContext(model=model.name, client=client, sampling=vf.SamplingConfig())
-        chosen = pick_task(tasks, task)
+        selected_task = pick_task(tasks, task)
         async with environment.serving():
-            episode = await environment.run_episode(chosen, context)
+            episode = await environment.run_episode(selected_task, context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RuntimeError(

@@ -224,11 +224,11 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
         outcome = {"error": "the episode was ended from outside"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        remaining = _end_all(_GONE_S)
+        num_remaining = _end_all(_GONE_S)
         if folder:
             _shells.remove_folder(folder)
-    if remaining:
-        outcome["left"] = remaining
+    if num_remaining:
+        outcome["left"] = num_remaining
     return outcome
 
 
@@ -252,12 +252,12 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             os._exit(1)
     for pipe in (result_pipe, output_pipe, printed_pipe):
         os.close(pipe[1])
-    received = {result_pipe[0]: bytearray(), output_pipe[0]: bytearray(), printed_pipe[0]: bytearray()}
+    received_bytes = {result_pipe[0]: bytearray(), output_pipe[0]: bytearray(), printed_pipe[0]: bytearray()}
     limits = {result_pipe[0]: _OUTCOME, printed_pipe[0]: _PRINTED}
-    deadline, open_fds = time.monotonic() + ticket["timeout_s"], set(received)
+    deadline, open_fds = time.monotonic() + ticket["timeout_s"], set(received_bytes)
     status: int | None = None
     next_disk_check = next_process_count = time.monotonic() if ticket["folder"] else float("inf")
-    while status is None and b"\n" not in received[result_pipe[0]]:
+    while status is None and b"\n" not in received_bytes[result_pipe[0]]:
         current_time = time.monotonic()
         if current_time >= deadline:
             return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
@@ -282,20 +282,20 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             if fd == wakeup_pipe[0]:
                 _drain(fd)
                 continue
-            if not _take(fd, received[fd], limits.get(fd)):
+            if not _take(fd, received_bytes[fd], limits.get(fd)):
                 open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
     for fd in open_fds:  # output written before the end
-        while _shells.readable([fd], 0) and _take(fd, received[fd], limits.get(fd)):
-            if len(received[fd]) >= (limits.get(fd) or _TAIL):
+        while _shells.readable([fd], 0) and _take(fd, received_bytes[fd], limits.get(fd)):
+            if len(received_bytes[fd]) >= (limits.get(fd) or _TAIL):
                 break
-    if len(received[result_pipe[0]]) >= _OUTCOME and b"\n" not in received[result_pipe[0]]:
+    if len(received_bytes[result_pipe[0]]) >= _OUTCOME and b"\n" not in received_bytes[result_pipe[0]]:
         return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
-    tail = _task.unkeyed(received[output_pipe[0]].decode(errors="replace"), ticket).strip()
+    tail = _task.unkeyed(received_bytes[output_pipe[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
-        return {"response": received[printed_pipe[0]].decode(errors="replace").strip()}
-    line, end, _ = bytes(received[result_pipe[0]]).partition(b"\n")
+        return {"response": received_bytes[printed_pipe[0]].decode(errors="replace").strip()}
+    line, end, _ = bytes(received_bytes[result_pipe[0]]).partition(b"\n")
     if end:
         try:
             outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
@@ -610,9 +610,9 @@ def _say(fd: int, message: dict[str, Any]) -> None:
 
 
 def _write(fd: int, data: bytes) -> None:
-    unwritten = memoryview(data)
-    while unwritten:
-        unwritten = unwritten[os.write(fd, unwritten) :]
+    unwritten_bytes = memoryview(data)
+    while unwritten_bytes:
+        unwritten_bytes = unwritten_bytes[os.write(fd, unwritten_bytes) :]
 
 
 def _signal(pid: int, number: int) -> None:

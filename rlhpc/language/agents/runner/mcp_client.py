@@ -76,11 +76,11 @@ class _Command:
         return line
 
     def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
-        deadline, unwritten = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
-        while unwritten:
+        deadline, unwritten_bytes = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
+        while unwritten_bytes:
             if not _is_ready(self._stdin, select.POLLOUT, deadline):
                 raise TimeoutError
-            unwritten = unwritten[os.write(self._stdin, unwritten) :]
+            unwritten_bytes = unwritten_bytes[os.write(self._stdin, unwritten_bytes) :]
 
     def close(self) -> None:
         self._process.kill()

@@ -69,17 +69,17 @@ def sandboxed(
         socket: Socket of the model; None for a command without access to it.
         needs: Files and folders that the command needs.
     """
-    kind = confinement["kind"]
-    if kind not in ("bubblewrap", "unshare"):
+    sandbox_kind = confinement["kind"]
+    if sandbox_kind not in ("bubblewrap", "unshare"):
         return list(command)
     socket_folder = os.path.dirname(socket) if socket else ""
     loopback_settings = {
         "socket": socket,
-        "fixed": socket_folder if kind == "unshare" else "",
+        "fixed": socket_folder if sandbox_kind == "unshare" else "",
         **{name: confinement[name] for name in LIMITS if name in confinement},
     }
     loopback_command = [sys.executable, "-I", "-B", _INSIDE, json.dumps(loopback_settings), *command]
-    if kind == "unshare":  # the user's files are visible
+    if sandbox_kind == "unshare":  # the user's files are visible
         return [
             find_program("unshare"),
             "-rn",
@@ -250,7 +250,7 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
     folder = make_temporary_folder("try", parent)
     try:
         work_folder = make_places(folder)
-        completed = subprocess.run(
+        test_process = subprocess.run(
             sandboxed(confinement, ["true"], folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -261,8 +261,8 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
         )
         return (
             ""
-            if completed.returncode == 0
-            else completed.stdout.decode(errors="replace").strip() or f"status {completed.returncode}"
+            if test_process.returncode == 0
+            else test_process.stdout.decode(errors="replace").strip() or f"status {test_process.returncode}"
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -337,12 +337,12 @@ class Shell:
             pass  # the shell has ended: the available output is read
         output, reason = self._read(end_marker.encode())
         command_output, _, status = output.partition(end_marker.encode())
-        rendered = _cut(command_output.decode(errors="replace")).rstrip("\n")
+        shown_output = _cut(command_output.decode(errors="replace")).rstrip("\n")
         if reason:
             self._end()
-            return f"{rendered}\n[{reason}: the shell was started anew]".strip()
+            return f"{shown_output}\n[{reason}: the shell was started anew]".strip()
         exit_code = status.split()[0].decode() if status.split() else "0"
-        return rendered if exit_code == "0" else f"{rendered}\n[status {exit_code}]".strip()
+        return shown_output if exit_code == "0" else f"{shown_output}\n[status {exit_code}]".strip()
 
     def tools(self) -> list[dict[str, Any]]:
         """Returns its tool, in OpenAI's format."""

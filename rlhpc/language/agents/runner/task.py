@@ -146,17 +146,17 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     """
     session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
     model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
-    returned = run(AgentTask(**ticket["task"]), model)
-    if inspect.isawaitable(returned):
-        returned = asyncio.run(_awaited(returned))
-    if returned is None:
+    return_value = run(AgentTask(**ticket["task"]), model)
+    if inspect.isawaitable(return_value):
+        return_value = asyncio.run(_awaited(return_value))
+    if return_value is None:
         return {}
-    if isinstance(returned, (bool, int, float)):
-        return {"reward": float(returned)}
-    if not isinstance(returned, dict):
-        raise TypeError(f"the agent returned a {type(returned).__name__}; allowed: a number, a dict, None")
+    if isinstance(return_value, (bool, int, float)):
+        return {"reward": float(return_value)}
+    if not isinstance(return_value, dict):
+        raise TypeError(f"the agent returned a {type(return_value).__name__}; allowed: a number, a dict, None")
     outcome: dict[str, Any] = {}
-    for name, field_value in returned.items():
+    for name, field_value in return_value.items():
         if name == "response":
             outcome[name] = str(field_value)
         elif name == "turn_rewards":
