@@ -99,7 +99,7 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
 
 
 def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
-    """Returns the text behind `REPLY` in a template's text, without an end token that the model has sampled; None if
+    """Returns the text after `REPLY` in a rendered template, without an end token that the model has sampled; None if
     `REPLY` is missing.
     """
     _, marker, reply_text = text.partition(REPLY)

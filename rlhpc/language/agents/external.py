@@ -428,7 +428,7 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
-    """Masks the tokens of untrained roles; returns their number."""
+    """Removes the tokens of untrained roles from the loss masks; returns their number."""
     count = 0
     for branch in branches:
         if limits.untrained and limits.roles[branch.role] in limits.untrained:

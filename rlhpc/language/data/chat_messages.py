@@ -28,8 +28,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -> list[Message]:
     """Reads a conversation.
 
-    A key that is null or empty counts as absent, as Parquet gives every message of a column all keys. Parts of text become one
-    text. Arguments of tool calls become objects.
+    A key that is null or empty counts as absent, because Parquet gives every message of a column all keys. Text parts
+    are joined to one text. Arguments of tool calls become objects.
 
     Args:
         value: A list of messages in the form of a file.

@@ -127,7 +127,7 @@ _DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]
 
 
 def _picture(points: int, boxes: list[Box]) -> bytes:
-    """Returns a PNG of boxes (corners, colour, border) on white."""
+    """Draws boxes (corners, colour, border) on a white image; returns the PNG file."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (points, points), (255, 255, 255))

@@ -39,7 +39,7 @@ def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fa
     Args:
         interval: `runner.val_check_interval`.
         train, holdout: See `holdout_section`.
-        fail: Makes the error.
+        fail: Builds the error.
 
     Raises:
         ConfigError: There are no held-out rows, or they are the training rows.

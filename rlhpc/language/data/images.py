@@ -69,7 +69,7 @@ class PromptImages:
         return positions(length, self.at, self.grids, self.merge)
 
     def inputs(self, length: int, device: Any) -> dict[str, Any]:
-        """Returns a model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
+        """Returns the image arguments of a model, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
         import torch
 
         token_types = np.zeros((1, length), np.int64)
@@ -224,7 +224,7 @@ def opened(image: bytes) -> Any:
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """Returns width and height of an image, of which only the header is read.
+    """Returns width and height of an image; reads only its header.
 
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
@@ -374,7 +374,8 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
 
 
 def check_images(value: Any, folder: Path) -> None:
-    """Rejects what `read_images` would reject: checks that files exist, and reads the size of images in bytes.
+    """Rejects values that `read_images` would reject. Checks that files exist, and reads the width and height of images
+    given as bytes.
 
     Raises:
         ConfigError: See `read_images`.

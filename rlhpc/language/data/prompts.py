@@ -77,10 +77,10 @@ class Answering(Protocol):
     """Dataset that can report missing reference answers."""
 
     def require_answers(self, why: str) -> None:
-        """Checks that each problem has a reference answer, which `why` compares with.
+        """Checks that each problem has a reference answer; `why` names the reward that needs it.
 
         Raises:
-            ConfigError: A problem has none; names file and row.
+            ConfigError: A problem has none; the message names file and row.
         """
 
 
@@ -92,7 +92,7 @@ class Demonstrating(Protocol):
         """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: A problem has none; names file and row.
+            ConfigError: A problem has none; the message names file and row.
         """
 
 
@@ -133,11 +133,13 @@ class PromptSampler:
         return batch
 
     def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
-        """Returns the positions of the batch of a step, from 1; if several ranks share it, those of one part."""
+        """Returns the positions of a step's batch; `step` counts from 1. If several ranks share the batch, returns
+        those of one part.
+        """
         return [self.at((step - 1) * self.batch + draw_in_step) for draw_in_step in range(part, self.batch, parts)]
 
     def at(self, draw: int) -> int:
-        """Returns the position of a draw, from 0."""
+        """Returns the position of a draw; `draw` counts from 0."""
         epoch, position = divmod(draw, self.n)
         if not self.shuffle:
             return position
@@ -156,7 +158,7 @@ class PromptSampler:
         """Continues after the last draw of `state`; the batch size may differ.
 
         Raises:
-            CheckpointError: The state is of other data or another order.
+            CheckpointError: The state belongs to other data or another order.
         """
         current_state = self.state_dict()
         for name, label in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):

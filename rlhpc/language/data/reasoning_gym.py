@@ -100,7 +100,7 @@ class ReasoningGymProblems:
         )
 
     def _position(self, which: int, turn: int) -> int:
-        """Returns the position, in a stream, of question number `turn` among those of the part."""
+        """Returns the position in a stream of the part's question number `turn`."""
         accepted_positions, stream = self._accepted[which], self._streams[which]
         position = accepted_positions[-1] + 1 if accepted_positions else 0
         num_tried = 0
@@ -241,7 +241,7 @@ class _Maker:
 
     @classmethod
     def of_this_process(cls) -> _Maker:
-        """Returns the maker of this process, which is started if necessary: a fork must not use its parent's."""
+        """Returns the maker of this process; starts it if necessary. A forked process must not use its parent's maker."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
         return cls._current

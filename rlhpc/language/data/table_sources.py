@@ -362,7 +362,7 @@ class _ColumnProblems:
         """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: A problem has none; names file and row.
+            ConfigError: A problem has none; the message names file and row.
         """
         self.expect_responses()
         chosen_rows = set(self._rows)
@@ -381,7 +381,7 @@ class _ColumnProblems:
             why: The user of the answers, for the message.
 
         Raises:
-            ConfigError: A problem has none; names file and row.
+            ConfigError: A problem has none; the message names file and row.
         """
         if not self._answer:
             raise ConfigError(

@@ -236,13 +236,13 @@ class PromptTokenizer:
         return self._ids(rendered_text, bare=self._is_bare(messages))
 
     def check(self, prompt: Prompt) -> list[str]:
-        """Rejects a problem of which the chat template would omit a part.
+        """Rejects a problem if the chat template would omit a part of it.
 
         Returns:
             Keys of earlier turns that the template omits on purpose (reasoning).
 
         Raises:
-            ConfigError: A part would be omitted; names file and line.
+            ConfigError: A part would be omitted; the message names file and line.
         """
         try:
             return self._check(prompt)

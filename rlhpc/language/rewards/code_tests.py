@@ -67,7 +67,7 @@ class TestPlan:
     strict: list[bool] = field(default_factory=lambda: [False])
 
     def set_prepared(self, steps: list[int]) -> None:
-        """Makes these steps the preparation of the tests that follow."""
+        """Sets the steps that prepare the tests that follow."""
         self.prepared = steps
 
     def copy(self) -> TestPlan:
@@ -212,7 +212,7 @@ class Reader:
             self._do(definition)
 
     def bind(self, statement: ast.Assign) -> bool:
-        """Binds names to a value that is known here; returns False if it is not known."""
+        """Binds names to a value that is known outside the sandbox; returns False if it is not known."""
         try:
             constant_value = self.constant_value(statement.value)
             if isinstance(constant_value, (zip, enumerate)):
@@ -328,7 +328,7 @@ class Reader:
         self.judged += 1
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
-        """Unrolls a loop over values that are known here."""
+        """Unrolls a loop over values that are known outside the sandbox."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
         for element in items(loop.iter, self.constant_value):
@@ -394,7 +394,9 @@ class Reader:
         self.possible += 1
 
     def _term(self, node: ast.expr) -> Term:
-        """Returns a function that computes an expression, outside the sandbox as far as its parts are known here."""
+        """Returns a function that computes an expression. Parts that depend only on known values are computed outside
+        the sandbox.
+        """
         is_literal, value = literal(node)
         if is_literal:
             return lambda answers: value
@@ -534,7 +536,7 @@ class Reader:
         return True
 
     def _is_method(self, node: ast.Call) -> bool:
-        """Returns whether a call is of a non-mutating method of a test's value."""
+        """Returns whether an expression calls a method of a test's value that does not change the value."""
         if not isinstance(node.func, ast.Attribute) or node.keywords or self._all_inside:
             return False
         try:

@@ -70,7 +70,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
 
 
 def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
-    """Returns a plan in which values of the setup are known here, except those that the setup's definitions use."""
+    """Returns a plan with the values that the setup binds, except those that the setup's definitions use."""
     plan = TestPlan()
     used_names = {
         n.id

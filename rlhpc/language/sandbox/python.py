@@ -164,8 +164,8 @@ class Sandbox:
         return dict(self._limits)
 
     def unenforced(self) -> list[str]:
-        """Returns the names of the limits that are not enforced here. The limit of all files together is not counted:
-        without it a program can only fill a disk until it ends.
+        """Returns the names of the limits that are not enforced here. The total size of files is not counted, because a
+        program without that limit can only fill a disk until it ends.
         """
         return [name for name, mechanisms in self._limits.items() if not mechanisms and name != "disk"]
 
@@ -532,7 +532,9 @@ class _Program:
                 self.code += [_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
 
     def inspect(self, names: Iterable[str], argument: int, *body: bytes) -> None:
-        """Appends code for these calls: `body` checks the low half of an argument; reaching its end allows the call."""
+        """Appends code for system calls. `body` checks the low half of an argument; the call is allowed if `body`
+        reaches its end.
+        """
         for name in names:
             if name in self.calls:
                 load_instruction = _instruction(_LD, _ARGS_AT + 8 * argument)

@@ -98,7 +98,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 
 def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
-    """Returns the groups, except actor and rollout, whose weights change from step to step and are part of checkpoints."""
+    """Returns the groups, except actor and rollout, whose weights change during training and are saved in checkpoints."""
     following_groups = {REFERENCE} if cfg.reference.update_interval else set()
     return frozenset(group_roles(cfg)) & ({CRITIC} | following_groups)
 
@@ -136,7 +136,7 @@ def process_groups(cfg: GrpoConfig) -> list[str]:
 
 
 def with_groups(cfg: LanguageConfig) -> GrpoConfig:
-    """Returns a configuration that has groups, typed as such."""
+    """Casts a configuration to the type of configurations with groups."""
     return cast("GrpoConfig", cfg)
 
 

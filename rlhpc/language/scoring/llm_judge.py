@@ -140,7 +140,7 @@ def _mark_for(texts: Sequence[str], seed: bytes) -> str:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """Returns the special tokens of a tokenizer, and the added tokens that its chat template uses."""
+    """Returns the texts of a tokenizer's special tokens and of the added tokens that its chat template uses."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     tokens = {str(token.content) for token in added_tokens if token.special or token.content in template}

@@ -68,7 +68,7 @@ class Asker(abc.ABC):
         self._open.clear()
 
     def close(self) -> None:  # noqa: B027 (most start nothing)
-        """Ends what it started."""
+        """Releases the resources of the asker."""
 
 
 class AskingHere(Asker):
@@ -245,8 +245,8 @@ class Judging:
 
 
 def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
-    """Builds the reward with all terms in this process, for evaluations: one model after the other rates what groups
-    rate in training.
+    """Builds the reward with all terms in this process, for evaluations. The models of the groups rate one after the
+    other.
 
     Raises:
         ConfigError: A reward or a model is not available.

@@ -134,9 +134,7 @@ class ProcessRewards(Scorer):
         return rewards
 
     def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the last token of each step, and the last token before the step's first, `[S]` each, as positions in
-        `[T]`.
-        """
+        """Returns the position in `[T]` of each step's last token, and of the last token before the step; `[S]` each."""
         ids, mask, sequence_bounds = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
         step_ends, previous_ends = list[int](), list[int]()
         for start, stop in itertools.pairwise(sequence_bounds):
@@ -172,7 +170,7 @@ class ProcessRewards(Scorer):
 
 
 def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yields first and end (exclusive) of each run of tokens that the model wrote."""
+    """Yields the first index and the exclusive end of each sequence of consecutive tokens that the model wrote."""
     turn_start = None
     for position in range(start, stop):
         if mask[position] and turn_start is None:

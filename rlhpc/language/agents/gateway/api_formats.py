@@ -74,7 +74,7 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
     """Returns the messages and tools of a request, in the format of chat completions.
 
     Raises:
-        RequestError: The request has another content.
+        RequestError: The content of the request is not supported.
     """
     messages: list[Message] = []
     if body.get("system"):

@@ -35,7 +35,7 @@ class Connections:
         return _Connection(self, self._handler)
 
     def prove(self, transport: asyncio.BaseTransport, owner: str) -> None:
-        """Marks a connection as the run's, after a request of the owner with a valid key."""
+        """Marks a connection as trusted, after a request with a valid key; `owner` is the key's owner."""
         if transport in self._timers:
             self.leave(transport)
             self._proven.add(transport, owner)
@@ -118,7 +118,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _far_host(transport: asyncio.BaseTransport) -> str:
-    """Returns the host at the other end, "" for this one."""
+    """Returns the address of a client on another host; "" for a client on this host."""
     peer_address, local_address = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
     is_far = (
         isinstance(peer_address, tuple)

@@ -143,7 +143,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _equals(*allowed: Any) -> Check:
-    """Returns a check for one of some values; True is not 1."""
+    """Returns a check that a value equals one of `allowed`, with the same type: True is not 1."""
     return lambda value: any(type(value) is type(constant) and value == constant for constant in allowed)
 
 

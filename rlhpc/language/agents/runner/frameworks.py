@@ -105,10 +105,10 @@ def _called(function: dict[str, Any], owners: dict[str, Any], parse: Callable[[s
 
 
 def pick_task(tasks: Sequence[Any], task: Any) -> Any:
-    """Returns the taskset's task of the number that the problem has: its `meta["idx"]`, or its id.
+    """Returns the task of a problem from a taskset. The problem's `meta["idx"]`, or else its id, is the index.
 
     Raises:
-        ValueError: The taskset has no such number.
+        ValueError: The index is out of range.
     """
     task_index = int(task.meta.get("idx", task.id))
     if not 0 <= task_index < len(tasks):
@@ -120,8 +120,8 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
 
 
 def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """Returns an agent for an environment of verifiers: its taskset, selected by the task's `meta["idx"]` or id, its
-    harness and its rewards.
+    """Returns an agent for an environment of verifiers. It runs the environment's task (`pick_task`), harness and
+    rewards.
     """
     del helpers
     import verifiers.v1 as vf

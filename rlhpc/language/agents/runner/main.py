@@ -166,8 +166,8 @@ def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset
 
 
 def _end_orphans(children: frozenset[int], seconds: float) -> None:
-    """Kills the orphans among the children of this process, with all their descendants: every child except the known
-    ones.
+    """Kills the orphans among the children of this process and their descendants. An orphan is a child that is not in
+    `children`.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -208,7 +208,7 @@ class _Terminated(Exception):
 
 
 def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
-    """Runs an episode, and ends all remaining processes of it."""
+    """Runs an episode, then ends all its remaining processes."""
     parent_pid = os.getppid()
     os.setsid()
     _prctl(_SET_SUBREAPER, 1)
@@ -308,7 +308,7 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
 
 
 def _take(fd: int, into: bytearray, limit: int | None) -> bool:
-    """Reads available data; beyond `limit` bytes it is dropped, and without a limit only the end is retained."""
+    """Reads available data. Data beyond `limit` bytes is dropped; without a limit only the end is retained."""
     chunk = os.read(fd, 1 << 16)
     if limit is None:
         into += chunk
@@ -429,7 +429,9 @@ def _stat_value(pid: int, place: int) -> int:
 
 
 def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
-    """Returns the bytes of open files without a name: on the folder's disk, and on others, such as files in memory."""
+    """Returns the sizes in bytes of open files without a name: on the disk of the folder, and elsewhere, such as in
+    memory.
+    """
     device, sizes = os.stat(folder).st_dev, {True: 0, False: 0}
     inodes = set()
     for pid in pids:
@@ -462,8 +464,8 @@ def _namespace(pid: Any, kind: str) -> str:
 
 
 def _segments_beside(pid: int) -> int:
-    """Returns the bytes of segments in another process's namespace: /proc shows the segments of the reading process's
-    namespace.
+    """Returns the bytes of segments in the namespace of another process. A child reads them there, because /proc shows
+    only the reader's namespace.
     """
     read_end, write_end = os.pipe()
     child = os.fork()
