@@ -276,17 +276,17 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
     """Checks the kind of agent and the keys that exclude each other."""
     agent = cfg.agent
     required_key = _AGENTS.get(agent.kind, "")
-    values = {
+    agent_values = {
         "target": agent.target,
         "command": agent.command,
         "servers": agent.servers,
         "framework": agent.framework,
     }
     for name, example in _EXAMPLES.items():
-        if name == required_key and not values[name]:
+        if name == required_key and not agent_values[name]:
             example = "search" if agent.kind == "environment" else example
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} is about it: set it, such as {example}")
-        if values[name] and name != required_key:
+        if agent_values[name] and name != required_key:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} has no {name}: set agent.kind, or leave it out")
     _agents_helpers(agent, fail)
     rewarded = [term.name.lower() for term in cfg.reward.terms]

@@ -185,11 +185,11 @@ def untrained_weights(
             raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
     if not missing_shapes:
         return
-    parts, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base))
-    if slices is not None and all(part.name in slices.files for name in missing_shapes for part in parts[name]):
+    parts_by_name, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base))
+    if slices is not None and all(part.name in slices.files for name in missing_shapes for part in parts_by_name[name]):
         with slices:
             for name, shape in missing_shapes.items():
-                part_tensors = {part: slices.read(part.name) for part in parts[name]}
+                part_tensors = {part: slices.read(part.name) for part in parts_by_name[name]}
                 weight = torch.empty(shape, dtype=next(iter(part_tensors.values())).dtype)
                 for part, part_tensor in part_tensors.items():
                     _require_shape(base, part.name, part_tensor, part.shape)
@@ -301,11 +301,11 @@ def export_language_model(
     load_model: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
-    streams = backend == "fsdp" and not lora_rank and not has_value_head  # with the memory of one tensor
+    streams_tensors = backend == "fsdp" and not lora_rank and not has_value_head  # with the memory of one tensor
     # FSDP merges float32 adapters into what it sends; the other backends those that they compute with.
     keeps_float32 = backend == "fsdp" and bool(lora_rank)
     weights = dict[str, torch.Tensor]()
-    if not streams:
+    if not streams_tensors:
         weights = {
             name: tensor if keeps_float32 else tensor.to(target_dtype)
             for name, tensor in trained_weights(source, backend)
@@ -318,7 +318,7 @@ def export_language_model(
     if has_value_head:
         weights = _one_head(weights, critic, set() if lora_rank else {*load_model(model, empty=True).state_dict()})
     base_path, frozen_names = str(base or model_facts["model_path"]), frozenset(map(str, model_facts.get("frozen", ())))
-    if not (streams or lora_rank):
+    if not (streams_tensors or lora_rank):
         untrained = untrained_weights(
             load_model(model, empty=True), weights, frozen_names, model, base_path, load_model, source
         )
@@ -332,7 +332,7 @@ def export_language_model(
                 folder.mkdir(exist_ok=True)
                 policy_weights = _of_policy(weights, policy) if policy else weights
                 parameters = sum(tensor.numel() for tensor in policy_weights.values())
-                if streams:
+                if streams_tensors:
                     parameters = stream_shards(
                         folder, source / "shards", model, target_dtype, load_model, base_path, frozen_names
                     )
@@ -387,8 +387,8 @@ def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[s
     value_prefix = f"{VALUE_HEAD}."
     if not critic:
         return {name: tensor for name, tensor in weights.items() if value_prefix not in name}
-    renamed = {name.replace(value_prefix, f"{HEAD}."): tensor for name, tensor in weights.items()}
-    return {name: tensor for name, tensor in renamed.items() if not model_names or name in model_names}
+    renamed_weights = {name.replace(value_prefix, f"{HEAD}."): tensor for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in renamed_weights.items() if not model_names or name in model_names}
 
 
 def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:
@@ -432,14 +432,14 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     target, adapter = expand_home(output).absolute(), Path(source) / "adapter_config.json"
     require_free(target)
-    path, classifies = str(source), False
+    path, is_classification_model = str(source), False
     if adapter.is_file():
         adapter_config = json.loads(adapter.read_text())
         path = str(base or adapter_config.get("base_model_name_or_path"))
-        classifies = adapter_config.get("task_type") == "SEQ_CLS"
+        is_classification_model = adapter_config.get("task_type") == "SEQ_CLS"
     model = PretrainedConfig(model_path=path, attn_implementation="eager")
-    classifies = classifies or is_classifier(model)
-    load_model: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
+    is_classification_model = is_classification_model or is_classifier(model)
+    load_model: Callable[..., Any] = load_scalar_model if is_classification_model else load_causal_lm
     target_dtype = DTYPES[dtype]
     with filled_folder(target) as staging:
         if adapter.is_file() or not stream_folder(staging, model, target_dtype, load_model)[0]:
@@ -453,7 +453,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
             "dtype": dtype,
             "backend": "peft" if adapter.is_file() else None,
         }
-        _describe(staging, source_facts, task=_REWARDS if classifies else _WRITES)
+        _describe(staging, source_facts, task=_REWARDS if is_classification_model else _WRITES)
     return target
 
 
@@ -554,14 +554,16 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
         tags=["reinforcement-learning", "rlhpc", *tags],
         results=results,
     )
-    writes = "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
-    auto = writes if task == _WRITES else "AutoModelForSequenceClassification"
+    generation_class = (
+        "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
+    )
+    auto_class = generation_class if task == _WRITES else "AutoModelForSequenceClassification"
     usage_text = _USES.get(task, "")
     model_card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
-        f"{accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
-        f'model, tokenizer = {auto}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
+        f"{accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+        f'model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
     write_durably(folder / "README.md", model_card.encode())
     file_mode = (folder / "README.md").stat().st_mode

@@ -79,8 +79,8 @@ def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
     sections = own_terms(cfg)
     terms = find_terms(cfg.reward, sections) if sections else []
     yield Check("reward.terms", lambda: build_inline(terms))
-    if remote := [term.name for term in terms if not term.inline]:
-        usage = f"judges of {', '.join(remote)}, with their sandboxes"
+    if remote_terms := [term.name for term in terms if not term.inline]:
+        usage = f"judges of {', '.join(remote_terms)}, with their sandboxes"
         yield Check("reward.terms", lambda: Judging(cfg).close(), Resource(Need.PROCESS, usage))
 
 

@@ -211,7 +211,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
             size_checks.check_rows(cfg, fail)
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields also the checks of agents and rewards, if the model answers during training (`ConfigChecks.preflight`)."""
+        """Yields the common checks, and those of agents and rewards if the model answers during training (`ConfigChecks.preflight`)."""
         from rlhpc.language.preflight import actor_resource, answer_checks
 
         checked: list[Any] = []
@@ -353,12 +353,12 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
         return _answer_metrics(cfg)
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
-        """Returns also the lack of a critic in the checkpoint, if this run needs one."""
+        """Returns the differences, with the lack of a critic in the checkpoint if this run needs one."""
         wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
         return [*super().differences(cfg, checkpoint), *(["it has no critic"] if wants else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
-        """Returns the configuration also with the folders of the groups' built-in models."""
+        """Returns the configuration with the folders of all built-in models, those of the groups included."""
         from rlhpc.language.models.builtin import PREFIX
 
         built_in_models = {

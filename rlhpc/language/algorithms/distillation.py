@@ -110,16 +110,16 @@ class Distillation(PolicyGradient):
         if not self.reward_coef and self.critic:
             self.critic = self.own_values = False
             self.columns = [column for column in self.columns if column.name != VALUES]
-        by = TEACHER if TEACHER in placed(cfg) else BesideActor
+        scorer = TEACHER if TEACHER in placed(cfg) else BesideActor
         if options.mode == "full":
             self.reader = FromAll
         else:
-            self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, by)]
+            self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, scorer)]
             self.reader = None if self.sampled else FromTop
         if self.sampled:  # an estimate from tokens is valid for the weights that sampled them
             self.at_first = self.at_first | {DIVERGENCE}
-        in_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
-        self._more = bool(self.sampled or self.reward_coef or in_loss or cfg.algorithm.entropy_coef)
+        has_kl_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
+        self._more = bool(self.sampled or self.reward_coef or has_kl_loss or cfg.algorithm.entropy_coef)
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """Returns the advantages of the reward, plus the teacher's part in mode sampled (`LanguageAlgorithm.advantages`)."""

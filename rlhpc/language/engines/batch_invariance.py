@@ -104,11 +104,11 @@ class KVCache:
         """Removes rows, which the last rows replace; returns these moves (from, to), for other per-row data."""
         row_moves = moves_into_places(self.rows, leaving)
         if row_moves:
-            movers, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
-            max_length = int(self.length[movers].max())
+            moved_rows, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
+            max_length = int(self.length[moved_rows].max())
             for tensor in (*self.keys, *self.values):
-                tensor[freed_rows, :, :max_length] = tensor[movers, :, :max_length]
-            self.length[freed_rows], self._shift[freed_rows] = self.length[movers], self._shift[movers]
+                tensor[freed_rows, :, :max_length] = tensor[moved_rows, :, :max_length]
+            self.length[freed_rows], self._shift[freed_rows] = self.length[moved_rows], self._shift[moved_rows]
         self.rows -= len(set(leaving))
         return row_moves
 
@@ -125,10 +125,10 @@ class KVCache:
         resized = list[Tensor]()
         for tensor in (*self.keys, *self.values) or like:
             # Zeros, not uninitialized memory: 0 weight times NaN is NaN.
-            larger = tensor.new_zeros((rows, tensor.shape[1], columns, tensor.shape[3]))
+            resized_tensor = tensor.new_zeros((rows, tensor.shape[1], columns, tensor.shape[3]))
             if self.keys:
-                larger[: self.rows, :, : capacity[2]] = tensor[: self.rows]
-            resized.append(larger)
+                resized_tensor[: self.rows, :, : capacity[2]] = tensor[: self.rows]
+            resized.append(resized_tensor)
         num_layers = len(resized) // 2
         self.keys, self.values = resized[:num_layers], resized[num_layers:]
 
@@ -325,8 +325,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scali
 
 def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Computes attention of one token for each row `[rows, heads, 1, d]`."""
-    uneven = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
-    if query.device.type == "cpu" and uneven and len(query) > 1:
+    is_misaligned = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
+    if query.device.type == "cpu" and is_misaligned and len(query) > 1:
         # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
         row_inputs = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
         return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in row_inputs])

@@ -149,16 +149,18 @@ class SequenceTable:
         if ends in self._end_sets:
             return self._end_sets[ends]
         used_numbers = set(self._end_set[:rows].tolist())
-        idle = next((end_set for end_set, number in self._end_sets.items() if number not in used_numbers), None)
-        number = len(self._ends) if idle is None else self._end_sets.pop(idle)
+        free_set = next(
+            (end_set for end_set, set_number in self._end_sets.items() if set_number not in used_numbers), None
+        )
+        set_number = len(self._ends) if free_set is None else self._end_sets.pop(free_set)
         stop_mask = np.zeros((1, self._vocabulary), dtype=bool)
         stop_mask[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
-        if idle is None:
+        if free_set is None:
             self._ends = np.concatenate([self._ends, stop_mask])
         else:
-            self._ends[number] = stop_mask
-        self._end_sets[ends] = number
-        return number
+            self._ends[set_number] = stop_mask
+        self._end_sets[ends] = set_number
+        return set_number
 
     def noise(self, begin: int) -> np.ndarray:
         """Returns the random numbers of the next token of rows from `begin` on."""
@@ -291,10 +293,10 @@ class HFRollout(EngineBase):
 
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
-        auto = auto_class(load_model_config(options.model_path, options.trust_remote_code))
+        class_name = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
             with self._memory(), no_progress_bar():
-                model = getattr(transformers(), auto).from_pretrained(
+                model = getattr(transformers(), class_name).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
                     trust_remote_code=options.trust_remote_code,
@@ -352,7 +354,9 @@ class HFRollout(EngineBase):
         source = [index for index, prompt_requests in enumerate(requests_by_prompt.values()) for _ in prompt_requests]
         first_requests = [prompt_requests[0] for prompt_requests in requests_by_prompt.values()]
         logits = self._forward.prefill(
-            [one.prompt_ids for one in first_requests], source, [one.images for one in first_requests]
+            [first_request.prompt_ids for first_request in first_requests],
+            source,
+            [first_request.images for first_request in first_requests],
         )
         first_row = len(self._ledger)
         for request, prompt_index in zip(ordered, source, strict=True):
@@ -368,7 +372,7 @@ class HFRollout(EngineBase):
         tokens, logprobs = draw(logits, sampling, noise)
         self._last = torch.cat([self._last[:begin], tokens])
         finished_rows = sequences.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        completions = [sequences.completion(row, reason) for row, reason in finished_rows]
+        completions = [sequences.completion(row, finish_reason) for row, finish_reason in finished_rows]
         if finished_rows:
             self._remove([row for row, _ in finished_rows])
         if finished_rows or begin:
@@ -383,7 +387,7 @@ class HFRollout(EngineBase):
         remaining = num_rows - len(rows)
         self._ledger.move(row_moves, remaining)
         if row_moves:
-            moved_rows, freed_rows = (list(row_list) for row_list in zip(*row_moves, strict=True))
+            moved_rows, freed_rows = (list(row_numbers) for row_numbers in zip(*row_moves, strict=True))
             self._last[freed_rows] = self._last[moved_rows]
         self._last = self._last[:remaining]
 

@@ -100,13 +100,13 @@ class MultiPolicyEngine(RolloutBackend):
         )
         received_names: dict[str, set[str]] = {name: set() for name in self._names}
         engines = dict(zip(self._names, self._engines, strict=True))
-        for policy, run in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
+        for policy, policy_tensors in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
             if policy and policy not in engines:
                 raise UpdateFailed(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
             if policy:
-                engines[policy].update_weights(version, _noted(run, received_names[policy]), complete=False)
+                engines[policy].update_weights(version, _noted(policy_tensors, received_names[policy]), complete=False)
                 continue
-            for named_tensor in run:
+            for named_tensor in policy_tensors:
                 for name, engine in engines.items():
                     engine.update_weights(version, _noted([named_tensor], received_names[name]), complete=False)
         for name, engine in engines.items():

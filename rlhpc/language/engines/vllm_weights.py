@@ -143,9 +143,11 @@ class FileNames:
         architecture = type(model).__name__
         require_proven(model.config, architecture)
         tensors = model.state_dict()
-        one_by_one = {name: tuple(tensor.shape) for name, tensor in self(tensors.items())}
-        at_once = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()}
-        if one_by_one != at_once:
+        shapes_one_by_one = {name: tuple(tensor.shape) for name, tensor in self(tensors.items())}
+        shapes_at_once = {
+            name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()
+        }
+        if shapes_one_by_one != shapes_at_once:
             raise ConfigError(
                 f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {architecture} in a "
                 "way that takes the whole model at once; take rollout.rollout_backend=hf"
@@ -216,7 +218,7 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
         packed: Kernels that keep packed experts are built again (`reload_packed`).
     """
     copied = collections.Counter[str]()
-    idle: list[Any] = []
+    idle_layers: list[Any] = []
     tensor_name = ""
 
     def passing() -> Iterator[tuple[str, Tensor]]:
@@ -228,12 +230,12 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
     def on_copy(num_elements: int) -> None:
         copied[tensor_name] += num_elements
 
-    with observed_reload(on_copy, idle.append):
+    with observed_reload(on_copy, idle_layers.append):
         if packed:
             reload_packed(worker, passing())
         else:
             worker.reload_weights(weights_iterator=passing())
-    return Loaded(dict(copied), tuple(_names(worker.model_runner.get_model(), idle)))
+    return Loaded(dict(copied), tuple(_names(worker.model_runner.get_model(), idle_layers)))
 
 
 def _names(model: Any, idle: list[Any]) -> Iterator[str]:

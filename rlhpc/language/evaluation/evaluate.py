@@ -363,7 +363,7 @@ def answers_to(
         DeadlineExceeded: The deadline has passed.
         NonFinite: A reward is not finite.
     """
-    count, seed, task = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
+    count, seed, suite_seed = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
     sampling = SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens,
         temperature=section.temperature,
@@ -373,7 +373,7 @@ def answers_to(
     for index, (prompt, ids, image_offsets, encoder) in enumerate(problems):
         images, seeds = (
             encoder.prompt_images(prompt, image_offsets),
-            [seed_of(seed, task, prompt.id, sample) for sample in range(count)],
+            [seed_of(seed, suite_seed, prompt.id, sample) for sample in range(count)],
         )
         generation.add(
             [Request(index * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],

@@ -73,22 +73,22 @@ def make_pairs(
     groups = [answers[index * samples : (index + 1) * samples] for index in range(len(problems))]
     make_rows = pairs_of if form == "pairs" else labels_of
     rows_by_problem = [list(make_rows(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
-    flat = [row for problem_rows in rows_by_problem for row in problem_rows]
-    if not flat:
+    pair_rows = [row for problem_rows in rows_by_problem for row in problem_rows]
+    if not pair_rows:
         raise ConfigError(
             f"none of {len(problems)} problems has a right and a wrong answer among {samples}; ask for more (--samples), or "
             "take a model that knows something, but not all"
         )
     if shuffled:
-        shuffle(flat, form, cfg.runner.seed)
-    json_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in flat)
+        shuffle(pair_rows, form, cfg.runner.seed)
+    json_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pair_rows)
     try:
         replace_durably(output, json_lines.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     num_right = sum(bool(answer["right"]) for answer in answers)
     return {
-        "rows": len(flat),
+        "rows": len(pair_rows),
         "form": form,
         "problems": len(problems),
         "used": sum(map(bool, rows_by_problem)),

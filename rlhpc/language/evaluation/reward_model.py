@@ -63,7 +63,7 @@ def training_rows(cfg: RewardRunConfig) -> Preferences:
 
 
 def suite_rows(cfg: RewardRunConfig, section: PreferenceSuiteConfig) -> Preferences:
-    """Returns the rows of a section of `data.eval`, like `training_rows`."""
+    """Returns the rows of a section of `data.eval`, in the form of `training_rows`."""
     return Preferences(section, _form(cfg), "eval", key=f"data.eval[{section.name}]")
 
 
@@ -192,11 +192,11 @@ def preference_validation_metrics(
     for suite_index, suite in enumerate(parts[0]):
         rows = sorted((row for rank_rows in parts for row in rank_rows[suite]), key=lambda row: int(row["place"]))
         rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
-        targets = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
+        target_rewards = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
         summary = {
             **summarize_preferences(rows, form),
             "rows": len(rows),
-            "loss": float(loss(*rewards, targets).mean()),
+            "loss": float(loss(*rewards, target_rewards).mean()),
         }
         names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
         prefix = f"eval/{suite}" if suite_index else "eval"

@@ -127,7 +127,7 @@ class RowReader(abc.ABC):
 
     @abc.abstractmethod
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns `[m, V]` float32: the gradient with respect to the logits, from that `[m, columns]` of the results.
+        """Returns the gradient of the logits, `[m, V]` float32, from the gradient `[m, columns]` of the results.
 
         Called after `say` of all rows.
         """
@@ -207,7 +207,7 @@ class CombinedReader(RowReader):
 
 
 class OffsetReader(RowReader):
-    """Reader whose first rows are read by other ranks."""
+    """Reader of one rank's rows, at an offset among the rows of all ranks."""
 
     def __init__(self, reader: RowReader, start: int) -> None:
         self._reader = reader
@@ -315,8 +315,8 @@ def _sharded_logprobs_and_entropy(
 
 def _within(targets: Tensor, width: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """Returns targets as columns of a part of the vocabulary, and whether they lie in it."""
-    local = targets - vocabulary.first
-    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+    local_ids = targets - vocabulary.first
+    return local_ids.clamp(0, width - 1), (local_ids >= 0) & (local_ids < width)
 
 
 def gradient(
@@ -499,7 +499,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, *factors = ctx.saved_tensors
         needs_grad, vocabulary = ctx.needs_input_grad[3:], ctx.vocabulary
-        gathers = vocabulary is not None and not ctx.reader.divided
+        gathers_logits = vocabulary is not None and not ctx.reader.divided
         # Sums over chunks are kept in float32; each row of the hidden states lies in one chunk.
         grad_sums: list[Tensor | None] = [
             (
@@ -516,8 +516,12 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         )
         for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
             logits = _logits(rows, bias, factors)
-            grad_logits = ctx.reader.gradient(vocabulary.gathered(logits) if gathers else logits, rows, grad[rows])
-            grad_logits = (vocabulary.local(grad_logits, logits.shape[1]) if gathers else grad_logits).to(logits.dtype)
+            grad_logits = ctx.reader.gradient(
+                vocabulary.gathered(logits) if gathers_logits else logits, rows, grad[rows]
+            )
+            grad_logits = (vocabulary.local(grad_logits, logits.shape[1]) if gathers_logits else grad_logits).to(
+                logits.dtype
+            )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             for index in range(0, len(factors), 2):

@@ -53,13 +53,13 @@ def balance(
         The items of each bin, the most expensive first; None if some item does not fit. It depends only on the arguments.
     """
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    loads = [(0, bin_index) for bin_index in range(bins)]
+    loads_by_bin = [(0, bin_index) for bin_index in range(bins)]
     items_by_bin: list[list[int]] = [[] for _ in range(bins)]
     remaining = [room] * bins
     for i in by_cost:
         full_bins = list[tuple[int, int]]()
-        while loads:
-            load, bin_index = heapq.heappop(loads)
+        while loads_by_bin:
+            load, bin_index = heapq.heappop(loads_by_bin)
             free_capacity = remaining[bin_index]
             if free_capacity is None or sizes is None or sizes[i] <= free_capacity:
                 break
@@ -70,7 +70,7 @@ def balance(
         if free_capacity is not None and sizes is not None:
             remaining[bin_index] = free_capacity - sizes[i]
         for bin_load in (*full_bins, (load + costs[i], bin_index)):
-            heapq.heappush(loads, bin_load)
+            heapq.heappush(loads_by_bin, bin_load)
     return items_by_bin
 
 
@@ -259,10 +259,10 @@ def balance_across_ranks(
     mp_rank = sizes.lane_of(worker.rank)
     peers = range(mp_rank, worker.world_size, sizes.block)
     costs_by_rank: list[list[int]] = worker.all_gather_object(_costs(batch, each, hidden))[mp_rank :: sizes.block]
-    every = [cost for costs in costs_by_rank for cost in costs]
-    units_by_rank = balance(every, len(peers))
+    unit_costs = [cost for costs in costs_by_rank for cost in costs]
+    units_by_rank = balance(unit_costs, len(peers))
     assert units_by_rank is not None, "without a limit there is room for all"
-    if max(sum(every[i] for i in rank_units) for rank_units in units_by_rank) >= max(map(sum, costs_by_rank)):
+    if max(sum(unit_costs[i] for i in rank_units) for rank_units in units_by_rank) >= max(map(sum, costs_by_rank)):
         return batch
     target_rank = {i: rank for rank, rank_units in enumerate(units_by_rank) for i in rank_units}
     starts = torch.tensor([0, *map(len, costs_by_rank)]).cumsum(0).tolist()
@@ -279,16 +279,16 @@ def balance_across_ranks(
             sends.append(
                 worker.send(_units(batch, units, each).pack(), worker.group_name, peers[target], async_op=True)
             )
-    received = []
+    received_batches = []
     for source, units_by_target in enumerate(transfers):
         if source == own_index:
-            received.append(_units(batch, units_by_target[own_index], each))
+            received_batches.append(_units(batch, units_by_target[own_index], each))
         elif units_by_target[own_index]:
-            received.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[source])))
+            received_batches.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[source])))
     for send in sends:
         if send is not None:
             send.wait()
-    return TokenBatch.joined(received)
+    return TokenBatch.joined(received_batches)
 
 
 def _costs(batch: TokenBatch, each: int, hidden: int) -> list[int]:

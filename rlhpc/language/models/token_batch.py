@@ -147,7 +147,7 @@ class TokenBatch:
         )
 
     def with_pad_id(self, pad_id: int) -> TokenBatch:
-        """Returns the batch with this token of padding; it shares all tensors."""
+        """Returns the batch with another padding token; it shares all tensors."""
         return self if pad_id == self.pad_id else dataclasses.replace(self, pad_id=pad_id)
 
     # -- shapes ---------------------------------------------------------------------------------------------------

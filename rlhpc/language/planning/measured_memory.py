@@ -73,7 +73,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
         ConfigError: This PyTorch or transformers cannot build the model without contents.
         NotKnown: The model is unknown.
     """
-    started = time.monotonic()
+    start_time = time.monotonic()
     config = dict(config_of(path, kwargs))
     base_training = dataclasses.replace(
         training,
@@ -101,15 +101,15 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     bytes_per_layer = (peak_bytes[most_layers] - peak_bytes[fewest_layers]) / (most_layers - fewest_layers)
     full_model = peak_bytes[most_layers] + bytes_per_layer * (training.size.layers - most_layers)
     return MeasuredMemory(
-        peak_bytes, accounted_by_depth, full_model, accounted_bytes(base_training), time.monotonic() - started
+        peak_bytes, accounted_by_depth, full_model, accounted_bytes(base_training), time.monotonic() - start_time
     )
 
 
 def accounted_bytes(training: Training) -> float:
     """Returns the bytes of the measured part of a step by the memory model."""
-    left_out = {"optimizer", "context and collectives"}
+    unmeasured_terms = {"optimizer", "context and collectives"}
     return max(
-        sum(term.nbytes for term in moment.terms if term.name not in left_out)
+        sum(term.nbytes for term in moment.terms if term.name not in unmeasured_terms)
         for moment in training.moments()
         if moment.name != STEP
     )

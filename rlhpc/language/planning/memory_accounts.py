@@ -307,8 +307,8 @@ def training_of(
     prompt, response = longest(cfg)
     grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
     roles = group_roles(grpo) if grpo is not None else {}
-    compares = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
-    reference = name == "actor" and (compares or cfg.runner.task_type.lower() == "dpo")
+    has_reference_loss = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
+    reference = name == "actor" and (has_reference_loss or cfg.runner.task_type.lower() == "dpo")
     is_eager = section.model.attn_implementation == "eager"
     is_causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
@@ -373,7 +373,7 @@ def _trained(
         else 0.0,
     )
     copies = training.host_copy() if cfg.runner.async_save else 0.0
-    shared = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends_weights else ()
+    shared_terms = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends_weights else ()
     return Account(
         name,
         about=_about(training, section),
@@ -381,7 +381,7 @@ def _trained(
         pinned=pinned,
         spare=terms(copies_for_saving=copies),
         host=_loading(training, ranks),
-        shared=shared,
+        shared=shared_terms,
         turns=turns and ranks.accelerated,
         measured=lambda: _measured(training, section),
         changes=lambda room: nearest(name, training, section, room),
@@ -517,18 +517,16 @@ def _serving(
         f"{model.model_path}: {counted(serving.size.parameters)} parameters, {engine_text}, "
         f"up to {serving.sequences} sequences of {serving.length} tokens"
     )
-    remarks = []
+    notes = []
     if serving.engine == "vllm":
-        remarks.append(
-            f"the KV cache has room for {serving.cache_words()}; {serving.sequences} are asked for at a time"
-        )
+        notes.append(f"the KV cache has room for {serving.cache_words()}; {serving.sequences} are asked for at a time")
     return Account(
         name,
         about=description,
         moments=serving.moments(),
         shared=terms(weights_under_way=bucket_bytes) if name == "rollout" else (),
         turns=turns and ranks.accelerated,
-        remarks=tuple(remarks),
+        remarks=tuple(notes),
         refusals=serving.refusals(),
         max_fitting=lambda room: _largest_context(name, serving, room),
         changes=lambda room: _wider_engines(name, serving, room),

@@ -60,7 +60,7 @@ class LayerMemory:
         return self.itemsize == 4
 
     def norm(self) -> float:
-        """Returns the bytes of a norm over the width."""
+        """Returns the bytes of a norm over the hidden size."""
         hidden_size = self.size.hidden
         if self.adapted is None:
             return (12.0 if self._float else 8.0) * hidden_size
@@ -282,13 +282,13 @@ class Serving:
         """Returns the bytes of vLLM's cache: the rest of its fraction of the accelerator, but at least a sequence of
         full length.
         """
-        minimum = self.sequence(self.context)
+        min_bytes = self.sequence(self.context)
         if not self.accelerated:
             blocks = self.sequence(128 * (-(-self.context // 128) + 1))
             return max(2 * blocks, min(_CPU_CACHE, blocks * self.sequences))
         if self.room is None:
-            return max(minimum, self.sequences * self.sequence(self.length))
-        return max(minimum, self.cache_budget())
+            return max(min_bytes, self.sequences * self.sequence(self.length))
+        return max(min_bytes, self.cache_budget())
 
     def cache_budget(self) -> float:
         """Returns the bytes that vLLM's fraction of the accelerator leaves for the cache."""

@@ -343,7 +343,7 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     family, hidden_size, num_heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
     width = int(c.get("head_dim") or hidden_size // num_heads)
     query_size, kv_size = num_heads * width, int(c.get("num_key_value_heads") or num_heads) * width
-    biased = family == "qwen2" or bool(c.get("attention_bias"))
+    has_bias = family == "qwen2" or bool(c.get("attention_bias"))
     yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden_size)
     for layer in range(int(c["num_hidden_layers"])):
         prefix = f"model.layers.{layer}"
@@ -354,7 +354,7 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             ("o", (hidden_size, query_size)),
         ):
             yield f"{prefix}.self_attn.{name}_proj.weight", shape
-            if biased and (name != "o" or family != "qwen2"):
+            if has_bias and (name != "o" or family != "qwen2"):
                 yield f"{prefix}.self_attn.{name}_proj.bias", shape[:1]
         if family in ("qwen3", "qwen3_moe"):
             yield f"{prefix}.self_attn.q_norm.weight", (width,)

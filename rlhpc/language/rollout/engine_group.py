@@ -307,9 +307,15 @@ class EngineWeights:
             engine.update_weights(weight_update.version, proof.tensors(), complete=weight_update.complete)
         proof.check(engine.held)
         if probe is not None and engine.can_score:
-            computes = self.computes()
-            dtypes = {probe.dtype, computes["dtype"]}
+            device_and_dtype = self.computes()
+            dtypes = {probe.dtype, device_and_dtype["dtype"]}
             check_probe(
-                engine, probe, weight_update.version, rollout.probe_tolerance, dtypes, self._sender, computes["device"]
+                engine,
+                probe,
+                weight_update.version,
+                rollout.probe_tolerance,
+                dtypes,
+                self._sender,
+                device_and_dtype["device"],
             )
         self.version = weight_update.version

@@ -97,8 +97,8 @@ def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray
     if not buffer:
         return np.zeros(len(episodes), np.float32)
     lengths = torch.tensor([len(episode.token_ids) for episode in episodes])
-    punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
-    return punishment
+    penalties: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
+    return penalties
 
 
 def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
@@ -181,13 +181,22 @@ class GroupBuilder:
             rewards = np.zeros_like(rewards)
         drop_reason = "nonfinite" if non_finite_message else "alone" if lacks_members else ""
         drops_truncated = self._cfg.algorithm.overlong_filter
-        trains = [not drop_reason and not (drops_truncated and is_cut(episode)) for episode in episodes]
-        differ = varied(
-            task_rewards([s for s, is_trained in zip(scores, trains, strict=True) if is_trained], self._cfg.reward)
+        is_trained_by_episode = [not drop_reason and not (drops_truncated and is_cut(episode)) for episode in episodes]
+        rewards_differ = varied(
+            task_rewards(
+                [s for s, is_trained in zip(scores, is_trained_by_episode, strict=True) if is_trained], self._cfg.reward
+            )
         )
-        if may_refill and not lacks_members and self._filtered_by_dynamic_sampling(differ):
+        if may_refill and not lacks_members and self._filtered_by_dynamic_sampling(rewards_differ):
             return None
-        return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, drop_reason)
+        return ScoredGroup(
+            dict(zip(indices, episodes, strict=True)),
+            scores,
+            rewards,
+            is_trained_by_episode,
+            rewards_differ,
+            drop_reason,
+        )
 
     def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
         """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
@@ -235,7 +244,7 @@ def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
 
 
 def _too_old(episode: Episode, oldest: int) -> bool:
-    versions = [v for s in episode.samples for v, trained in zip(s.versions, s.loss_mask, strict=True) if trained]
+    versions = [v for s in episode.samples for v, is_trained in zip(s.versions, s.loss_mask, strict=True) if is_trained]
     return bool(versions) and max(versions) < oldest
 
 

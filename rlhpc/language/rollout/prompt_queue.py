@@ -60,7 +60,7 @@ class PromptTracker:
         self._delivered = {}
 
     def give(self, last: int) -> None:
-        """Enqueues the prompts of all steps up to `last` that were not enqueued before."""
+        """Enqueues the prompts of all steps up to `last`, each once."""
         for step in range(self._enqueued_step + 1, last + 1):
             for position in range(self._prompts):
                 self._ends[0].put(position, key=str(step))
@@ -98,7 +98,12 @@ class PromptTracker:
         """Returns the sums over a step's groups, all of which were delivered, in the order of the prompts."""
         delivered = self._delivered.pop(step)
         self.failure = next(
-            (one.failure for _, one in sorted(delivered.items(), reverse=True) if one.failure), self.failure
+            (
+                group_delivery.failure
+                for _, group_delivery in sorted(delivered.items(), reverse=True)
+                if group_delivery.failure
+            ),
+            self.failure,
         )
         return summed({position: delivery.facts for position, delivery in delivered.items()})
 
@@ -139,13 +144,13 @@ class PromptLeases:
         has its share or the queue is empty."""
         if self.held(step) >= math.ceil(self._prompts / self.ranks):
             return None
-        now = time.monotonic()
-        if now - self._looked.get(step, -math.inf) < _AGAIN_S:
+        current_time = time.monotonic()
+        if current_time - self._looked.get(step, -math.inf) < _AGAIN_S:
             return None
         try:
             lease = self._work.take_nowait(key=str(step))
         except QueueEmpty:
-            self._looked[step] = now
+            self._looked[step] = current_time
             return None
         self._looked.pop(step, None)
         prompt_or_group: int | PartialGroup = lease.item

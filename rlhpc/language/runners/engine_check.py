@@ -89,8 +89,8 @@ class Agreement:
                 (sequence.token_ids, sequence.policy) for report in drawn for sequence in report.get("draws", ())
             )
         )
-        scored = score(texts)
-        scores_by_text = dict(zip(texts, scored["scores"], strict=True))
+        trainer_scores = score(texts)
+        scores_by_text = dict(zip(texts, trainer_scores["scores"], strict=True))
         rollout_config, largest_difference = self._cfg.rollout, 0.0
         engine, tolerance = rollout_config.rollout_backend, rollout_config.probe_tolerance
         for rank, report in enumerate(drawn):
@@ -101,7 +101,7 @@ class Agreement:
                 f"rollout-{rank}: the engine {engine} does not compute what is trained of this {self._family} model, with "
                 f"{weights}"
             )
-            dtypes = {scored["dtype"], report["dtype"]}
+            dtypes = {trainer_scores["dtype"], report["dtype"]}
             mean_difference = compare_draws(
                 report["draws"], scores, tolerance, dtypes, report["device"], engine_description
             )

@@ -156,16 +156,16 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Restarts the groups with ended ranks: all engines, or ranks of groups that score."""
         self.loop.reset()
         self.loop.offload_actor()
-        restarted = {name: group for name, group in self.auxiliary.groups.items() if name in lost_ranks}
+        restarted_groups = {name: group for name, group in self.auxiliary.groups.items() if name in lost_ranks}
         if self.rollout.name in lost_ranks:
-            restarted[self.rollout.name] = self.rollout
+            restarted_groups[self.rollout.name] = self.rollout
         if AGENT in lost_ranks:
-            restarted[AGENT] = self.agents.group
-        for group in restarted.values():
+            restarted_groups[AGENT] = self.agents.group
+        for group in restarted_groups.values():
             group.relaunch()
-        for group in restarted.values():
+        for group in restarted_groups.values():
             group.wait_ready()
-        for name, group in restarted.items():
+        for name, group in restarted_groups.items():
             if group is self.rollout:
                 self._open_rollout(*self.rollout.present).wait(self.timeout)
             else:
@@ -178,10 +178,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
         """Returns whether a step can be repeated from the same weights and seeds: only ranks that score were lost, and all
         trainers have the weights of the last step."""
-        learning = [self.actor, *([self.critic] if self.critic else [])]
+        trained_groups = [self.actor, *([self.critic] if self.critic else [])]
         if self.rollout.name in lost_ranks or not self.loop.repeats_steps or not {*lost_ranks} <= self.stateless:
             return False
-        versions = [version for group in learning for version in group.trained_version().wait(self.timeout)]
+        versions = [version for group in trained_groups for version in group.trained_version().wait(self.timeout)]
         return set(versions) == {self.step}
 
     def begin(self) -> None:
@@ -211,8 +211,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
             draws = self.loop.draw_probe(self.step, phase, perturbed=perturbed)
 
             def score(texts: list[Any], perturbed: bool = perturbed) -> dict[str, Any]:
-                scored: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
-                return scored
+                probe_scores: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
+                return probe_scores
 
             largest_difference = max(largest_difference, agreement.compare(weights, draws, score))
             self.rollout.begin(self.step).wait(self.timeout)

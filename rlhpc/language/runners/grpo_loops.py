@@ -310,8 +310,8 @@ class StepRollout:
     def served(self, timeout: float) -> Metrics:
         """Returns the metrics of the groups (`served_metrics`)."""
         row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
-        run = self._run.wait(timeout)
-        return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in run)} if run else {})}
+        agent_metrics = self._run.wait(timeout)
+        return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in agent_metrics)} if agent_metrics else {})}
 
 
 class GrpoLoop:
@@ -543,7 +543,7 @@ class ColocatedLoop(GrpoLoop):
         self.groups.actor.offload().wait(self.timeout)
 
     def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
-        """Does the same with the actor and then the engines on the accelerators."""
+        """Sends weights on trial and returns the engines' samples; the actor and then the engines use the accelerators."""
         groups, timeout = self.groups, self.timeout
         groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
         groups.actor.offload().wait(timeout)
@@ -601,7 +601,7 @@ class ColocatedLoop(GrpoLoop):
         return critic_metrics
 
     def evaluate(self, step: int) -> Metrics:
-        """Returns the suites' metrics; the engines have the accelerators for as long as that takes."""
+        """Returns the suites' metrics; the engines have the accelerators during the evaluation."""
         self.groups.rollout.reload()
         metrics = super().evaluate(step)
         self.groups.rollout.offload().wait(self.timeout)

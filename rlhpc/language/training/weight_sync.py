@@ -168,8 +168,8 @@ def draw(
     sequences = []
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         token_ids, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
-        scored = tuple(_score(engine, token_ids, policy)) if engine.can_score else None
-        sequences.append(ProbeSequence(token_ids, tuple(completion.logprobs), scored, policy))
+        scored_logprobs = tuple(_score(engine, token_ids, policy)) if engine.can_score else None
+        sequences.append(ProbeSequence(token_ids, tuple(completion.logprobs), scored_logprobs, policy))
     return sequences
 
 

@@ -303,9 +303,9 @@ def _prompts(batch: TokenBatch) -> str:
     """Returns the names of columns and prompts with non-finite values, for a message."""
     names = set()
     for name, column in batch.columns.items():
-        is_bad = (
+        is_non_finite = (
             batch.mask & ~column.isfinite() if column.dim() == 1 else batch.mask & ~column.flatten(1).isfinite().all(1)
         )
-        bad_groups = torch.repeat_interleave(batch.group, batch.lengths)[is_bad]
-        names |= {f"{name} of prompt {group}" for group in bad_groups.unique().tolist()}
+        non_finite_groups = torch.repeat_interleave(batch.group, batch.lengths)[is_non_finite]
+        names |= {f"{name} of prompt {group}" for group in non_finite_groups.unique().tolist()}
     return f"; not finite: {listed(sorted(names))}" if names else ""

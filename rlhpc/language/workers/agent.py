@@ -307,11 +307,11 @@ class AgentWorker(Worker):
             return
         self._looked_at = time.monotonic()
         incarnations = {rank: self._incarnation(rank) for rank in {episode.rollout for episode in self._held.values()}}
-        for number, episode in list(self._held.items()):
+        for local_number, episode in list(self._held.items()):
             if incarnations[episode.rollout] != episode.incarnation or current().has_left(
                 self.prompts.rollout_name, episode.rollout
             ):
-                self._drop(number)
+                self._drop(local_number)
 
     def _incarnation(self, rollout: int) -> str:
         return str(current().member(self.prompts.rollout_name, rollout)["incarnation"])

@@ -62,8 +62,8 @@ def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch],
 def split_by_policy(
     policies: Policies, batches: Sequence[TokenBatch], parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns the metrics of micro-batches of one policy each, for all policies and again for each; adds each
-    policy's number of tokens."""
+    """Returns the metrics of micro-batches of one policy each: totals, and again by policy, with each policy's number
+    of tokens."""
     metrics = []
     for batch, batch_metrics in zip(batches, parts, strict=True):
         policy_name = policies.names[int(policies.of(batch.role)[0])]
@@ -428,13 +428,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             [micro_batch for _, micro_batch in self._micro_batches(batch, packed=packed)],
             self.algorithm.entropy,
         )
-        parts = self.backend.forward_backward(
+        batch_metrics = self.backend.forward_backward(
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
         if not self.policies.names:
-            return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
+            return self._step(rate, self._reduced(batch_metrics), counts.tokens, where, batch)
         metrics = self._step(
-            rate, self._reduced(split_by_policy(self.policies, batches, parts)), counts.tokens, where, batch
+            rate, self._reduced(split_by_policy(self.policies, batches, batch_metrics)), counts.tokens, where, batch
         )
         norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
         return per_token(self.policies, {**metrics, **norms})

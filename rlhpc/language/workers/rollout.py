@@ -241,17 +241,17 @@ class LanguageRolloutWorker(Worker):
                 has_worked = True
             if not has_worked:
                 time.sleep(_IDLE_S)
-        stats = {
+        metrics = {
             "seconds": time.perf_counter() - start_time,
             "busy_s": busy_s,
             "sync_s": self._synced,
             "tokens": num_tokens,
         }
-        stats |= COST.pop()
+        metrics |= COST.pop()
         self._synced = 0.0
         if not len(self._pending):
             self.before_leaving(None)
-        return stats
+        return metrics
 
     @leader_only
     def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:

@@ -147,8 +147,8 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             }
             return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
-        parts = self.backend.forward_backward([*self._with_reference(balanced)], loss)
-        return self._only_step(step, parts, tokens, balanced)
+        batch_metrics = self.backend.forward_backward([*self._with_reference(balanced)], loss)
+        return self._only_step(step, batch_metrics, tokens, balanced)
 
     def validate(self) -> dict[str, float]:
         """Computes the metrics of the held-out pairs with the present weights.
