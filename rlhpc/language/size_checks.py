@@ -27,7 +27,7 @@ def check_micro_batches(cfg: GrpoConfig, fail: Fail) -> None:
     """Refuses micro-batches that do not hold the longest sequence of a run of one turn.
 
     Raises:
-        ConfigError: One does not.
+        ConfigError: Micro-batches are too small.
     """
     if cfg.agent.kind != "inline" or cfg.rollout.agent is not None:
         return

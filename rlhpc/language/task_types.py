@@ -109,7 +109,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Reads the training data, before a model is made for it.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The data cannot be read.
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Reads the data of a section of `data.eval`.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The data cannot be read.
         """
         raise NotImplementedError
 
@@ -166,8 +166,8 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Yields the configuration with built-in models that are removed afterwards (`ConfigChecks.trial`)."""
         from rlhpc.language.models.builtin import trial_models
 
-        with trial_models() as resolve:
-            yield self.with_models(cfg, resolve)
+        with trial_models() as resolve_trial_model:
+            yield self.with_models(cfg, resolve_trial_model)
 
     def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
         """Returns the configuration with the folders of its built-in models, which `resolve` gives."""
@@ -211,7 +211,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
             size_checks.check_rows(cfg, fail)
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the common checks, and those of agents and rewards if the model answers during training (`ConfigChecks.preflight`)."""
+        """Yields the common checks, and those of agents and rewards if the model answers (`ConfigChecks.preflight`)."""
         from rlhpc.language.preflight import actor_resource, answer_checks
 
         checked: list[Any] = []
@@ -287,10 +287,10 @@ class DpoChecks(SftChecks):
         """Reads the pairs, and the held-out ones (`TrainedChecks.read_data`)."""
         from rlhpc.language.data.preferences import Preferences
 
-        data = typed(DpoConfig, cfg).data
-        Preferences(data.train, "pairs")
+        data_config = typed(DpoConfig, cfg).data
+        Preferences(data_config.train, "pairs")
         if cfg.runner.val_check_interval > 0:
-            section, key = holdout_section(data.train, data.holdout)
+            section, key = holdout_section(data_config.train, data_config.holdout)
             Preferences(section, "pairs", "eval", key=key)
 
 
@@ -354,8 +354,8 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Returns the differences, with the lack of a critic in the checkpoint if this run needs one."""
-        wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
-        return [*super().differences(cfg, checkpoint), *(["it has no critic"] if wants else [])]
+        lacks_critic = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
+        return [*super().differences(cfg, checkpoint), *(["it has no critic"] if lacks_critic else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
         """Returns the configuration with the folders of all built-in models, those of the groups included."""
@@ -369,11 +369,11 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
             for key, model in built_in_models.items()
             if model.model_path == cfg.actor.model.model_path and not model.kwargs
         ]
-        prepared = super().with_models(cfg, resolve)
+        resolved_cfg = super().with_models(cfg, resolve)
         for key, model in built_in_models.items():
-            path = prepared.actor.model.model_path if key in shared_keys else resolve(model)
-            prepared = changed(prepared, f"{key}.model_path", path)
-        return prepared
+            path = resolved_cfg.actor.model.model_path if key in shared_keys else resolve(model)
+            resolved_cfg = changed(resolved_cfg, f"{key}.model_path", path)
+        return resolved_cfg
 
 
 # -- without training -------------------------------------------------------------------------------------------------

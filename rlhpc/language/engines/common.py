@@ -96,7 +96,7 @@ class EngineOptions:
 
     @property
     def batch(self) -> int:
-        """Concurrent sequences of an engine without a default."""
+        """Number of concurrent sequences, for an engine without a default."""
         return _BATCH if self.max_batch_size is None else self.max_batch_size
 
 

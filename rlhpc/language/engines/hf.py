@@ -145,7 +145,7 @@ class SequenceTable:
         self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
 
     def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
-        """Returns the number of a set of end tokens; a new set takes the number of one that none of the first rows uses."""
+        """Returns the number of a set of end tokens; a new set takes an unused number, or replaces a set without rows."""
         if ends in self._end_sets:
             return self._end_sets[ends]
         used_numbers = set(self._end_set[:rows].tolist())

@@ -33,7 +33,7 @@ _MAKING_S = 300.0
 
 
 def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
-    """Returns what transformers loads for `actor.model`: the path unchanged, or the folder of a built-in model.
+    """Returns the path that transformers loads for `actor.model`: unchanged, or the folder of a built-in model.
 
     Args:
         model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see

@@ -473,7 +473,7 @@ class _TrunkOutput:
 
 
 class _ChunkedHeadFunction(torch.autograd.Function):
-    """`[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]`, to a reader's results for these logits.
+    """Results of a reader for logits: `[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]`.
 
     The sum is rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are computed
     twice. Where ranks have a part of the vocabulary each, the gradients of their common tensors are summed over them.

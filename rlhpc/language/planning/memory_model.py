@@ -220,7 +220,7 @@ class Serving:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence of the run."""
+        """Number of tokens of the run's longest sequence."""
         return min(self.prompt + self.response, self.context)
 
     @property

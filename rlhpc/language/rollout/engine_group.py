@@ -273,8 +273,8 @@ class EngineWeights:
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while self.version < version:
             if time.monotonic() > deadline:
-                rank = f"{self._worker.group_name}-{self._worker.rank}"
-                raise DeadlineExceeded(f"the weights of step {version} did not reach {rank}")
+                rank_name = f"{self._worker.group_name}-{self._worker.rank}"
+                raise DeadlineExceeded(f"the weights of step {version} did not reach {rank_name}")
             if not (take or self.take)():
                 time.sleep(_IDLE_S)
 
