@@ -176,10 +176,12 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
     """Merges the reports of several ranks about their files. A checksum has precedence over None, which a rank reports for a
     file that it has only seen.
     """
-    merged: Checksums = {}
+    checksums: Checksums = {}
     for report in reports:
-        merged |= {name: checksum for name, checksum in report.items() if checksum is not None or name not in merged}
-    return merged
+        checksums |= {
+            name: checksum for name, checksum in report.items() if checksum is not None or name not in checksums
+        }
+    return checksums
 
 
 def _sums(group: Any) -> bool:
@@ -267,12 +269,12 @@ class BestCheckpoint:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state that `state` returned; a run with another metric starts anew."""
-        saved = state.get("best")
+        saved_best = state.get("best")
         self.step, self.value, self.waited, self._before = None, math.nan, 0, None
-        if isinstance(saved, Mapping) and saved.get("metric") == self.metric:
-            self.waited = int(saved["waited"])
-            if saved["step"] is not None:
-                self.step, self.value = int(saved["step"]), float(saved["value"])
+        if isinstance(saved_best, Mapping) and saved_best.get("metric") == self.metric:
+            self.waited = int(saved_best["waited"])
+            if saved_best["step"] is not None:
+                self.step, self.value = int(saved_best["step"]), float(saved_best["value"])
 
     def protected(self, paths: RunPaths) -> list[int]:
         """Returns the steps whose checkpoints are retained: the best one and, until that is complete, the previous best."""

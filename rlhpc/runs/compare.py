@@ -242,11 +242,13 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
             step, values = scores_at(runs, metric)
             if step is not None:
                 remaining = iter(values)
-                scored = [
+                config_scores = [
                     ConfigScores(label, [next(remaining) for _ in seeds], len(seeds)) for label, seeds in groups.items()
                 ]
                 title = f"{metric} at step {step}"
-                sections.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
+                sections.append(
+                    section(f"Over seeds: {title}", scores_part(config_scores, title, goal_of(metric), metric))
+                )
     return sections
 
 

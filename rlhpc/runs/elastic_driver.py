@@ -148,7 +148,7 @@ class HelperJobs:
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
         """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
         joined_ranks, record = self._present(), self._record
-        queued = {job.id: job for job in queue}
+        queued_jobs = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
             job_record = job_record.observe(job, _max_joined(joined_ranks, job.id))
@@ -156,7 +156,7 @@ class HelperJobs:
             self._last_seen[job.id] = now
             if job.state in _ENDING:
                 self._job_gone(job.id)
-        ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued]
+        ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued_jobs]
         reports = (
             SlurmProbe(command_timeout_s=10.0).query([live_job.id for live_job in ended_jobs]) if ended_jobs else {}
         )

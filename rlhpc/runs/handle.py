@@ -323,14 +323,14 @@ def _make_folders(folder: Path) -> list[Path]:
     Raises:
         ConfigError: It cannot be created.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    missing_folders = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"runner.run_dir: {error.filename or folder} cannot be written: {error.strerror}; choose another"
         ) from error
-    return missing
+    return missing_folders
 
 
 def _end_all(owner: int = os.getpid()) -> None:

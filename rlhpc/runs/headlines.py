@@ -64,11 +64,11 @@ class RunMetrics:
         None without a value.
         """
         if name.startswith("eval/"):
-            evaluated = self.evaluated(name)
+            evaluations = self.evaluated(name)
             best = self.paths.best_step()
             return next(
-                (evaluation for evaluation in evaluated if evaluation.step == best),
-                evaluated[-1] if evaluated else None,
+                (evaluation for evaluation in evaluations if evaluation.step == best),
+                evaluations[-1] if evaluations else None,
             )
         x, y = series(self.rows, name)
         return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
@@ -77,7 +77,7 @@ class RunMetrics:
 def read_run(paths: RunPaths) -> RunMetrics:
     """Reads the inputs of a run's headline numbers: its last rows, and its evaluations on the suite that judges it."""
     suite_results = read_all_results(paths)
-    suites = {str(result["suite"]) for result in suite_results}
+    suites = {str(suite_result["suite"]) for suite_result in suite_results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, suite_results)
     return RunMetrics(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
 
@@ -117,7 +117,7 @@ def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None
     """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
-    result_names = {name for run in runs for result in run.evaluations for name in result}
+    result_names = {name for run in runs for evaluation in run.evaluations for name in evaluation}
     logged = {name for run in runs for row in run.rows for name in row if name.startswith("eval/pass_at_")}
     name = largest_pass_at(result_names | logged)
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
@@ -151,5 +151,5 @@ def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> s
     available = [value for value in values if value is not None]
     if not available:
         return NO_VALUE
-    formatted_mean, low, high = show(statistics.fmean(available)), show(min(available)), show(max(available))
-    return formatted_mean if low == high else f"{formatted_mean} ({low} … {high})"
+    formatted_mean, min_text, max_text = show(statistics.fmean(available)), show(min(available)), show(max(available))
+    return formatted_mean if min_text == max_text else f"{formatted_mean} ({min_text} … {max_text})"

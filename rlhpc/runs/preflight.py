@@ -102,10 +102,10 @@ def run_checks(checks: Iterable[Check], resources: Collection[Need] = ALL) -> li
     Raises:
         UserError: The first check that fails.
     """
-    skipped = []
+    skipped_checks = []
     for check in sorted(checks, key=lambda check: check.resource.need is not Need.FILES):
         if check.resource.need in resources:
             check.run()
         else:
-            skipped.append(check)
-    return skipped
+            skipped_checks.append(check)
+    return skipped_checks

@@ -92,11 +92,11 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def _chips(component: str, ranks: Sequence[int], color: int) -> str:
     """Renders one chip per rank or, for many ranks, per range of ranks."""
-    ordered = sorted(ranks)
-    if len(ordered) <= 6:
-        return "".join(_chip(f"{component} {rank}", color) for rank in ordered)
+    sorted_ranks = sorted(ranks)
+    if len(sorted_ranks) <= 6:
+        return "".join(_chip(f"{component} {rank}", color) for rank in sorted_ranks)
     stretches: list[list[int]] = []
-    for rank in ordered:
+    for rank in sorted_ranks:
         if stretches and rank == stretches[-1][-1] + 1:
             stretches[-1].append(rank)
         else:

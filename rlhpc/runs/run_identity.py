@@ -61,8 +61,8 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
     """
     goal = None
     if paths.config.exists():
-        saved = load_config(paths.config, check=False, site="")
-        goal = kind_of(saved).checks.goal(saved)
+        saved_cfg = load_config(paths.config, check=False, site="")
+        goal = kind_of(saved_cfg).checks.goal(saved_cfg)
     is_goal_moved = goal is not None and goal != kind_of(cfg).checks.goal(cfg)
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=is_goal_moved) == segment:
         if wait:

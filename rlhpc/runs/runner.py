@@ -190,13 +190,13 @@ class Runner(Generic[Cfg]):
         if not self._ready:
             self.init_workers()
         folder = self.folder
-        resumed = None if folder.resume.path is None else self.step
+        resumed_step = None if folder.resume.path is None else self.step
         while True:
             try:
-                self._train(resumed, on_step)
+                self._train(resumed_step, on_step)
                 break
             except (WorkerFailed, StepFailed, ChannelError) as error:
-                resumed = self._recover(error)
+                resumed_step = self._recover(error)
         finished = self.stop_reason != "signal"
         reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
         stop_reason = self.stop.reason if reason == "signal" else reason
@@ -377,5 +377,5 @@ class Runner(Generic[Cfg]):
     def _protected(self) -> list[int]:
         """Returns the best step and the last steps of segments: evaluation and conversion may still read their checkpoints."""
         segments = self.cfg.runner.segments
-        planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
-        return [*planned, *self.folder.finished_segments(), *self.best.protected(self.folder.paths)]
+        planned_steps = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
+        return [*planned_steps, *self.folder.finished_segments(), *self.best.protected(self.folder.paths)]

@@ -150,7 +150,7 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
         )
         table_rows.append([config_scores.label, seeds, estimate_text(average), estimate_text(iqm), comparison])
     unscored_labels = [config_scores.label for config_scores in configurations if not config_scores.scores]
-    left_out = (
+    unscored_text = (
         f"<p>Without a score yet: {len(unscored_labels)} of {len(configurations)} configurations.</p>"
         if unscored_labels
         else ""
@@ -163,12 +163,12 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
     chart = interval_chart(f"IQM over seeds{selection_note}", f"{title} (dots: single runs)", rows)
     head = ["configuration", "seeds", "mean", "IQM", "P(best > this)"]
     return (
-        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>{left_out}{figures([chart])}'
+        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>{unscored_text}{figures([chart])}'
         f'<p class="legend">{_METHOD}</p>'
     )
 
 
 def estimate_text(estimate: Estimate) -> str:
     """Formats a number with its interval; without an interval of zero width, from one seed or from equal values."""
-    value_text, low, high = map(number, estimate)
-    return f"{value_text} ({low} … {high})" if estimate.low < estimate.high else value_text
+    value_text, low_text, high_text = map(number, estimate)
+    return f"{value_text} ({low_text} … {high_text})" if estimate.low < estimate.high else value_text

@@ -148,17 +148,17 @@ def outlook(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
     space, reason = _costs(request, cfg)
-    now, left_out, answers = time.time(), list[str](), list[StartTimes]()
+    now, impossible_shapes, answers = time.time(), list[str](), list[StartTimes]()
     for count, partition in _alternatives(request, cfg, nodes, partitions):
         try:
             shapes = _shapes(request, cfg, count, partition, space)
         except RlhpcError as error:
-            left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
+            impossible_shapes.append(f"{count} node{'s' * (count != 1)}: {error}")
             continue
         candidates = [StartTimes(shape, ask(shape.script)) for shape in shapes]
         answers.append(min(candidates, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
-    return StartEstimate(answers, allowance(cfg.cluster.account), reason, left_out, now)
+    return StartEstimate(answers, allowance(cfg.cluster.account), reason, impossible_shapes, now)
 
 
 def _alternatives(
@@ -236,14 +236,15 @@ def _shapes(
     train_s = None if step_s is None else step_s * total_steps(cfg)
     shapes = []
     for walltime in walltimes(shape_cfg, train_s):
-        timed = [] if walltime == _walltime(shape_cfg) else [f"cluster.time={walltime}"]
-        sized = load_config(request.config, [*request.overrides, *override_words, *timed], site=request.site)
+        time_overrides = [] if walltime == _walltime(shape_cfg) else [f"cluster.time={walltime}"]
+        sized = load_config(request.config, [*request.overrides, *override_words, *time_overrides], site=request.site)
         plan = build_plan(sized, launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
         usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
         shapes.append(
             JobShape(
-                nodes, accelerators, str(partition or ""), walltime, (*override_words, *timed), not (override_words or timed),
+                nodes, accelerators, str(partition or ""), walltime, (*override_words, *time_overrides),
+                not (override_words or time_overrides),
                 plan.test_script(), train_s, usable,
                 not accelerators and not sized.cluster.node_groups and has_gpus(partition),
             )
@@ -299,7 +300,7 @@ def render(estimate: StartEstimate) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)"]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines += [f"not possible on {text}" for text in estimate.left_out]
+    lines += [f"not possible on {shape_text}" for shape_text in estimate.left_out]
     if estimate.why_no_end:
         lines.append(estimate.why_no_end)
     lines += [*verdict(estimate), *_account(estimate)]
@@ -313,14 +314,14 @@ def verdict(estimate: StartEstimate) -> list[str]:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
     best = startable[0]
     lines = []
-    other = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
-    if other is not None:
-        have_ends = best.end is not None and other.end is not None
+    other_answer = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
+    if other_answer is not None:
+        have_ends = best.end is not None and other_answer.end is not None
         verb, count = "end" if have_ends else "start", best.shape.accelerators or best.shape.nodes
         lines.append(
-            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other, estimate.now)}"
+            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other_answer, estimate.now)}"
             + (
-                f": {moment(best.end or 0, estimate.now)}, not {moment(other.end or 0, estimate.now)}"
+                f": {moment(best.end or 0, estimate.now)}, not {moment(other_answer.end or 0, estimate.now)}"
                 if have_ends
                 else ""
             )
@@ -359,18 +360,18 @@ def moment(at: float, now: float) -> str:
 
 def _account(estimate: StartEstimate) -> list[str]:
     """Formats the remaining allowance of the account, and the shapes that need more."""
-    allowed = estimate.allowed
-    if allowed is None:
+    account_allowance = estimate.allowed
+    if account_allowance is None:
         return ["what the account may use is not known: sshare does not tell"]
-    fair_share_text = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
+    fair_share_text = "" if account_allowance.fair_share is None else f"; fair share {account_allowance.fair_share:.2f}"
     limit_texts = [
         f"{(limit - used_minutes) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
-        for resource, (limit, used_minutes) in allowed.minutes.items()
+        for resource, (limit, used_minutes) in account_allowance.minutes.items()
         if limit > 0
     ]
-    lines = [f"account {allowed.account}: {', '.join(limit_texts) or 'no limit'}{fair_share_text}"]
+    lines = [f"account {account_allowance.account}: {', '.join(limit_texts) or 'no limit'}{fair_share_text}"]
     for answer in estimate.answers:
-        lines += [f"  {text}" for text in _beyond(answer.shape, allowed.minutes)]
+        lines += [f"  {excess_text}" for excess_text in _beyond(answer.shape, account_allowance.minutes)]
     return lines
 
 

@@ -121,7 +121,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     sweep_section = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
     assert sweep_section is not None
     section, said_by = sweep_section
-    common_overrides = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
+    common_overrides = [
+        *(override_text for override_text in overrides if not is_about_sweep(override_text)),
+        f"{SWEEP}=null",
+    ]
     named_points = points(section, said_by, common_overrides)
     first_cfg = _load(
         source,
@@ -206,11 +209,11 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
     if sft.runner.segments > 1:
         raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
     run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
-    last_export, chosen = run.export(total_steps(sft)), run.chosen_export
+    last_export, chosen_export = run.export(total_steps(sft)), run.chosen_export
     model_path = select(cfg, "actor.model.model_path")
     model = expand_home(str(model_path)).absolute()
-    if model.parent.absolute() != chosen.parent.absolute() or model.name == chosen.name:
-        return chosen
+    if model.parent.absolute() != chosen_export.parent.absolute() or model.name == chosen_export.name:
+        return chosen_export
     reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
     set_keys = [key for key, setting in reasons.items() if setting]
     if set_keys or model.name != last_export.name:
@@ -221,7 +224,7 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
         )
         raise ConfigError(
             f"{source}: actor.model.model_path is {model_path!r}, of the run of workflow.sft ({path}), and {reason}; name "
-            f"{chosen}, where the policy of the chosen step is exported"
+            f"{chosen_export}, where the policy of the chosen step is exported"
         )
     return last_export
 

@@ -77,17 +77,17 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in run_records])]
     state = {run["name"]: run_state for run, run_state in zip(run_records, run_states, strict=True)}
     runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in run_records}
-    compared = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
-    metric = metric or record.get("metric") or _compared([*compared.values()])
+    finished_runs = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
+    metric = metric or record.get("metric") or _compared([*finished_runs.values()])
     goal = str(record.get("goal") or goal_of(metric or ""))
-    step, values = scores_at([*compared.values()], metric) if metric else (None, [])
-    scores: dict[str, float] = dict(zip(compared, values, strict=False))
+    step, values = scores_at([*finished_runs.values()], metric) if metric else (None, [])
+    scores: dict[str, float] = dict(zip(finished_runs, values, strict=False))
     labels = list(dict.fromkeys(str(run["label"]) for run in run_records))
-    scored = [
+    config_scores = [
         ConfigScores(label, _of(label, run_records, scores), sum(run["label"] == label for run in run_records))
         for label in labels
     ]
-    return SweepRanking(record, state, runs, metric, goal, step, scores, scored)
+    return SweepRanking(record, state, runs, metric, goal, step, scores, config_scores)
 
 
 def render_ranking(ranking: SweepRanking) -> list[str]:
@@ -125,13 +125,13 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     """
     ranking = rank_sweep(sweep, suite, metric)
     record, run_records, state, runs = ranking.record, ranking.record["runs"], ranking.states, ranking.runs
-    metric, goal, scored, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
-    labels = [config_scores.label for config_scores in scored]
+    metric, goal, configurations, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
+    labels = [config_scores.label for config_scores in configurations]
     suite = suite or str(record.get("suite") or "default")
     finished_runs = [
         run for run in run_records if state[run["name"]].state == "finished" and runs[run["name"]] is not None
     ]
-    best = ranked(scored, goal)
+    best = ranked(configurations, goal)
     ordered_labels = [config_scores.label for config_scores in best] + [
         label for label in labels if label not in {config_scores.label for config_scores in best}
     ]
@@ -160,7 +160,7 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
         )  # fmt: skip
     title = f"{metric} at step {ranking.step}"
     scores_html = (
-        scores_part(sorted(scored, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
+        scores_part(sorted(configurations, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
         if metric
         else ""
     )

@@ -51,8 +51,8 @@ def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float
             return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
     if (memory_size := read_key(cfg.cluster, "accelerator_memory")) is not None:
         return parse_bytes(str(memory_size)), "cluster.accelerator_memory"
-    detected = _detect_memory() if len(cluster.nodes) == 1 else None
-    return detected, "nvidia-smi" if detected else ""
+    detected_bytes = _detect_memory() if len(cluster.nodes) == 1 else None
+    return detected_bytes, "nvidia-smi" if detected_bytes else ""
 
 
 @functools.cache
@@ -308,7 +308,7 @@ def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Seq
 
 def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
     pools: list[MemoryPool] = []
-    mapped: list[MemoryPool] = []
+    shm_pools: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
         group_bytes: dict[str, float] = {}
         shared: dict[str, float] = {}
@@ -334,7 +334,7 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
         if in_memory:
             shm_bytes = None if available_bytes is None else _SHM * available_bytes
             largest_share = dict([max(shared.items(), key=lambda one: one[1])])
-            mapped.append(
+            shm_pools.append(
                 MemoryPool(
                     f"node{node}, /dev/shm",
                     largest_share,
@@ -344,7 +344,7 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
                     frozenset(),
                 )
             )
-    return pools + mapped
+    return pools + shm_pools
 
 
 def _of_host(account: Account, rank: Placement) -> float:

@@ -410,9 +410,9 @@ class Calibration:
         short_run = self._try("two_ranks", [word_of("cluster.component_placement", doubled_candidate.placement())])
         if short_run is None:
             return {}
-        expected = self._model(costs).predict(doubled_candidate).phases
+        expected_s = self._model(costs).predict(doubled_candidate).phases
         return {
-            phase.name: max(0.0, short_run.metrics.get(phase.metric, 0.0) - expected[phase.name])
+            phase.name: max(0.0, short_run.metrics.get(phase.metric, 0.0) - expected_s[phase.name])
             for phase in self.workload.phases
             if phase.group in placements
         }
@@ -424,11 +424,11 @@ class Calibration:
         if short_run is None:
             return costs
         changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
-        expected = self._model(costs).predict(changed_candidate).phases
+        expected_s = self._model(costs).predict(changed_candidate).phases
         factors = {
-            phase.name: short_run.metrics[phase.metric] / expected[phase.name]
+            phase.name: short_run.metrics[phase.metric] / expected_s[phase.name]
             for phase in self.workload.phases
-            if expected[phase.name] > 0
+            if expected_s[phase.name] > 0
             and short_run.metrics.get(phase.metric, 0.0) > 0
             and self._is_work(knob, phase.name)
         }

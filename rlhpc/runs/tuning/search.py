@@ -78,8 +78,8 @@ class Space:
                 group: GroupPlacement.of(self.pool(group).label, 0, count, ranks_per_resource)
                 for group, (count, ranks_per_resource) in zip(groups, sizes, strict=True)
             }
-            for chosen in settings:
-                yield Candidate({**self.configured.places, **placements}, chosen)
+            for chosen_settings in settings:
+                yield Candidate({**self.configured.places, **placements}, chosen_settings)
 
     def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
         """Yields the same numbers of ranks at every offset."""
@@ -164,18 +164,18 @@ def search(
             rows.setdefault(_equivalence_key(ranked), ranked)
         return list(rows.values())
 
-    bounded = sorted(
+    bounded_candidates = sorted(
         (
             (model.lower_bound_s(counted_candidate), index, counted_candidate)
             for index, counted_candidate in enumerate(space.counted())
         ),
         key=lambda row: row[:2],
     )
-    for lower_bound_s, index, counted in bounded:
+    for lower_bound_s, index, base_candidate in bounded_candidates:
         limit = worst()
         if lower_bound_s > limit + 1e-9:
             break
-        for candidate in space.laid_out(counted):
+        for candidate in space.laid_out(base_candidate):
             key = (index, candidate.mode)
             if key in refused_keys:
                 continue

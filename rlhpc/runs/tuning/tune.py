@@ -95,9 +95,9 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
             f"runner.task_type is {task_type.name}, and what a step of such a run consists of is not known; rlhpc tune "
             f"takes: {tunable}"
         )
-    configured = int(select(cfg, "algorithm.max_staleness") or 0)
+    configured_staleness = int(select(cfg, "algorithm.max_staleness") or 0)
     build_workload = load_attribute(task_type.planning.workload, f"the workload of the kind {task_type.name}")
-    workload: Workload = build_workload(cfg, configured if ahead is None else ahead)
+    workload: Workload = build_workload(cfg, configured_staleness if ahead is None else ahead)
     return workload
 
 
@@ -220,18 +220,22 @@ def _record(
     steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
     unit_count = model.shape.accelerators or len(model.shape.cores)
     rows = []
-    configured = space.configured
-    if not request.machines() and not any(_is_same_candidate(configured, ranked.candidate) for ranked in best):
-        best = [*best, RankedCandidate(configured, model.predict(configured))]
+    configured_candidate = space.configured
+    if not request.machines() and not any(
+        _is_same_candidate(configured_candidate, ranked.candidate) for ranked in best
+    ):
+        best = [*best, RankedCandidate(configured_candidate, model.predict(configured_candidate))]
     for ranked in best:
         step_s = ranked.prediction.step_s
         rows.append(
             {
                 "mode": ranked.candidate.mode,
-                "configured": not request.machines() and _is_same_candidate(configured, ranked.candidate),
+                "configured": not request.machines() and _is_same_candidate(configured_candidate, ranked.candidate),
                 "placement": ranked.candidate.placement(),
                 "settings": {
-                    key: value for key, value in ranked.candidate.settings.items() if value != configured.settings[key]
+                    key: value
+                    for key, value in ranked.candidate.settings.items()
+                    if value != configured_candidate.settings[key]
                 },
                 "overrides": [*request.machines(), *ranked.candidate.overrides()],
                 "step_s": step_s,
@@ -270,7 +274,9 @@ def _record(
 
 
 def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
-    processes = [{name: placement.processes for name, placement in each.places.items()} for each in (one, other)]
+    processes = [
+        {name: placement.processes for name, placement in candidate.places.items()} for candidate in (one, other)
+    ]
     return processes[0] == processes[1] and one.settings == other.settings
 
 
@@ -282,21 +288,21 @@ def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: 
     if not request.verify:
         return
     rows = record["rows"]
-    chosen = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
-    for index, row in enumerate(chosen):
+    chosen_rows = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
+    for index, row in enumerate(chosen_rows):
         try:
             measured_costs = runs.run(f"verify_{index}", row["overrides"])
         except RlhpcError as error:
             row["note"] = str(error).splitlines()[0]
-            say(f"verify {index + 1} of {len(chosen)}: {error}")
+            say(f"verify {index + 1} of {len(chosen_rows)}: {error}")
             continue
         row["measured_step_s"] = measured_costs.step_s
         row["error"] = row["step_s"] / measured_costs.step_s - 1
         say(
-            f"verify {index + 1} of {len(chosen)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
+            f"verify {index + 1} of {len(chosen_rows)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
             f"({row['error']:+.0%})"
         )
-    measured = [row for row in chosen if row["measured_step_s"] is not None]
+    measured = [row for row in chosen_rows if row["measured_step_s"] is not None]
     if measured:
         fastest = min(measured, key=lambda row: row["measured_step_s"])
         limit_s = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
@@ -338,9 +344,9 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
         command: Command that runs it.
     """
     accelerators = record["hours_of"] == "accelerators"
-    verified = any(row["measured_step_s"] is not None for row in record["rows"])
+    is_verified = any(row["measured_step_s"] is not None for row in record["rows"])
     head = ["", "placement", "changes", "s a step", "idle", "memory", "GPU-hours" if accelerators else "node hours"]
-    table = [[*head, *(["measured", "error"] if verified else [])]]
+    table = [[*head, *(["measured", "error"] if is_verified else [])]]
     for index, row in enumerate(record["rows"]):
         cells = [
             f"{index + 1}{'*' if index == record['winner'] else ''}",
@@ -351,7 +357,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
             size(row["device_memory"] if accelerators else row["memory"]),
             f"{row['hours']:.3g}",
         ]
-        if verified:
+        if is_verified:
             seconds, error = row["measured_step_s"], row["error"]
             cells += ["-", "-"] if seconds is None else [f"{seconds:.3g}", f"{error:+.0%}"]
         table.append(cells)
