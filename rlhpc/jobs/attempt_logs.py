@@ -18,8 +18,8 @@ def mark_start(folder: Path) -> None:
     files = [file for pattern in ("*.out", "*.err") for file in folder.glob(pattern) if file.stat().st_size]
     if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may already exist
         return
-    number = 1 + max((_number_of(file) for file in files), default=0)
-    start_line = f"---- start {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
+    start_number = 1 + max((_number_of(file) for file in files), default=0)
+    start_line = f"---- start {start_number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
     for file in files:
         with file.open("rb+") as log:
             log.seek(-1, 2)
@@ -45,11 +45,11 @@ def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
     if start == ALL:
         return list(lines)
     start_lines: list[str] = []
-    number, selects = 1, start in (LAST, "1")
+    start_number, selects = 1, start in (LAST, "1")
     for line in lines:
         if match := _RULE.fullmatch(line):
-            number = int(match[1])
-            selects = start in (LAST, str(number))
+            start_number = int(match[1])
+            selects = start in (LAST, str(start_number))
             if start == LAST:
                 start_lines.clear()
         elif selects:

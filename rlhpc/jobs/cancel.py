@@ -121,8 +121,8 @@ def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
     signalled_pids: set[int] = set()
     while time.monotonic() < deadline + 10.0:
         claim = Claim.newest(files)
-        claimed = [claim.job, claim.driver] if claim is not None else []
-        processes = [p for p in [*claimed, record.process] if p is not None]
+        claim_processes = [claim.job, claim.driver] if claim is not None else []
+        processes = [p for p in [*claim_processes, record.process] if p is not None]
         foreign = [p for p in processes if p.alive() is None]
         if foreign:
             raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")

@@ -157,9 +157,9 @@ class DriverJob:
         while True:
             assert self._claim is not None
             # includes earlier attempts without progress whose ends this process did not see
-            idle = attempts.idle(self._newest())
-            if idle > max(self.max_restarts, self.max_stalled):
-                return self._record_exit(1, self._stuck(idle))
+            num_idle = attempts.idle(self._newest())
+            if num_idle > max(self.max_restarts, self.max_stalled):
+                return self._record_exit(1, self._stuck(num_idle))
             attempts.begin(self._newest(), self._claim.job_id)
             code = self._run_driver(files)
             if files.result() is not None:
@@ -172,10 +172,10 @@ class DriverJob:
             message = first_failure(files.driver_err, self._claim.err_offset)
             failure = self._failure(code)
             attempts.end(f"failed: {message.splitlines()[0] if message else f'exit code {code}'}")
-            idle = attempts.idle(self._newest())
-            if failure is None or idle > self.max_restarts or not self._claim.owns():
+            num_idle = attempts.idle(self._newest())
+            if failure is None or num_idle > self.max_restarts or not self._claim.owns():
                 restart_note = (
-                    f"\n(restarted {idle - 1} times without a new checkpoint)" if failure and idle > 1 else ""
+                    f"\n(restarted {num_idle - 1} times without a new checkpoint)" if failure and num_idle > 1 else ""
                 )
                 return self._record_exit(code, message + restart_note)
             if self.executor == "slurm":
@@ -185,7 +185,7 @@ class DriverJob:
                     attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
                     time.sleep(60.0)  # Slurm ends this process while it waits
             attempts.note(str(failure.get("node") or ""))
-            pause_s = min(2.0 ** (idle - 1), 30.0)
+            pause_s = min(2.0 ** (num_idle - 1), 30.0)
             print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause_s:.0f} s: "
                   f"{message.splitlines()[0] if message else ''}", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(pause_s)
@@ -231,9 +231,9 @@ class DriverJob:
 
         attempts = Attempts(self.files, self.token)
         attempts.end("requeued: the job had to end")
-        idle = attempts.idle(self._newest())
-        if idle >= self.max_stalled:
-            self._record_exit(1, self._stuck(idle))
+        num_idle = attempts.idle(self._newest())
+        if num_idle >= self.max_stalled:
+            self._record_exit(1, self._stuck(num_idle))
             raise SystemExit(1)
         return DelayedSubmission(replace(self))
 

@@ -88,9 +88,13 @@ def _is_running(job: str) -> bool | None:
 
 def _ending(paths: RunPaths, content: dict[str, Any]) -> str:
     job = str(content.get("job") or "")
-    submitted = paths.submit.is_dir()
+    was_submitted = paths.submit.is_dir()
     return (
-        f"rlhpc cancel {paths.root}" if submitted else f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
+        f"rlhpc cancel {paths.root}"
+        if was_submitted
+        else f"scancel --batch --signal=TERM {job}"
+        if job
+        else "Ctrl-C there"
     )
 
 

@@ -130,12 +130,12 @@ def build_plan(
     groups = list(read_key(section, "node_groups", ()))
     if launcher == "auto":
         launcher = "slurm" if _needs_slurm(section, groups, cluster) or shutil.which("sbatch") else "local"
-    submitted = cluster is None and launcher == "slurm"
+    is_submitted = cluster is None and launcher == "slurm"
     if cluster is None:
         cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
     placements = HybridComponentPlacement(cfg, cluster).placements()
     components = _components(groups, section, cluster)
-    if submitted:
+    if is_submitted:
         _check_walltimes(components, read_key(cfg, "runner"), section)
     owner = {node: c.index for c in components for node in c.nodes}
     names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
@@ -232,12 +232,18 @@ def _components(groups: Sequence[SectionSource], section: SectionSource, cluster
     by_rank = {
         r: raw_group for raw_group in groups for r in cluster.node_group(str(read_key(raw_group, "label"))).node_ranks
     }
-    allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
+    has_allocation = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
     runs_of_nodes: list[tuple[Any, list[int]]] = []
     for node in cluster.nodes:
         raw_group = by_rank.get(node.rank)
         has_resources = raw_group is not None and any(read_key(raw_group, key) is not None for key in _RESOURCES)
-        key = (node.het_group or 0) if allocated else str(read_key(raw_group, "label")) if has_resources else "cluster"
+        key = (
+            (node.het_group or 0)
+            if has_allocation
+            else str(read_key(raw_group, "label"))
+            if has_resources
+            else "cluster"
+        )
         if not runs_of_nodes or runs_of_nodes[-1][0] != key:
             runs_of_nodes.append((key, []))
         runs_of_nodes[-1][1].append(node.rank)
@@ -297,12 +303,12 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
         local_ranks = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
         if node.cpus and len(local_ranks) > node.cpus:
             warnings.append(f"{node.name}: {len(local_ranks)} processes share {_some(node.cpus, 'core')}")
-        sharing: dict[tuple[str, ...], list[int]] = {}
+        indices_by_users: dict[tuple[str, ...], list[int]] = {}
         for index in range(node.accelerators):
             users = tuple(_ranks_on(placements, rank, index))
             if len(users) != 1:
-                sharing.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
-        for groups, indices in sharing.items():
+                indices_by_users.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
+        for groups, indices in indices_by_users.items():
             resource_name = f"{node.name}: {_format_ranges('accelerator', indices)}"
             if not groups:
                 warnings.append(f"{resource_name}: nobody uses {'them' if len(indices) > 1 else 'it'}")

@@ -294,11 +294,11 @@ class SlurmProbe(JobProbe):
     def _ask(self, ids: list[str]) -> None:
         reports: dict[str, JobReport] = {}
         has_answered = self._ask_squeue(ids, reports)
-        missing = [i for i in ids if i not in reports]
-        sacct_answered = self._ask_sacct(missing, reports) if missing else True
-        missing = [i for i in ids if i not in reports]
-        if missing:
-            has_answered = self._ask_scontrol(missing, reports) and has_answered
+        missing_ids = [i for i in ids if i not in reports]
+        sacct_answered = self._ask_sacct(missing_ids, reports) if missing_ids else True
+        missing_ids = [i for i in ids if i not in reports]
+        if missing_ids:
+            has_answered = self._ask_scontrol(missing_ids, reports) and has_answered
         for job_id in ids:
             if job_id in reports:
                 self._last[job_id] = reports[job_id]

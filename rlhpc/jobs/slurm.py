@@ -168,9 +168,9 @@ def allowance(account: str | None) -> Allowance | None:
     if not sshare_output.ok or name is None:
         return None
     minutes: dict[str, tuple[float, float]] = {}
-    for _, _, _, allowed, used_text in (row for row in rows if row[0] == name):
+    for _, _, _, limits_text, used_text in (row for row in rows if row[0] == name):
         used_minutes = _tres(used_text)
-        for resource, limit in _tres(allowed).items():
+        for resource, limit in _tres(limits_text).items():
             remaining = limit - used_minutes.get(resource, 0.0)
             if resource not in minutes or remaining < minutes[resource][0] - minutes[resource][1]:
                 minutes[resource] = (limit, used_minutes.get(resource, 0.0))

@@ -62,16 +62,16 @@ def keep_unanswered_jobs() -> None:
 
     @functools.wraps(check)
     async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        reported = self.__dict__.setdefault(_REPORTED, {})
+        reported_jobs = self.__dict__.setdefault(_REPORTED, {})
         open_jobs = {id(job): job for job in active_jobs}
         async for job in check(self, active_jobs):
             open_jobs.pop(id(job), None)
             yield job
-        unanswered = [job for identity, job in open_jobs.items() if identity not in reported]
-        reported.clear()
-        if unanswered:
-            self.logger.warning(f"Slurm gave no states of {len(unanswered)} jobs; they are asked about again")
-        for job in unanswered:
+        unanswered_jobs = [job for identity, job in open_jobs.items() if identity not in reported_jobs]
+        reported_jobs.clear()
+        if unanswered_jobs:
+            self.logger.warning(f"Slurm gave no states of {len(unanswered_jobs)} jobs; they are asked about again")
+        for job in unanswered_jobs:
             yield job
 
     executor.check_active_jobs = check_active_jobs
@@ -107,7 +107,7 @@ def share_jobs() -> None:
         if record is None:
             submit(self, job)
             return
-        submitted = False
+        is_submitted = False
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             with LeaseLock(record.with_suffix(".lease"), str(job.rule.name)):
@@ -117,13 +117,13 @@ def share_jobs() -> None:
                     )
                     self.report_job_submission(job_info)
                     return
-                submitted = True
+                is_submitted = True
                 submit(self, job)
                 if job_id := self.__dict__.get(_SUBMITTED, {}).pop(id(job), None):
                     write_json(record, _content(job, job_id))
         except Exception as error:  # in a thread of Snakemake, which would wait for the job forever
             self.logger.warning(f"Other Snakemakes cannot know of job {job.jobid}: {error}")
-            if not submitted:
+            if not is_submitted:
                 submit(self, job)
 
     @functools.wraps(report_submission)
@@ -134,10 +134,12 @@ def share_jobs() -> None:
 
     @functools.wraps(check)
     async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        attached = [job_info for job_info in active_jobs if _is_attached(job_info)]
-        if attached:
-            reports = await asyncio.to_thread(_probe_of(self).query, [job_info.external_jobid for job_info in attached])
-            for job_info in attached:
+        attached_jobs = [job_info for job_info in active_jobs if _is_attached(job_info)]
+        if attached_jobs:
+            reports = await asyncio.to_thread(
+                _probe_of(self).query, [job_info.external_jobid for job_info in attached_jobs]
+            )
+            for job_info in attached_jobs:
                 if await _settle(self, job_info, reports[job_info.external_jobid]):
                     _probe_of(self).leave([job_info.external_jobid])
                 else:

@@ -92,7 +92,7 @@ class Facts:
         job = job_words(record)
         if self._done():
             return RunState(*self._after_segment(), job)
-        cancelled = files.cancelled(record.token)
+        is_cancelled = files.cancelled(record.token)
         if self.exit_record:
             if self.exit_record.cancelled:
                 return RunState("cancelled", f"{job}; submit the run again to go on", job)
@@ -101,12 +101,12 @@ class Facts:
             return RunState("failed", record.reason)
         if record.phase == "waiting":
             reason = f"not submitted yet: {record.reason}; waits for room"
-            return RunState("cancelled", "before it was submitted", "") if cancelled else RunState("waiting", reason)
+            return RunState("cancelled", "before it was submitted", "") if is_cancelled else RunState("waiting", reason)
         if self.claim is not None and self.claim.alive_here():
             return self._running(job)
         if report is not None and report.state is not JobState.UNKNOWN:
-            return self._by_report(report, job, cancelled)
-        if cancelled:
+            return self._by_report(report, job, is_cancelled)
+        if is_cancelled:
             return RunState("cancelled", f"{job}; submit the run again to go on", job)
         return self._by_processes(report, job)
 
@@ -115,15 +115,15 @@ class Facts:
 
     def _by_hand(self) -> bool:
         """Returns whether the run was trained with `rlhpc train` after the last submission was over."""
-        started, claim, record = number_of(self.status, "started"), self.claim, self.record
-        if started is None or record is None:
+        started_at, claim, record = number_of(self.status, "started"), self.claim, self.record
+        if started_at is None or record is None:
             return False
         if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
             return False
         last_end = max(
             record.submitted, claim.started if claim else 0.0, self.exit_record.end_time if self.exit_record else 0.0
         )
-        return bool(self.exit_record or self._done()) and started > last_end and self.status.get("segment") is None
+        return bool(self.exit_record or self._done()) and started_at > last_end and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
         """Returns whether `status.json` was written by the claim's driver."""

@@ -27,27 +27,29 @@ _MAX_LEFT_LINES = 12
 def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
     """Returns a table of the ranks that have joined, and a line for the jobs in the queue; empty if none ever joined."""
     record, joined_ranks, now = HelperRecord.read(paths), stays(paths), time.time()
-    queued = [] if over else [job for job in record.live() if job.started is None]
+    queued_jobs = [] if over else [job for job in record.live() if job.started is None]
     lines = []
-    if queued:
-        reasons = ", ".join(dict.fromkeys(job.reason for job in queued if job.reason)) or "submitted"
-        lines.append(f"helpers      {len(queued)} job{'s' if len(queued) > 1 else ''} in the queue: {reasons}")
+    if queued_jobs:
+        reasons = ", ".join(dict.fromkeys(job.reason for job in queued_jobs if job.reason)) or "submitted"
+        lines.append(
+            f"helpers      {len(queued_jobs)} job{'s' if len(queued_jobs) > 1 else ''} in the queue: {reasons}"
+        )
     if not joined_ranks:
         return lines
     present_stays = [stay for stay in joined_ranks if stay.left_at is None]
-    departed = [stay for stay in joined_ranks if stay.left_at is not None]
+    departed_stays = [stay for stay in joined_ranks if stay.left_at is not None]
     hours = sum(stay.hours(now) for stay in joined_ranks)
     lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present_stays)} there now, {hours:.2f} hours")
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
-    for stay in [*departed[-_MAX_LEFT_LINES:], *present_stays]:
+    for stay in [*departed_stays[-_MAX_LEFT_LINES:], *present_stays]:
         joined_at, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
         reason = stay.why or ("works" if stay.works else "loads")
         lines.append(
             f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {joined_at:<11}  {left_at:<11}  "
             f"{stay.hours(now):>6.2f}  {reason}"
         )
-    if len(departed) > _MAX_LEFT_LINES:
-        lines.append(f"… and {len(departed) - _MAX_LEFT_LINES} that left before; {paths.attendance.name} has all")
+    if len(departed_stays) > _MAX_LEFT_LINES:
+        lines.append(f"… and {len(departed_stays) - _MAX_LEFT_LINES} that left before; {paths.attendance.name} has all")
     return lines
 
 
@@ -196,15 +198,15 @@ def _robot_lines(paths: RunPaths) -> list[str]:
 
 def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
     """Returns lines with the run's training time in total, and since its latest start."""
-    started, updated_at, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
-    if started is None or updated_at is None:
+    started_at, updated_at, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
+    if started_at is None or updated_at is None:
         return []
     lines = []
     if elapsed is not None:
         lines.append(f"trained for  {duration(elapsed)} in all")
     if run.is_current or run.state in OVER:
         age = "" if run.state in OVER else f", last heard {duration(time.time() - updated_at)} ago"
-        lines.append(f"this start   {duration(updated_at - started)} on {status.get('host', '?')}{age}")
+        lines.append(f"this start   {duration(updated_at - started_at)} on {status.get('host', '?')}{age}")
     return lines
 
 
@@ -349,10 +351,10 @@ def print_logs(
     files = _log_files(paths, group, rank)
     if not files and not follow:
         labels = sorted(set(_log_files(paths, None, None).values()))
-        requested = (
+        requested_text = (
             "" if group is None and rank is None else f" of {group or 'any group'}{'' if rank is None else f'-{rank}'}"
         )
-        raise UserError(f"no logs{requested} in {paths.logs}; there are: {', '.join(labels) or 'none yet'}")
+        raise UserError(f"no logs{requested_text} in {paths.logs}; there are: {', '.join(labels) or 'none yet'}")
     offsets: dict[Path, int] = {}
     for path, label in files.items():
         tail_lines, offsets[path] = _tail(path, lines, start)

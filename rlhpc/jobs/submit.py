@@ -239,8 +239,8 @@ class Submission:
                 if (record := find_job(files)) is not None:
                     request.on_decision(True)
                     return _Job(record, time.monotonic())
-                if request.attempt > 1 and (cancelled := was_cancelled(files)) is not None:
-                    raise cancelled_error(files, cancelled)
+                if request.attempt > 1 and (cancelled_record := was_cancelled(files)) is not None:
+                    raise cancelled_error(files, cancelled_record)
                 self._check_still_requested()
                 request.on_decision(False)
                 return _Job(self._start_job(), None)
@@ -252,8 +252,8 @@ class Submission:
     def _check_still_requested(self) -> None:
         """Raises if the segment was cancelled since the beginning, or if the requester has ended."""
         files = self.files
-        if read_json_file(files.cancel) != self._cancel_mark and (waiting := JobRecord.read(files)) is not None:
-            raise cancelled_error(files, waiting)
+        if read_json_file(files.cancel) != self._cancel_mark and (waiting_record := JobRecord.read(files)) is not None:
+            raise cancelled_error(files, waiting_record)
         if self.wait.requester is not None and self.wait.requester.alive() is False:
             raise WaitInterrupted(
                 f"stopped waiting: who asked for segment {files.segment} of {files.paths.root} is gone"
@@ -327,18 +327,18 @@ class Submission:
         )
         record.write(files)
         try:
-            submitted = self._submitit_executor(record.job_name).submit(job)
+            submitit_job = self._submitit_executor(record.job_name).submit(job)
         except RlhpcError:
             raise
         except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
             raise self._explain_refusal(record, error) from error
-        job_id = str(submitted.job_id)
+        job_id = str(submitit_job.job_id)
         record = replace(
             record,
             job_id=job_id,
             phase="submitted",
             process=ProcessId.of(int(job_id)) if self.executor == "local" else None,
-            job_log=str(submitted.paths.stderr),
+            job_log=str(submitit_job.paths.stderr),
         )
         record.write(files)
         return record

@@ -143,16 +143,16 @@ def address(place: int, name: str = SOCKET) -> str:
 
 def _reach(wait: Wait) -> socket.socket | None:
     """Connects to a watcher that will report on the wait; starts one if none runs."""
-    deadline, started = time.monotonic() + _REACH_S, 0
+    deadline, num_started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
-        while time.monotonic() < deadline and started < _STARTS:
+        while time.monotonic() < deadline and num_started < _STARTS:
             with _open_place() as folder_fd:
                 connection = _connect(folder_fd, json.dumps(request).encode() + b"\n")
                 if connection is not None:
                     return connection
                 if _start(folder_fd):
-                    started += 1
+                    num_started += 1
                 else:
                     time.sleep(0.05)  # another watcher is just starting, or about to end
     except OSError:

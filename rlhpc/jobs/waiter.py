@@ -303,11 +303,11 @@ class Waiter:
                     self.files.mark_cancelled(self.record.token)
             return cancelled_error(self.files, self.record)
         offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
-        removed = next((p for p in (self.files.paths.root, self.files.paths.submit) if not p.is_dir()), None)
-        if removed is not None:
-            folder = "run folder" if removed == self.files.paths.root else "folder of its submissions"
+        path = next((p for p in (self.files.paths.root, self.files.paths.submit) if not p.is_dir()), None)
+        if path is not None:
+            folder = "run folder" if path == self.files.paths.root else "folder of its submissions"
             return FolderRemoved(
-                f"segment {self.files.segment}: the {folder} {removed} was removed while {job_words(self.record)} was pending "
+                f"segment {self.files.segment}: the {folder} {path} was removed while {job_words(self.record)} was pending "
                 "or ran, so the job ended without a result, and its logs may be gone with it\n"
                 "  to go on, put it back from a copy (a snapshot of the file system), then run the same command\n"
                 "  without one, the same command starts "

@@ -145,12 +145,12 @@ def ports(probed: Probed) -> list[Finding]:
                 )
             ]
         return []
-    closed = {node_pair: connection["error"] for node_pair, connection in connections.items() if "error" in connection}
-    if closed:
-        (source_node, peer), reason = next(iter(closed.items()))
+    errors = {node_pair: connection["error"] for node_pair, connection in connections.items() if "error" in connection}
+    if errors:
+        (source_node, peer), reason = next(iter(errors.items()))
         return [
             Finding("fail", "ports",
-                 f"{len(closed)} of {len(connections)} connections between nodes fail: {source_node} → {peer}: {reason}",
+                 f"{len(errors)} of {len(connections)} connections between nodes fail: {source_node} → {peer}: {reason}",
                  "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
         ]  # fmt: skip
     slowest = max(connection["ms"] for connection in connections.values())
@@ -281,8 +281,8 @@ def python(probed: Probed, executable: str = sys.executable) -> list[Finding]:
             return (
                 f"have Python {'.'.join(map(str, report['python']))} ({report['executable']}), here it is {executable}"
             )
-        missing = [name for name, is_installed in report["packages"].items() if not is_installed]
-        return f"have no {', '.join(missing)} in {report['executable']}" if missing else None
+        missing_packages = [name for name, is_installed in report["packages"].items() if not is_installed]
+        return f"have no {', '.join(missing_packages)} in {report['executable']}" if missing_packages else None
 
     return _lines(
         probed, "Python", judge, "fail", "install rlhpc on a filesystem of all nodes",

@@ -33,8 +33,8 @@ def say(kind: str, content: dict[str, Any]) -> None:
     encoded = base64.b64encode(json.dumps({"kind": kind, **content}).encode()).decode()
     pieces = [encoded[i : i + _PIECE] for i in range(0, len(encoded), _PIECE)]
     task = os.environ.get("SLURM_PROCID", "0")
-    for number, piece in enumerate(pieces):
-        os.write(1, f"{MARK} {task} {kind} {number} {len(pieces)} {piece}\n".encode())
+    for piece_index, piece in enumerate(pieces):
+        os.write(1, f"{MARK} {task} {kind} {piece_index} {len(pieces)} {piece}\n".encode())
 
 
 def node_name() -> str:

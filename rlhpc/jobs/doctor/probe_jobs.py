@@ -90,17 +90,17 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
         nodes = facts.nodes_of(partition)
         gpu_nodes = [node for node in nodes if first_group.matches(node.get("Gres", ""))]
         wants_gpus = bool(gpu_nodes) and (first_group.gres is not None or len(gpu_nodes) == len(nodes))
-        ready = sum(usable(node) for node in (gpu_nodes if wants_gpus else nodes))
+        num_ready = sum(usable(node) for node in (gpu_nodes if wants_gpus else nodes))
         options = [
             f"--{key}={option_value}" for key in ("account", "qos") if (option_value := getattr(first_group, key))
         ]
         if first_group.constraint and len({group.constraint for group in groups}) == 1:
             options.append(f"--constraint={first_group.constraint}")
-        count = max(1, min(most_nodes, ready))
+        count = max(1, min(most_nodes, num_ready))
         labels = tuple(group.label for group in groups)
         gpus = min(2, *(first_group.matches(node.get("Gres", "")) for node in gpu_nodes)) if wants_gpus else 0
         gres = f"{first_group.gres or 'gpu'}:{gpus}" if wants_gpus else None
-        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, ready))
+        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, num_ready))
     return jobs
 
 
@@ -175,9 +175,9 @@ class _Step:
             fields = line.split()
             if len(fields) != 6 or fields[0] != node_probe.MARK:
                 continue
-            _, task, kind, number, total, piece = fields
+            _, task, kind, piece_index, total, piece = fields
             pieces = self._pieces.setdefault((task, kind), {})
-            pieces[int(number)] = piece
+            pieces[int(piece_index)] = piece
             if len(pieces) == int(total):
                 encoded = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
                 self._take(task, kind, json.loads(encoded))
@@ -341,23 +341,25 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
 
 def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
     """Yields the jobs as they start; cancels those that do not start in time."""
-    waiting = {job.job_id: job for job in jobs if job.job_id}
+    waiting_jobs = {job.job_id: job for job in jobs if job.job_id}
     deadline = time.monotonic() + start_s
-    while waiting:
-        squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting)}", "--format=%A|%T|%r")
+    while waiting_jobs:
+        squeue_output = ask(
+            "squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting_jobs)}", "--format=%A|%T|%r"
+        )
         rows = [line.strip().split("|") for line in squeue_output.text.splitlines()]
-        for job_id, state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting):
-            waiting[job_id].reason = reason if state == "PENDING" else state
+        for job_id, state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting_jobs):
+            waiting_jobs[job_id].reason = reason if state == "PENDING" else state
             if state == "RUNNING":
-                yield waiting.pop(job_id)
+                yield waiting_jobs.pop(job_id)
             elif state not in ("PENDING", "CONFIGURING"):
-                waiting.pop(job_id).fail(f"its job ended as {state} ({reason})")
-        if waiting and time.monotonic() > deadline:
-            for job in waiting.values():
+                waiting_jobs.pop(job_id).fail(f"its job ended as {state} ({reason})")
+        if waiting_jobs and time.monotonic() > deadline:
+            for job in waiting_jobs.values():
                 job.fail(f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})")
-            ask("scancel", *waiting)
+            ask("scancel", *waiting_jobs)
             return
-        if waiting:
+        if waiting_jobs:
             time.sleep(_POLL_S)
 
 

@@ -29,14 +29,16 @@ _LEAST_JOB_AGE_S = 120
 
 
 def commands(which: Callable[[str], str | None]) -> Finding:
-    missing = [name for name in COMMANDS if not which(name)]
-    if len(missing) == len(COMMANDS):
+    missing_commands = [name for name in COMMANDS if not which(name)]
+    if len(missing_commands) == len(COMMANDS):
         return Finding(
             "warn", "Slurm commands", "none here, so this machine alone was looked at",
             "on a cluster, call this on a login node (or load its slurm module)",
         )  # fmt: skip
-    if missing:
-        return Finding("fail", "Slurm commands", f"not found: {', '.join(missing)}", "put Slurm's bin folder on PATH")
+    if missing_commands:
+        return Finding(
+            "fail", "Slurm commands", f"not found: {', '.join(missing_commands)}", "put Slurm's bin folder on PATH"
+        )
     return Finding("pass", "Slurm commands", ", ".join(COMMANDS))
 
 
@@ -47,10 +49,12 @@ def version(facts: SlurmFacts) -> Finding:
     version_text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
     if version_number < _OLDEST_SLURM:
         return Finding("fail", "Slurm version", version_text, "srun --overlap came with 20.11; ask for an upgrade")
-    tested = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
+    tested_versions = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
     if version_number < TESTED_SLURM[0]:
-        return Finding("warn", "Slurm version", version_text, f"rlhpc is tested with {tested}; try a short run first")
-    return Finding("pass", "Slurm version", f"{version_text}; rlhpc is tested with {tested}")
+        return Finding(
+            "warn", "Slurm version", version_text, f"rlhpc is tested with {tested_versions}; try a short run first"
+        )
+    return Finding("pass", "Slurm version", f"{version_text}; rlhpc is tested with {tested_versions}")
 
 
 def controller(facts: SlurmFacts) -> Finding:
@@ -62,7 +66,7 @@ def controller(facts: SlurmFacts) -> Finding:
 def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
     """Checks that the site's partitions exist, are up, and have working nodes."""
     lines = []
-    existing = [record.get("PartitionName", "") for record in facts.partitions]
+    partition_names = [record.get("PartitionName", "") for record in facts.partitions]
     for name in dict.fromkeys(group.partition for group in site.groups):
         subject = f"partition {name or '(default)'}"
         labels = ", ".join(group.label for group in site.groups if group.partition == name)
@@ -70,12 +74,15 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
         if record is None and name is None:
             lines.append(
                 Finding(
-                    "fail", subject, f"there is none; there are: {', '.join(existing)}", "name one in the site file"
+                    "fail",
+                    subject,
+                    f"there is none; there are: {', '.join(partition_names)}",
+                    "name one in the site file",
                 )
             )
         elif record is None:
             lines.append(
-                Finding("fail", subject, f"there is no such partition; there are: {', '.join(existing)}",
+                Finding("fail", subject, f"there is no such partition; there are: {', '.join(partition_names)}",
                      f"correct partition of {labels} in the site file")
             )  # fmt: skip
         elif record.get("State", "UP") != "UP":
@@ -95,8 +102,8 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
 def _nodes_line(subject: str, facts: SlurmFacts, name: str | None) -> Finding:
     nodes = facts.nodes_of(name)
     unavailable = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
-    ready, num_asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
-    summary = f"up; {len(nodes)} nodes, {ready} of them free"
+    num_ready, num_asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
+    summary = f"up; {len(nodes)} nodes, {num_ready} of them free"
     if num_asleep:
         summary += f", {num_asleep} asleep, which Slurm starts for jobs"
     if len(unavailable) == len(nodes):
@@ -110,18 +117,18 @@ def _nodes_line(subject: str, facts: SlurmFacts, name: str | None) -> Finding:
 
 def accounts(facts: SlurmFacts, site: Site) -> list[Finding]:
     """Checks that the site's account and QOS exist, if sacctmgr answers."""
-    requested = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
+    account_qos_pairs = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
     if facts.associations.code != 0:
         return [
             Finding("warn", "account", f"{_words(account, qos)} could not be looked up: {facts.associations.words}",
                  "a wrong one shows when a job is submitted")
-            for account, qos in sorted(requested, key=str)
+            for account, qos in sorted(account_qos_pairs, key=str)
         ]  # fmt: skip
     rows = [line.strip().split("|") for line in facts.associations.text.splitlines() if line.count("|") >= 2]
     user_accounts = sorted({row[0] for row in rows})
     enforced = "associations" in facts.config.get("AccountingStorageEnforce", "").lower()
     lines = []
-    for account, qos in sorted(requested, key=str):
+    for account, qos in sorted(account_qos_pairs, key=str):
         matching_rows = [row for row in rows if account in (None, row[0])]
         levels = sorted({name for row in matching_rows for name in row[2].split(",") if name})
         if account and not matching_rows:
@@ -140,7 +147,7 @@ def accounts(facts: SlurmFacts, site: Site) -> list[Finding]:
             )  # fmt: skip
         else:
             lines.append(Finding("pass", "account", _words(account, qos)))
-    if not requested and enforced and not rows:
+    if not account_qos_pairs and enforced and not rows:
         lines.append(
             Finding(
                 "fail", "account", "you have none, and jobs need one", "ask for an account and name it in the site file"
@@ -223,13 +230,13 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
         return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {reason}", way_out)
     is_allowed = any(job.requeue == "1" for job in jobs)
     if default == "0":
-        allowed = (
+        requeue_text = (
             "a job that asks for it may (Requeue=1 on the probe)"
             if is_allowed
             else "no probe showed whether a job may ask"
         )
         return Finding(
-            "warn", subject, f"disabled by default (JobRequeue=0); {allowed}",
+            "warn", subject, f"disabled by default (JobRequeue=0); {requeue_text}",
             "rlhpc asks with --requeue; jobs of scripts of your own need it, too",
         )  # fmt: skip
     return Finding("pass", subject, f"JobRequeue={default}" + (", Requeue=1 on the probe" if is_allowed else ""))
@@ -284,10 +291,10 @@ def walltime(facts: SlurmFacts, site: Site) -> list[Finding]:
             continue
         subject, max_time = f"walltime of {group.label}", record.get("MaxTime", "UNLIMITED")
         default = record.get("DefaultTime", "NONE")
-        requested, max_minutes = _minutes(group.time), _minutes(max_time)
-        minutes = requested or _minutes(default) or max_minutes
+        requested_minutes, max_minutes = _minutes(group.time), _minutes(max_time)
+        minutes = requested_minutes or _minutes(default) or max_minutes
         summary = f"{group.time or f'not set (the partition has {default})'}; at most {max_time}"
-        if requested is not None and max_minutes is not None and requested > max_minutes:
+        if requested_minutes is not None and max_minutes is not None and requested_minutes > max_minutes:
             lines.append(Finding("fail", subject, summary, f"lower time in the site file to {max_time}"))
         elif minutes is not None and site.signal_lead_s > minutes * 60 / 2:
             lines.append(
@@ -321,13 +328,13 @@ def preemption(facts: SlurmFacts, site: Site) -> list[Finding]:
         if record is None or mode == "OFF":
             continue
         grace = seconds_of(record.get("GraceTime", "0")) or 0
-        warned = "preempt_send_user_signal" in facts.config.get("SlurmctldParameters", "")
-        summary = f"PreemptMode={mode}, GraceTime={grace}" + (", preempt_send_user_signal" if warned else "")
+        has_user_signal = "preempt_send_user_signal" in facts.config.get("SlurmctldParameters", "")
+        summary = f"PreemptMode={mode}, GraceTime={grace}" + (", preempt_send_user_signal" if has_user_signal else "")
         if mode == "CANCEL":
             lines.append(
                 Finding("warn", subject, summary, "a preempted run ends; start it again with the same command")
             )
-        elif mode == "REQUEUE" and not (grace and warned):
+        elif mode == "REQUEUE" and not (grace and has_user_signal):
             lines.append(
                 Finding("warn", subject, f"{summary}: a preempted run is not warned, and loses the steps since its last "
                      "checkpoint", "save often (runner.save_interval), or ask for a GraceTime and preempt_send_user_signal")

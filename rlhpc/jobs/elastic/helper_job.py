@@ -49,24 +49,24 @@ class HelperJob:
 
     def __call__(self) -> None:
         """Runs until all ranks have ended, and exits with the greatest of their exit codes."""
-        started = list[subprocess.Popen[bytes]]()
+        rank_processes = list[subprocess.Popen[bytes]]()
         for leave_signal in _LEAVE:
-            signal.signal(leave_signal, lambda signum, _: _pass_on(started, signum))
+            signal.signal(leave_signal, lambda signum, _: _pass_on(rank_processes, signum))
         signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         for rank in range(self.ranks):
             # leaves if the job's process is killed
             process = start_bound_to_parent(
                 self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
             )
-            started.append(process)
+            rank_processes.append(process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
-        while any(process.poll() is None for process in started):
-            if any((process.returncode or 0) < 0 for process in started):
+        while any(process.poll() is None for process in rank_processes):
+            if any((process.returncode or 0) < 0 for process in rank_processes):
                 _pass_on(
-                    started, signal.SIGTERM
+                    rank_processes, signal.SIGTERM
                 )  # a rank was killed: the job ends, so that the driver does not wait for it
             time.sleep(_POLL_S)
-        if code := max(abs(process.returncode) for process in started):
+        if code := max(abs(process.returncode) for process in rank_processes):
             sys.exit(code)
 
     def _command(self) -> list[str]:
@@ -85,8 +85,8 @@ class HelperJob:
         environment = {**os.environ, "SLURM_CPUS_PER_TASK": str(max(1, cores // self.ranks))}
         if self.accelerators:
             visible = visible_accelerators(os.environ)
-            assigned = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
+            assigned_devices = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assigned_devices)
         return environment
 
 

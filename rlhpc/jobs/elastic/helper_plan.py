@@ -148,11 +148,11 @@ class Rule:
         if (surplus := len(live_jobs) - self._target) > 0:
             order = sorted(range(len(live_jobs)), key=lambda at: (live_jobs[at].state != "queued", -at))
             return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, why=reason)
-        missing = min(-surplus, self._affordable(state))
-        if missing <= 0 or self._pauses(state):
+        num_missing = min(-surplus, self._affordable(state))
+        if num_missing <= 0 or self._pauses(state):
             return Decision(target=ranks, why=reason)
         only_if_soon = state.requested_ranks is None and len(live_jobs) * bounds.per_job >= bounds.min_ranks
-        return Decision(missing, only_if_soon, target=ranks, why=reason)
+        return Decision(num_missing, only_if_soon, target=ranks, why=reason)
 
     def not_soon(self, live: int) -> None:
         """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
@@ -192,8 +192,8 @@ class Rule:
         bounds = self.bounds
         if bounds.budget is None:
             return len(state.jobs) + bounds.max_ranks
-        reserved = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
-        return max(0, int((bounds.budget - state.spent - reserved) / bounds.hours_per_job + 1e-9))
+        reserved_hours = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
+        return max(0, int((bounds.budget - state.spent - reserved_hours) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
     def _pauses(state: ClusterState) -> bool:
@@ -282,9 +282,11 @@ def _plan(
 ) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
     group_ranks = placements.get(group) or ()
-    configured = read_key(raw, "accelerators_per_rank")
+    ranks_accelerators = read_key(raw, "accelerators_per_rank")
     accelerators = (
-        int(configured) if configured is not None else max((len(rank.accelerators) for rank in group_ranks), default=0)
+        int(ranks_accelerators)
+        if ranks_accelerators is not None
+        else max((len(rank.accelerators) for rank in group_ranks), default=0)
     )
     options: list[tuple[str, str]] = [
         (key, str(option_value))

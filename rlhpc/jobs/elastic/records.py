@@ -86,8 +86,8 @@ class HelperJobRecord:
             walltime_s: Its time limit.
         """
         num_joined, start = max(self.joined, ranks), self.started
-        cancelled = self.leaving is not None and state == JobState.CANCELLED.value
-        if start is None and (num_joined or not cancelled):
+        was_cancelled = self.leaving is not None and state == JobState.CANCELLED.value
+        if start is None and (num_joined or not was_cancelled):
             start = max(last_seen, now - walltime_s)
         end_time = now if start is None else min(now, max(last_seen, start + walltime_s))
         return replace(self, state=state, joined=num_joined, started=start, finished=end_time)
