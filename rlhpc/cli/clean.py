@@ -31,12 +31,12 @@ def _clean(args: argparse.Namespace) -> int:
         if scratch := load_site(site).get("scratch"):
             os.environ["RLHPC_SCRATCH"] = str(expand_home(str(scratch)))
     node = node_name().split(".")[0]
-    removed, live_segments = remove_stale(), live()
-    for path in removed:
+    removed_paths, live_segments = remove_stale(), live()
+    for path in removed_paths:
         print(f"{node}: removed {path}")
     for path in live_segments:
         print(f"{node}: left {path}, which a live run has")
-    if not removed and not live_segments:
+    if not removed_paths and not live_segments:
         print(f"{node}: nothing to remove")
     return 0
 

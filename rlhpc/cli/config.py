@@ -80,20 +80,30 @@ def _import(args: argparse.Namespace) -> int:
     output = check_file("--output", expand_home(args.output)) if args.output else None
     if output is not None and output.exists() and output.resolve() == path.resolve():
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
-    composed = compose(path.resolve())
-    translation = translate(composed, args.subject)
+    composed_config = compose(path.resolve())
+    translation = translate(composed_config, args.subject)
     override_values = dict(map(parse_override, args.overrides))
     schema = find_kind(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str)).schema
     for key, keys in translation.origin.items():
-        if len(keys) == 1 and keys[0] in composed.texts and translation.ours[key] == composed.leaves[keys[0]]:
+        if (
+            len(keys) == 1
+            and keys[0] in composed_config.texts
+            and translation.ours[key] == composed_config.leaves[keys[0]]
+        ):
             translation.ours[key] = typed_value(
-                Scalar(translation.ours[key], composed.texts[keys[0]]), schema.kind(key)
+                Scalar(translation.ours[key], composed_config.texts[keys[0]]), schema.kind(key)
             )
     for key, value in override_values.items():
         translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
     config_text = written(translation, args.subject, "RLinf")
     sys.stderr.write(
-        report(translation, args.subject, "RLinf", composed.files, _verdict(config_text, str(output or args.subject)))
+        report(
+            translation,
+            args.subject,
+            "RLinf",
+            composed_config.files,
+            _verdict(config_text, str(output or args.subject)),
+        )
     )
     _write(config_text, output)
     return 0

@@ -49,11 +49,11 @@ class TopParser(_Parser):
 
     def format_help(self) -> str:
         summaries = {name: command.description or "" for name, command in self.commands.items()}
-        grouped = [name for names in self.groups.values() for name in names]
-        ungrouped = [name for name in summaries if name not in grouped]
+        grouped_names = [name for names in self.groups.values() for name in names]
+        ungrouped_names = [name for name in summaries if name not in grouped_names]
         width = max(map(len, summaries)) + 4
         lines = ["usage: rlhpc command [arguments] [key=value …]", "", str(self.description), ""]
-        for title, names in {**self.groups, **({"Other": ungrouped} if ungrouped else {})}.items():
+        for title, names in {**self.groups, **({"Other": ungrouped_names} if ungrouped_names else {})}.items():
             lines.append(f"{title}:")
             for name in names:
                 summary_lines = textwrap.wrap(summaries[name], 100 - width)

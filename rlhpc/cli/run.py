@@ -150,8 +150,8 @@ def _run(args: argparse.Namespace) -> int:
         sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
         tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))
     with _workflow_log(paths.logs) as path:
-        saved = [step for step, _ in paths.complete_steps()]
-        start_text = f", from step {saved[-1]} on" if saved else ""
+        saved_steps = [step for step, _ in paths.complete_steps()]
+        start_text = f", from step {saved_steps[-1]} on" if saved_steps else ""
         say(
             f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{start_text}; Snakemake log: {near(path)}"
         )
@@ -348,12 +348,12 @@ def _stop(
     else:
         from rlhpc.jobs.status import run_state
 
-        saved = sum(bool(track.paths.complete_steps()) for track in tracks.values())
+        num_saved = sum(bool(track.paths.complete_steps()) for track in tracks.values())
         running_names = [
             name for name, track in tracks.items() if run_state(track.paths)[0] in ("running", "waiting", "pending")
         ]
         root = next(iter(tracks.values())).paths.root.parent
-        say(f"interrupted; {saved} of {len(tracks)} runs have saved something")
+        say(f"interrupted; {num_saved} of {len(tracks)} runs have saved something")
         if running_names and not is_hurried:
             say(f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(near(root))}")
     say(f"go on: {same_command(args)}")
@@ -365,16 +365,16 @@ def _tell_saved(track: Track, hurried: bool) -> None:
     from rlhpc.jobs.status import run_state
 
     steps = [step for step, _ in track.paths.complete_steps()]
-    saved = (
+    saved_text = (
         f"saved up to step {steps[-1]} of {track.total} in {near(track.paths.root)}"
         if steps
         else "nothing is saved yet"
     )
     if not hurried and run_state(track.paths)[0] in ("running", "waiting"):
-        say(f"interrupted; its job goes on ({saved})")
+        say(f"interrupted; its job goes on ({saved_text})")
         say(f"stop it: rlhpc cancel {shlex.quote(near(track.paths.root))}")
     else:
-        say(f"interrupted; {saved}")
+        say(f"interrupted; {saved_text}")
 
 
 def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:

@@ -20,7 +20,7 @@ def _scale(args: argparse.Namespace) -> int:
 
     paths = run_paths(args.run)
     bounds = _bounds(paths)
-    requested = {
+    requested_ranks = {
         group: num_requested
         for request_word in (args.number, *args.overrides)
         for group, num_requested in [_parse_request(request_word, bounds)]
@@ -31,13 +31,13 @@ def _scale(args: argparse.Namespace) -> int:
         for group, num_requested in (read_json_file(paths.asked_ranks) or {}).items()
         if group in bounds
     }
-    all_requests = {**previous_requests, **requested}
+    all_requests = {**previous_requests, **requested_ranks}
     write_json(
         paths.asked_ranks,
         {group: num_requested for group, num_requested in all_requests.items() if num_requested is not None},
     )
     live_jobs = HelperRecord.read(paths).live()
-    for group, num_requested in requested.items():
+    for group, num_requested in requested_ranks.items():
         num_present = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
         queued = sum(job.started is None and job.group == group for job in live_jobs)
         number_text = "as many as the rule says" if num_requested is None else f"{num_requested}"

@@ -72,10 +72,10 @@ def _report(args: argparse.Namespace) -> int:
     from rlhpc.runs.report import write_report
 
     paths = run_paths(args.run, args.overrides)
-    closed = unwritable(paths.report.parent)
-    if closed and not args.curves:
+    write_error = unwritable(paths.report.parent)
+    if write_error and not args.curves:
         raise ConfigError(
-            f"{paths.report}: {closed}; --curves FOLDER writes the page, the pictures and the numbers elsewhere"
+            f"{paths.report}: {write_error}; --curves FOLDER writes the page, the pictures and the numbers elsewhere"
         )
     if args.curves:
         check_folder("--curves", Path(args.curves))
@@ -84,7 +84,7 @@ def _report(args: argparse.Namespace) -> int:
         for path in write_curves(paths, Path(args.curves)):
             print(path)
         print(write_report(paths, Path(args.curves) / "page.html"))
-    if not closed:
+    if not write_error:
         print(write_report(paths))
     return 0
 

@@ -60,20 +60,20 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
     resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
     if sweep is not None:
-        skipped = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
+        skipped_checks = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
         print(render_plan_of(sweep, args.launcher))
-        _print_skipped(skipped)
+        _print_skipped(skipped_checks)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)
     if (sft_source := sft_of(args.config, cfg, args.site)) is not None:
         sft_export(args.config, cfg, sft_source)
     try:
-        skipped = check_planned(cfg, resources)
+        skipped_checks = check_planned(cfg, resources)
     except UserError:
         with contextlib.suppress(RlhpcError):  # sizes and placement are useful all the same
             _print_plan(args, cfg, [])
         raise
-    plan = _print_plan(args, cfg, skipped)
+    plan = _print_plan(args, cfg, skipped_checks)
     refuse_overfull(cfg, args.config, plan.launcher)
     return 0
 
@@ -86,9 +86,9 @@ def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Chec
 
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
-    if unused := find_unused(args.config, args.overrides, site=args.site):
+    if unused_entries := find_unused(args.config, args.overrides, site=args.site):
         print("\nno effect in this configuration:")
-        print("\n".join(f"  {key}" for key in unused))
+        print("\n".join(f"  {key}" for key in unused_entries))
     if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), measure=args.measure):
         print(f"\n{memory}")
     _print_skipped(skipped)
@@ -150,8 +150,10 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     steps = [step for step, _ in paths.complete_steps()]
-    saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
-    message = f"rlhpc: interrupted; {saved}"
+    saved_text = (
+        f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
+    )
+    message = f"rlhpc: interrupted; {saved_text}"
     if MAX_RESTARTS in os.environ:
         return message  # in a job, the submitter prints how to continue
     command_words = [
@@ -206,7 +208,7 @@ def _submit(args: argparse.Namespace) -> int:
         )
     check_same_run(paths, cfg, resume_with=args.resume_with)
     make_longer(paths, cfg, args.segment, wait=True)
-    submitted = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config)
+    submitted_config = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
     answers = not sys.stdout.isatty()  # for scripts
 
@@ -215,14 +217,14 @@ def _submit(args: argparse.Namespace) -> int:
 
     request = SubmitRequest(
         run_root=paths.root,
-        command=driver_command(submitted.path, flags, segment=args.segment),
+        command=driver_command(submitted_config.path, flags, segment=args.segment),
         segment=args.segment,
         executor=executor,
         environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else {},
         slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else {},
         max_restarts=cfg.runner.max_restarts,
         attempt=args.attempt,
-        on_decision=submitted,
+        on_decision=submitted_config,
     )
     wait = WaitOptions(
         enabled=not args.no_wait,

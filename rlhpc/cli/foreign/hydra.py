@@ -82,21 +82,21 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
     defaults = scalar_values(content.pop("defaults", None)) or []
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {short_repr(defaults)}; Hydra has a list there")
-    merged: dict[str, Any] = {}
+    merged_content: dict[str, Any] = {}
     has_self_entry = False
     for default in defaults:
         if default == "_self_":
             has_self_entry = True
-            merged = _merge(merged, content)
+            merged_content = _merge(merged_content, content)
             continue
         for group, package in _groups(default, path, composed):
             file = _find(group, path, search)
             subtree = _read(file, composed, (*chain, path), search)
             for name in reversed(package):
                 subtree = {name: subtree}
-            merged = _merge(merged, subtree)
+            merged_content = _merge(merged_content, subtree)
     composed.files.append(path)
-    return merged if has_self_entry else _merge(merged, content)
+    return merged_content if has_self_entry else _merge(merged_content, content)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -157,11 +157,13 @@ def _find(name: str, path: Path, search: list[Path]) -> Path:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+    merged_section = dict(below)
     for key, value in above.items():
-        below_value = merged.get(key)
-        merged[key] = _merge(below_value, value) if isinstance(below_value, dict) and isinstance(value, dict) else value
-    return merged
+        below_value = merged_section.get(key)
+        merged_section[key] = (
+            _merge(below_value, value) if isinstance(below_value, dict) and isinstance(value, dict) else value
+        )
+    return merged_section
 
 
 def _resolve(tree: dict[str, Any], composed: Composed) -> None:

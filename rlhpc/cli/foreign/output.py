@@ -132,7 +132,7 @@ def _value(value: Any) -> str:
 
 
 def _group_by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    grouped: dict[str, list[str]] = {}
+    keys_by_reason: dict[str, list[str]] = {}
     for key, reason in reasons.items():
-        grouped.setdefault(reason, []).append(key)
-    return list(grouped.items())
+        keys_by_reason.setdefault(reason, []).append(key)
+    return list(keys_by_reason.items())

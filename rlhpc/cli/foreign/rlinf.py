@@ -35,28 +35,28 @@ def translate(composed: Composed, source: str) -> Translation:
         )
     if task == "embodied" and loss in LOSSES:
         description = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
-        rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
+        rows, unmatched_keys = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
         defaults = rlinf_defaults.EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
         description = "off_policy (SAC)"
-        rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
+        rows, unmatched_keys = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
         defaults = rlinf_defaults.SAC
     elif task == "reasoning":
-        description, rows, unmatched = (
+        description, rows, unmatched_keys = (
             f"reasoning ({leaves.get('algorithm.adv_type')})",
             [*RUN, *rlinf_language.ROWS],
             LANGUAGE,
         )
         if rlinf_defaults.has_critic(leaves):
-            rows, unmatched = [*rows, *rlinf_language.CRITIC], [*unmatched, *CRITIC]
+            rows, unmatched_keys = [*rows, *rlinf_language.CRITIC], [*unmatched_keys, *CRITIC]
         defaults = rlinf_defaults.language_defaults(leaves)
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
             f"task_type embodied with loss_type {', '.join(LOSSES)} or embodied_sac, and task_type reasoning"
         )
-    resolved = {key: value for key, value in leaves.items() if key not in composed.unresolved}
-    translation = translated(description, resolved, rows, [*unmatched, *EVERYWHERE], defaults)
+    resolved_leaves = {key: value for key, value in leaves.items() if key not in composed.unresolved}
+    translation = translated(description, resolved_leaves, rows, [*unmatched_keys, *EVERYWHERE], defaults)
     translation.foreign = dict(leaves)
     translation.omitted |= {
         key: (f"its reference cannot be followed: {reason}", True) for key, reason in composed.unresolved.items()
@@ -76,8 +76,8 @@ def _loggers(read: Reading) -> Any:
 
 def _logger_options(read: Reading) -> Any:
     project = read("runner.logger.project_name")
-    tracked = [n for n in read.leaves.get("runner.logger.logger_backends") or () if n in ("wandb", "swanlab")]
-    return {name: {"project": str(project)} for name in tracked} if project and tracked else UNSET
+    tracking_backends = [n for n in read.leaves.get("runner.logger.logger_backends") or () if n in ("wandb", "swanlab")]
+    return {name: {"project": str(project)} for name in tracking_backends} if project and tracking_backends else UNSET
 
 
 def _steps(read: Reading) -> Any:

@@ -115,14 +115,14 @@ def translated(
         defaults: Values that the foreign project uses for omitted keys.
     """
     read, translation = Reading(leaves, defaults), Translation(kind, foreign=dict(leaves))
-    idle: set[str] = set()
+    unused_keys: set[str] = set()
     for rlhpc_key, rule in rules:
         read.looked = set()
         translated_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
         keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
         if translated_value is UNSET or (translated_value is None and isinstance(rule, str)):
             for key in keys_read:
-                idle.add(key)
+                unused_keys.add(key)
             continue
         translation.ours[rlhpc_key] = translated_value
         translation.origin[rlhpc_key] = [key for key in keys_read if key in leaves]
@@ -131,7 +131,7 @@ def translated(
     for key, translated_value in leaves.items():
         if key in read.reasons:
             translation.omitted[key] = read.reasons[key]
-        elif key in idle and key not in used_keys:
+        elif key in unused_keys and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
             translation.omitted[key] = _reason(key, translated_value, unmatched)
