@@ -75,14 +75,14 @@ def unused_keys(
         defaults: Key → its default. A key that was set to its default is not reported.
     """
     rows = list(table)
-    unused = []
+    unused_entries = []
     for key, source in sorted(sources.items()):
         user_value = _plain(select(cfg, key))
         if key in defaults and user_value == defaults[key]:
             continue
         if row := next((row for row in rows if row.names(key) and not row.holds(cfg)), None):
-            unused.append(UnusedKey(key, user_value, source, row.reason))
-    return unused
+            unused_entries.append(UnusedKey(key, user_value, source, row.reason))
+    return unused_entries
 
 
 def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
@@ -95,8 +95,8 @@ def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) ->
         content: Content of that file.
     """
     runner = content.get("runner")
-    saved = isinstance(runner, Mapping) and runner.keys() >= ALWAYS_SAVED
-    files = () if saved else (path,)
+    is_saved_config = isinstance(runner, Mapping) and runner.keys() >= ALWAYS_SAVED
+    files = () if is_saved_config else (path,)
     return {key: source for key, source in layers.sources.items() if source in files or source.startswith("override ")}
 
 

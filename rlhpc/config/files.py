@@ -34,9 +34,13 @@ def find_config(path: str | Path) -> Path:
             "no configuration file: its path is empty; give a .yaml file, such as configs/quickstart.yaml"
         )
     location = expand_home(path)
-    shipped = share.path(*location.parts)
+    shipped_path = share.path(*location.parts)
     try:
-        return shipped if not location.exists() and not location.is_absolute() and shipped.is_file() else location
+        return (
+            shipped_path
+            if not location.exists() and not location.is_absolute() and shipped_path.is_file()
+            else location
+        )
     except OSError as error:
         raise ConfigError(f"no configuration file {cut(str(path))}: {error.strerror}") from None
 
@@ -96,8 +100,8 @@ def _resolve_defaults(
         raise ConfigError(
             f"{path}: defaults has {short_repr(invalid_names[0])}; give a list of files, as paths relative to this one"
         )
-    included = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
-    return [*included, (path, content)]
+    included_files = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
+    return [*included_files, (path, content)]
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:

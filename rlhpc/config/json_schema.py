@@ -143,8 +143,8 @@ class _Sections:
             section = self._define(key.type.__name__, self._properties(key.type, f"{key.path}.", tree))
             return {"description": key.doc, **section}
         if (element := element_of(key.type)) is not None:
-            item = self._define(element.__name__, self._properties(element, f"{key.path}[].", tree))
-            return {"description": describe(key), "type": "array", "items": item}
+            element_schema = self._define(element.__name__, self._properties(element, f"{key.path}[].", tree))
+            return {"description": describe(key), "type": "array", "items": element_schema}
         return {"description": describe(key), **_default(key), **_value(key)}
 
 

@@ -167,9 +167,9 @@ def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
     """
     cfg = layers.cfg
     try:
-        missing = [*sorted(OmegaConf.missing_keys(cfg)), *kind.missing(cfg)]
-        if missing:
-            raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
+        missing_keys = [*sorted(OmegaConf.missing_keys(cfg)), *kind.missing(cfg)]
+        if missing_keys:
+            raise ConfigError(f"{source}: {missing_keys[0]} is missing; set it in the file or with {missing_keys[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""

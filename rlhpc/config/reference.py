@@ -73,8 +73,8 @@ def _sections(cls: type, prefix: str, keys: Mapping[str, ConfigKey]) -> dict[str
             type_text = f"list of `{key.path}[]`"
         else:
             type_text = words_of(key.type).replace("|", "or")
-        if allowed := (key.range or ANY).short():
-            type_text = f"{type_text}, {allowed}"
+        if range_text := (key.range or ANY).short():
+            type_text = f"{type_text}, {range_text}"
         row = _Row(key.path, type_text, default_text(key.default), key.doc)
         if prefix or element is None:
             rows.append(row)
@@ -109,7 +109,7 @@ def describe_key(path: str, schemas: Mapping[str, DescribedKeys]) -> str:
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
         names_by_text.setdefault(_describe(key), []).append(name)
-    return "\n\n".join(f"{path} ({', '.join(names)})\n{text}" for text, names in names_by_text.items())
+    return "\n\n".join(f"{path} ({', '.join(names)})\n{key_text}" for key_text, names in names_by_text.items())
 
 
 def _canonical(path: str, paths: Collection[str]) -> str:
@@ -135,8 +135,8 @@ def _describe(key: ConfigKey) -> str:
     rows = {"type": words_of(key.type).replace("|", "or")}
     if (element := element_of(key.type)) is not None:
         rows["type"] = f"list of sections with {', '.join(fields_of(element))}"
-    if allowed := (key.range or ANY).short():
-        rows["range"] = allowed
+    if range_text := (key.range or ANY).short():
+        rows["range"] = range_text
     if key.choices:
         rows["choices"] = ", ".join(key.choices)
     if names := key.names():
@@ -145,7 +145,7 @@ def _describe(key: ConfigKey) -> str:
     rows["on resume"] = _ON_RESUME[key.on_resume]
     width = max(map(len, rows)) + 2
     lines = textwrap.wrap(key.doc, 98, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join([*lines, *(f"  {name + ':':<{width}}{text}" for name, text in rows.items())])
+    return "\n".join([*lines, *(f"  {name + ':':<{width}}{row_text}" for name, row_text in rows.items())])
 
 
 def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -> str:
@@ -165,8 +165,8 @@ def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -
     for name, task_types in owners.items():
         doc = trees[task_types[0]][f"{path}.{name}"].doc
         task_types_text = "" if len(task_types) == len(trees) else f" ({', '.join(task_types)})"
-        text = textwrap.shorten(doc, max(98 - width - len(task_types_text), 40), placeholder=" …")
-        lines.append(f"  {name:<{width}}{text}{task_types_text}")
+        doc_text = textwrap.shorten(doc, max(98 - width - len(task_types_text), 40), placeholder=" …")
+        lines.append(f"  {name:<{width}}{doc_text}{task_types_text}")
     return "\n".join(lines)
 
 

@@ -233,7 +233,7 @@ def typed_value(content: Any, kind: Any) -> Any:
         return content.text if kind is str else content.value
     if isinstance(content, list):
         item_kind = typing.get_args(kind)[0] if typing.get_origin(kind) is list else Any
-        return [typed_value(item, item_kind) for item in content]
+        return [typed_value(element, item_kind) for element in content]
     if not isinstance(content, dict):
         return content
     fields = fields_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
@@ -258,7 +258,7 @@ def with_variables(content: Any, kind: Any, name: str = "") -> Any:
     if isinstance(content, str) and name in PATHS:
         return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
     if isinstance(content, list):
-        return [with_variables(item, element_of(kind), name) for item in content]
+        return [with_variables(element, element_of(kind), name) for element in content]
     if isinstance(content, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return {key: with_variables(value, fields_of(kind).get(key), key) for key, value in content.items()}
     return content

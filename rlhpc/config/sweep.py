@@ -99,7 +99,7 @@ def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_yaml(name)}: {_yaml(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{_yaml(name)}: {_yaml(nested_value)}' for name, nested_value in value.items())}}}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value:+}".replace("+", "").replace("inf", ".inf").replace("nan", ".nan")
     return json.dumps(value, ensure_ascii=False)
@@ -203,9 +203,9 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     combinations = _listed(section.list, fail) if section.list else _combine(section.grid, fail)
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
-    varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
+    varied_keys = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
     for override_text in overrides:
-        if (key := override_text.partition("=")[0].strip()) in varied:
+        if (key := override_text.partition("=")[0].strip()) in varied_keys:
             raise ConfigError(
                 f"override {short_repr(override_text)}: the sweep varies {key} ({source}); change its values there, with "
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"

@@ -50,13 +50,13 @@ for _class in (UniqueKeys, ConfigDumper):
 
 def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     """Builds a mapping; its own keys override those that `<<` merges into it, as in YAML 1.1."""
-    merged: dict[Any, Any] | None = None
+    anchor_values: dict[Any, Any] | None = None
     local_keys: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
-            if merged is not None:
+            if anchor_values is not None:
                 raise yaml.constructor.ConstructorError(None, None, "key '<<' is given twice", key_node.start_mark)
-            merged = _merge_anchor(loader, value_node)
+            anchor_values = _merge_anchor(loader, value_node)
             continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (list, dict)):
@@ -64,12 +64,12 @@ def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
         if key in local_keys:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
         local_keys[key] = loader.construct_object(value_node, deep=True)
-    return {**(merged or {}), **local_keys}
+    return {**(anchor_values or {}), **local_keys}
 
 
 def _merge_anchor(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
     """Merges the value of `<<`: a mapping, or a list of mappings of which the first has precedence."""
-    merged: dict[Any, Any] = {}
+    anchor_values: dict[Any, Any] = {}
     for anchor_node in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):
         if not isinstance(anchor_node, yaml.MappingNode):
             raise yaml.constructor.ConstructorError(
@@ -78,8 +78,8 @@ def _merge_anchor(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
                 "'<<' merges a mapping (*name), or a list of mappings ([*one, *other])",
                 anchor_node.start_mark,
             )
-        merged.update(loader.construct_object(anchor_node, deep=True))
-    return merged
+        anchor_values.update(loader.construct_object(anchor_node, deep=True))
+    return anchor_values
 
 
 UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -120,7 +120,7 @@ def scalar_values(content: Any) -> Any:
         return content.value
     if isinstance(content, dict):
         return {scalar_values(key): scalar_values(value) for key, value in content.items()}
-    return [scalar_values(item) for item in content] if isinstance(content, list) else content
+    return [scalar_values(element) for element in content] if isinstance(content, list) else content
 
 
 def plain_value(value: Any, key: str) -> Any:
@@ -144,9 +144,9 @@ def plain_value(value: Any, key: str) -> Any:
     if isinstance(value, Mapping):
         if invalid_names := [name for name in value if not isinstance(name, (str, int))]:
             raise ConfigError(f"{key}: {short_repr(invalid_names[0])} is not a key; keys are texts")
-        return {name: plain_value(item, f"{key}.{name}") for name, item in value.items()}
+        return {name: plain_value(nested_value, f"{key}.{name}") for name, nested_value in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return [plain_value(nested_value, f"{key}[{index}]") for index, nested_value in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise ConfigError(
