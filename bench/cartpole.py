@@ -37,9 +37,9 @@ def rlhpc(seed: int) -> dict[str, Any]:
             f"runner.max_steps={MAX_ENV_STEPS // TRANSITIONS}", f"runner.stop_return={TARGET}",
             "runner.logger.logger_backends=[jsonl]",
         ]  # fmt: skip
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
-        total = time.perf_counter() - started
+        total = time.perf_counter() - start_s
         rows = [json.loads(line) for line in (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     last_row = rows[-1]
     is_reached = last_row.get("train/episode_return", 0.0) >= TARGET
@@ -51,9 +51,9 @@ def single_process(seed: int, *options: str) -> dict[str, Any]:
     """Runs `single_process_ppo.py` once, until the target."""
     command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
                "--max-env-steps", str(MAX_ENV_STEPS), *options]  # fmt: skip
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    total = time.perf_counter() - started
+    total = time.perf_counter() - start_s
     row = json.loads(completed.stdout)
     return {"seed": seed, "reached": row["env_steps"] is not None, "env_steps": row["total_env_steps"],
             "loop_s": row["total_seconds"], "total_s": total, "env_steps_per_s": row["env_steps_per_s"]}  # fmt: skip

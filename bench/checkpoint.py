@@ -34,9 +34,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def seconds(act: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     act()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_s
 
 
 def dd(*arguments: str) -> None:
@@ -53,7 +53,7 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
             writer.commit()
 
     row = {"save (s)": seconds(save)}
-    saved = paths.checkpoint(step) / "model.safetensors"
+    weights_file = paths.checkpoint(step) / "model.safetensors"
     source, target = folder / "source", folder / "target"
     source.write_bytes(os.urandom(1 << 20) * (BYTES >> 20))
     row["limit: dd with fsync (s)"] = seconds(lambda: dd(f"if={source}", f"of={target}", "conv=fsync"))
@@ -62,12 +62,12 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
     model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def load() -> None:
-        for name, tensor in load_tensors(saved).items():
+        for name, tensor in load_tensors(weights_file).items():
             model[name].copy_(tensor)
 
     row["load (s)"] = seconds(load)
     assert all(torch.equal(model[name], weights[name]) for name in weights)
-    row["limit: dd to nowhere (s)"] = seconds(lambda: dd(f"if={saved}", "of=/dev/null"))
+    row["limit: dd to nowhere (s)"] = seconds(lambda: dd(f"if={weights_file}", "of=/dev/null"))
     source.unlink()
     return row
 
@@ -81,11 +81,11 @@ def until_step(folder: Path, steps: int) -> float:
         f"runner.run_dir={folder}", "runner.name=resume", "runner.segments=1", f"runner.max_steps={steps}",
         "runner.save_interval=10", "runner.logger.logger_backends=[jsonl]", "runner.resume_dir=auto",
     ]  # fmt: skip
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size_before):
             time.sleep(0.005)
-        elapsed_s = time.perf_counter() - started
+        elapsed_s = time.perf_counter() - start_s
         _, output = run.communicate()
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{output[-2000:]}")

@@ -38,10 +38,10 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         "record", "--run", str(first_run), "--episodes", str(options.episodes), "--sample", "--output", str(own_demos)
     )
     demos_override = f"demos.path=[{demos},{own_demos}]"
-    unconditioned = train(folder, BC, "alike", demos_override, *overrides, *CRITIC)
+    bc_run = train(folder, BC, "alike", demos_override, *overrides, *CRITIC)
     successes_only = train(folder, BC, "good", demos_override, "demos.only_success=true", *overrides, *CRITIC)
-    conditioned = train(
-        folder, BC, "told", demos_override, *overrides, "algorithm.gamma=0.8", f"algorithm.value_model={unconditioned}",
+    conditioned_run = train(
+        folder, BC, "told", demos_override, *overrides, "algorithm.gamma=0.8", f"algorithm.value_model={bc_run}",
         "actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp",
         f"algorithm.improved_fraction={options.improved}", f"algorithm.advantage_steps={options.advantage_steps}",
     )  # fmt: skip
@@ -49,7 +49,7 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
     return {
         "seed": seed, "clone of the demonstrations": success(first_run),
         "its own episodes that succeeded": sum(bool(attempt.get("success")) for attempt in attempts) / len(attempts),
-        "all alike": success(unconditioned), "successes only": success(successes_only), "conditioned": success(conditioned),
+        "all alike": success(bc_run), "successes only": success(successes_only), "conditioned": success(conditioned_run),
     }  # fmt: skip
 
 

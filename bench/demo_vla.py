@@ -43,8 +43,8 @@ def controller(obs: np.ndarray) -> np.ndarray:
     position.
     """
     x, pole_angle, speed, spin = obs[:, 0], (obs[:, 1] + np.pi) % (2 * np.pi) - np.pi, obs[:, 2], obs[:, 3]
-    missing = 15 * (1 - np.cos(pole_angle)) - spin**2 / 2  # of the energy of a pole that stands still
-    swing_up = -0.4 * np.tanh(spin * np.cos(pole_angle)) * np.clip(missing / 10, -1, 1) - 0.2 * x
+    missing_energy = 15 * (1 - np.cos(pole_angle)) - spin**2 / 2  # of the energy of a pole that stands still
+    swing_up = -0.4 * np.tanh(spin * np.cos(pole_angle)) * np.clip(missing_energy / 10, -1, 1) - 0.2 * x
     balance = pole_angle + 0.4 * spin + 0.1 * x + 0.3 * speed
     upright_weight = 1 / (1 + np.exp(-20 * (0.4 - np.abs(pole_angle))))
     targets = upright_weight * balance + (1 - upright_weight) * swing_up + NOISE * _RNG.standard_normal(len(obs))

@@ -67,17 +67,17 @@ def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
 
 def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str]) -> dict[str, Any]:
     """Runs SFT, its teacher, and its student."""
-    seeded = [f"runner.seed={seed}", *overrides]
+    seed_overrides = [f"runner.seed={seed}", *overrides]
     row: dict[str, Any] = {"seed": seed}
     start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")
     row["sft"] = measured(folder, f"sft-{seed}", start)
     started_at = time.perf_counter()
     model = f"actor.model.model_path={start}"
-    teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model, *seeded)
+    teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model, *seed_overrides)
     row["grpo"] = {**measured(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - started_at}
     started_at = time.perf_counter()
-    taught = (model, f"teacher.model.model_path={teacher}", *DISTIL, *seeded)
-    student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *taught)
+    student_overrides = (model, f"teacher.model.model_path={teacher}", *DISTIL, *seed_overrides)
+    student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *student_overrides)
     row["distilled"] = {**measured(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - started_at}
     return row
 
@@ -113,9 +113,9 @@ def main() -> int:
     print(write("distillation", " ".join(command_words), {"figures": figures, "rows": rows}))
     exit_code = 0
     for row in rows:
-        grpo, distilled = row["grpo"], row["distilled"]
+        grpo, distillation = row["grpo"], row["distilled"]
         error = math.sqrt(2 * grpo["accuracy"] * (1 - grpo["accuracy"]) / grpo["n"])
-        if distilled["accuracy"] < grpo["accuracy"] - 3 * error or distilled["tokens"] > grpo["tokens"] / 2:
+        if distillation["accuracy"] < grpo["accuracy"] - 3 * error or distillation["tokens"] > grpo["tokens"] / 2:
             print(f"seed {row['seed']} fell short", file=sys.stderr)
             exit_code = 1
     return exit_code

@@ -38,11 +38,11 @@ def rlhpc() -> dict[str, float]:
             "algorithm.replay_buffer={size: 100000, min_buffer_size: 100}",
         ]  # fmt: skip
         metrics = Path(folder) / "loop" / "metrics.jsonl"
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
             while not (metrics.exists() and metrics.stat().st_size) and run.poll() is None:
                 time.sleep(0.005)
-            first_step_s = time.perf_counter() - started
+            first_step_s = time.perf_counter() - start_s
         if run.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -65,7 +65,7 @@ def single_process() -> dict[str, float]:
     learner, buffer = SacLearner(17, env.action_space), Buffer(100_000, 17, 6)
     obs, step_times = env.reset(seed=1)[0], []
     for step in range(STEPS):
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(ENV_STEPS):
             with torch.no_grad():
                 action = learner.actor.act(torch.as_tensor(obs)[None])[0][0].numpy()
@@ -73,7 +73,7 @@ def single_process() -> dict[str, float]:
             buffer.add(obs, next_obs, action, float(reward), terminated)
             obs = next_obs
         learner.update(2 * step, buffer.sample(256))
-        step_times.append(time.perf_counter() - started)
+        step_times.append(time.perf_counter() - start_s)
     return {"step (s)": statistics.median(step_times[5:])}
 
 

@@ -80,11 +80,11 @@ def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict
 
 def format_run(row: dict[str, Any]) -> str:
     """Formats a run in a line."""
-    low, high = row["accuracy_ci95"]
+    ci_low, ci_high = row["accuracy_ci95"]
     metrics_text = ", ".join(
         f"{key} {row[key]:.2f}" for key in ("critic/explained_variance", "reward/reward") if key in row
     )
-    line = f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) after {row['steps']} steps"
+    line = f"{row['name']}: {row['accuracy']:.1%} ({ci_low:.1%} to {ci_high:.1%}) after {row['steps']} steps"
     return f"{line}, {metrics_text}" if metrics_text else line
 
 

@@ -78,11 +78,11 @@ class Timed(EngineBase):
         return completions
 
     def _abort(self) -> list[Completion]:
-        aborted = [Completion(request_id, finish_reason="abort") for request_id in [*self._running]]
-        aborted += [Completion(request.id, finish_reason="abort") for request in self._waiting]
+        aborted_requests = [Completion(request_id, finish_reason="abort") for request_id in [*self._running]]
+        aborted_requests += [Completion(request.id, finish_reason="abort") for request in self._waiting]
         self._running.clear()
         self._waiting.clear()
-        return aborted
+        return aborted_requests
 
     def update_weights(self, version: int, named_tensors: Iterable[Any], *, complete: bool = True) -> None:
         """Ignores the weights."""
@@ -171,15 +171,15 @@ def measure(folder: Path) -> dict[str, Any]:
     """Measures one run of each kind."""
     static = HelperRun(folder / "static", 4)
     static.until("first tokens", lambda: len(static.firsts()) == 4)
-    cold = static.firsts()[0] - static.started
-    expected = static.steps(2)
+    cold_s = static.firsts()[0] - static.started
+    static_s = static.steps(2)
     static.end()
     joined_run = HelperRun(folder / "joined", 2)
     joined_run.until("two steps", lambda: len(joined_run.rows()) >= 2)
     alone_s = [row["time/step_s"] for row in joined_run.rows()[1:]]
     started_at, first_helper = joined_run.join()
     joined_run.until("the first helper", lambda: len(joined_run.firsts()) == 3)
-    warm = joined_run.firsts()[2] - started_at
+    warm_s = joined_run.firsts()[2] - started_at
     _, second_helper = joined_run.join()
     joined_run.until("the second helper", lambda: len(joined_run.firsts()) == 4)
     first_s, *joined_s = joined_run.steps(
@@ -187,7 +187,7 @@ def measure(folder: Path) -> dict[str, Any]:
     )  # the step under way is the first with both
     joined_run.end(first_helper, second_helper)
     return {
-        "static": expected, "joined": joined_s, "at first": first_s, "alone": alone_s, "cold_s": cold, "helper_s": warm
+        "static": static_s, "joined": joined_s, "at first": first_s, "alone": alone_s, "cold_s": cold_s, "helper_s": warm_s
     }  # fmt: skip
 
 

@@ -143,9 +143,9 @@ class HostPeer(Worker):
         """Returns the seconds one way of `count` round trips, after one that does not count."""
         one_way_times = []
         for _ in range(count + 1):
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             turn()
-            one_way_times.append((time.perf_counter() - started) / 2)
+            one_way_times.append((time.perf_counter() - start_s) / 2)
         return one_way_times[1:]
 
     def raw(self, count: int, size: int, first: bool) -> list[float]:
@@ -240,10 +240,10 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
         handle.wait()
     for version in range(3):  # the first two map the memory that versions come into in turn; what counts is later ones
         sender.change("all", version).wait()
-        bytes_before, started = wire_bytes(), time.perf_counter()
+        bytes_before, start_s = wire_bytes(), time.perf_counter()
         for handle in [sender.send(version), group.take(adopt)]:
             handle.wait()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_s
         num_copies = (wire_bytes() - bytes_before) / BYTES
     (sent_digest,) = sender.value().wait()
     assert all(received_digest == sent_digest for received_digest in group.value().wait())
@@ -272,7 +272,7 @@ def measure(repeat: int, wrapper: str) -> None:
     rows: list[dict[str, float]] = []
     for repetition in range(repeat + 1):
         row: dict[str, float] = {}
-        for text, payload_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
+        for payload_text, payload_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
                                         ("256 MiB dict", "dict", 256 * MIB, 3)):  # fmt: skip
             for handle in (near_peer.make(payload_kind, size), far_peer.make(payload_kind, size)):
                 handle.wait()
@@ -281,11 +281,11 @@ def measure(repeat: int, wrapper: str) -> None:
                 "channel": functools.partial(both, near_peer, far_peer, "channel", turns, out_channel, back_channel),
                 "send/recv": functools.partial(both, near_peer, far_peer, "messages", turns),
             }
-            if text == "64 MiB":
+            if payload_text == "64 MiB":
                 runs["gloo"] = functools.partial(both, near_peer, far_peer, "by_gloo", turns)
             for name, run in runs.items():
-                row[f"{name}, {text} (ms)"] = float(np.median(run())) * 1e3
-            row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
+                row[f"{name}, {payload_text} (ms)"] = float(np.median(run())) * 1e3
+            row[f"TCP again, {payload_text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
         for count, group in receivers.items():
             for is_adopted in (False, True):
                 receive_mode = "adopted" if is_adopted else "copied"

@@ -100,7 +100,7 @@ class SacRun(HelperRun):
 def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
     """Returns the seconds of steps of both runs."""
     static = SacRun(folder / "static", 2, updates_s, ahead)
-    expected = static.steps(4)
+    static_s = static.steps(4)
     static.end()
     run = SacRun(folder / "joined", 1, updates_s, ahead)
     run.until("two steps", lambda: len(run.rows()) >= 2)
@@ -108,7 +108,7 @@ def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], li
     run.until("the helper", lambda: any("env/joined_transitions" in row for row in run.rows()))
     joined_steps = run.steps(len(run.rows()) + 1, 2 * STEPS)
     run.end(helper)
-    return expected, joined_steps
+    return static_s, joined_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for repetition, env_share, max_ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
-            expected, joined_s = measure(Path(folder) / f"{repetition}-{env_share}-{max_ahead}", env_share, max_ahead)
+            static_s, joined_s = measure(Path(folder) / f"{repetition}-{env_share}-{max_ahead}", env_share, max_ahead)
             name = f"throughput, updates of {env_share:g} s, {max_ahead} ahead"
-            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(joined_s))
-            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(joined_s):.2f} s with "
+            ratios.setdefault(name, []).append(statistics.fmean(static_s) / statistics.fmean(joined_s))
+            print(f"{name}: {statistics.fmean(static_s):.2f} s a step with two ranks, {statistics.fmean(joined_s):.2f} s with "
                   f"one and one that joined: {ratios[name][-1]:.2f}", flush=True)  # fmt: skip
     content = {name: spread(values) for name, values in ratios.items()}
     print(write("joined_envs", f"python -m bench.joined_envs --repeat {args.repeat}", content))

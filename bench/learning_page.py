@@ -61,7 +61,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for learning_result, measure in _panels(results):
         comparison = learning_result["compared"][measure]
         full_curve, end_part = comparison["whole"], comparison["end"]
-        part_texts = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (full_curve, end_part)]
+        part_texts = [
+            f"{curve_part['rlhpc']:.3g} / {curve_part['single_process']:.3g}" for curve_part in (full_curve, end_part)
+        ]
         deviations_text = f"{full_curve['in_seed_deviations']:+.1f}, {end_part['in_seed_deviations']:+.1f}"
         equal_text = "yes" if full_curve["equal"] and end_part["equal"] else "**no**"
         seeds = len(_curves(learning_result, "rlhpc", measure))
@@ -75,17 +77,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
     paths = {name: folder / f"learning_{name}.json" for name in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
-    draw([*results.values()], folder / "learning.svg")
+    results_by_name = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+    draw([*results_by_name.values()], folder / "learning.svg")
     notes = "\n".join(
-        f"- {result['title']} (`{result['command']}`): {result.get('note', CASES[name].note)}"
-        for name, result in results.items()
+        f"- {case_result['title']} (`{case_result['command']}`): {case_result.get('note', CASES[name].note)}"
+        for name, case_result in results_by_name.items()
     )
     path = folder / "learning.md"
     path.write_text(
         "# Learning curves beside single-process loops\n\n"
         "Written by `python -m bench.learning --page` from `learning_<case>.json`; the criterion is in `bench/learning.py`.\n"
         "Lines are means over seeds, bands go from the lowest to the highest.\n\n"
-        f"![learning curves](learning.svg)\n\n{table([*results.values()])}\n\n{notes}\n"
+        f"![learning curves](learning.svg)\n\n{table([*results_by_name.values()])}\n\n{notes}\n"
     )
     return path

@@ -100,14 +100,14 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
 def scale_plots(result: Mapping[str, Any]) -> list[str]:
     """Draws figures against the number of workers."""
     charts = []
-    for part, names, label in (
+    for part_name, names, label in (
         ("real", ("launch (s)",), "workers (processes)"),
         ("real", ("dispatch to all (us)",), "workers (processes)"),
         ("simulated", ("rendezvous (s)", "rendezvous, CPU of the driver (s)"), "members"),
         ("simulated", ("dispatch (s)", "dispatch, CPU of the driver (s)"), "members"),
         ("slow", ("cold start to 8 ready workers (s)", "channel, first items (s)"), "ms an operation of the registry"),
     ):
-        counts = result["figures"][part]
+        counts = result["figures"][part_name]
         x = [float(count) for count in counts]
         lines = [
             Line(
@@ -159,9 +159,12 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Writes `results/index.html`."""
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    order = [*(name for name in TITLES if name in results), *(name for name in results if name not in TITLES)]
-    chapters = [chapter(name, results[name]) for name in order]
+    results_by_name = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    order = [
+        *(name for name in TITLES if name in results_by_name),
+        *(name for name in results_by_name if name not in TITLES),
+    ]
+    chapters = [chapter(name, results_by_name[name]) for name in order]
     path = RESULTS / "index.html"
     path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", chapters))
     print(path)

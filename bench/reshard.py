@@ -97,12 +97,12 @@ class HalfTrainer(Worker):
             assert isinstance(self.shards, ShardSync)
             self.shards.send_shards(version, list(self._parts()))
             return self.shards.sent, self.memory.mb()
-        gathered = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
+        full_tensors = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
         if self.rank:
-            for _ in gathered:
+            for _ in full_tensors:
                 pass
             return 0, self.memory.mb()
-        self.gathered_sync.send(version, gathered)
+        self.gathered_sync.send(version, full_tensors)
         return sum(tensor.numel() * 2 for tensor in self.held.values()), self.memory.mb()
 
     def _parts(self) -> Iterator[Part]:
@@ -141,10 +141,10 @@ class HalfEngine(Worker):
 def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:
     """Returns seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
     trainer.change(version).wait()
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     handles = trainer.give(way, version), engine.take(way)
     sent_reports, received_mb = (handle.wait() for handle in handles)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_s
     assert all(engine.check(version).wait()), (way, version)
     return seconds, [sent_bytes for sent_bytes, _ in sent_reports], max(mb for _, mb in sent_reports), max(received_mb)
 

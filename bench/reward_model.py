@@ -85,14 +85,14 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
 
 def format_run(row: dict[str, Any]) -> str:
     """Formats a run in a line."""
-    low, high = row["accuracy_ci95"]
+    ci_low, ci_high = row["accuracy_ci95"]
     curve = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
     kinds_text = "; ".join(
         f"{error_kind} {kind_result['accuracy']:.1%} of {kind_result['n']}"
         for error_kind, kind_result in row["kinds"].items()
     )
     return (
-        f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {row['n']} held-out pairs, "
+        f"{row['name']}: {row['accuracy']:.1%} ({ci_low:.1%} to {ci_high:.1%}) of {row['n']} held-out pairs, "
         f"{row['train_accuracy']:.1%} of those of the last 50 steps; margin {row['margin']:.2f}, "
         f"calibration error {row['calibration_error']:.1%}; "
         f"{row['seconds']:.0f} s\n  by step: {curve}\n  {kinds_text}"

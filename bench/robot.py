@@ -78,11 +78,11 @@ def main(arguments: list[str] | None = None) -> None:
                 "algorithm.gamma=0.8",
             )  # fmt: skip
             scratch = train(folder, PPO, f"scratch-{seed}", *shared)
-            cloned = train(folder, PPO, f"cloned-{seed}", *shared, f"runner.init_from={clone}")
+            cloned_run = train(folder, PPO, f"cloned-{seed}", *shared, f"runner.init_from={clone}")
             row = {
                 "seed": seed, "clone": success(clone), "PPO from scratch": success(scratch),
-                "PPO from the clone": success(cloned),
-                "curves": {"from scratch": curve(scratch), "from the clone": curve(cloned)},
+                "PPO from the clone": success(cloned_run),
+                "curves": {"from scratch": curve(scratch), "from the clone": curve(cloned_run)},
             }  # fmt: skip
             rows.append(row)
             print({name: value for name, value in row.items() if name != "curves"}, flush=True)

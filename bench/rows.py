@@ -91,11 +91,11 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
     for turn in range(repeat + 1):
         for name in sorted(step_arguments, reverse=bool(turn % 2)):
             token_trainer, micro_batches = step_arguments[name]
-            started = time.process_time()
+            start_s = time.process_time()
             step(token_trainer, micro_batches, batch.tokens)
             token_trainer.optimizer_step(LR)
             if turn:  # the first round warms up
-                rates[name].append(batch.tokens / (time.process_time() - started))
+                rates[name].append(batch.tokens / (time.process_time() - start_s))
     ratio = statistics.median(a / b for a, b in zip(rates["rows"], rates["rectangles"], strict=True))
     return {
         "tokens a step": batch.tokens,
@@ -121,9 +121,9 @@ def peak(folder: str, tokens: int, entropy: bool) -> None:
     step(token_trainer, [small_batch.read_by(True)], small_batch.tokens, entropy)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     kib_before = resident("VmRSS")
-    batch, started = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
+    batch, start_s = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
     step(token_trainer, [batch.read_by(True)], batch.tokens, entropy)
-    print(json.dumps({"MiB": (resident("VmHWM") - kib_before) / 1024, "seconds": time.perf_counter() - started}))
+    print(json.dumps({"MiB": (resident("VmHWM") - kib_before) / 1024, "seconds": time.perf_counter() - start_s}))
 
 
 def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:

@@ -45,10 +45,10 @@ def ours() -> Callable[[], None]:
     update = SacUpdate(algorithm, optim, policy)
     random = np.random.default_rng(1)
     replay = ReplayBuffer(ROWS, range(1), 1, 0, Path(tempfile.gettempdir()))
-    normal = lambda *shape: random.standard_normal((1, ROWS, *shape), np.float32)  # noqa: E731
+    sample = lambda *shape: random.standard_normal((1, ROWS, *shape), np.float32)  # noqa: E731
     replay.add({
-        "obs": normal(OBS), "next_obs": normal(OBS), "actions": np.tanh(normal(1, ACT)), "rewards": normal(),
-        "terminations": normal() > 3,
+        "obs": sample(OBS), "next_obs": sample(OBS), "actions": np.tanh(sample(1, ACT)), "rewards": sample(),
+        "terminations": sample() > 3,
     })  # fmt: skip
     mixture = Mixture(replay, None, batch_size=256, demo_ratio=0.0, action_dim=ACT, seed=1)
 

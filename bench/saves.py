@@ -42,12 +42,12 @@ def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
     root = folder / "quickstart"
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     last_status = json.loads((root / "status.json").read_text())
-    saved = root / "checkpoints" / f"global_step_{STEPS}"
+    checkpoint = root / "checkpoints" / f"global_step_{STEPS}"
     return {
         "still": statistics.fmean(row["time/save_s"] for row in rows[2:]),
         "step": statistics.fmean(row["time/step_s"] for row in rows[1:]),
         "all": float(last_status["elapsed_s"]),
-        "gigabytes": sum(path.stat().st_size for path in saved.rglob("*")) / 1e9,
+        "gigabytes": sum(path.stat().st_size for path in checkpoint.rglob("*")) / 1e9,
     }
 
 

@@ -42,9 +42,9 @@ def child(*arguments: str, **environment: str) -> dict[str, float]:
 
 
 def seconds(act: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     act()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_s
 
 
 def real(count: int) -> dict[str, float]:
@@ -109,8 +109,8 @@ def simulated(count: int) -> dict[str, float]:
         later_barriers = [cost(lambda: group.barrier().wait()) for _ in range(5)]
         row["dispatch (s)"] = float(np.median([wall_s for wall_s, _ in later_barriers]))
         row["dispatch, CPU of the driver (s)"] = float(np.median([cpu for _, cpu in later_barriers]))
-        _, idle = cost(lambda: time.sleep(4.0))
-        row["idle, CPU of the driver (% of a core)"] = idle / 4 * 100
+        _, idle_cpu_s = cost(lambda: time.sleep(4.0))
+        row["idle, CPU of the driver (% of a core)"] = idle_cpu_s / 4 * 100
         row["memory of the driver (MB)"] = (this_process.memory_info().rss - memory) / 1e6
         session._forked._tell = tell_server
         for member in session.members.values():
@@ -131,10 +131,10 @@ def slow(milliseconds: int) -> dict[str, float]:
         slow_files.install(folder, milliseconds)
         cluster = Cluster.local(1, 0)
         row: dict[str, float] = {}
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         Session.start(registry_root=Path(folder) / "registry", preload=["bench.peers.slow_files"])
         group = RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
-        row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
+        row["cold start to 8 ready workers (s)"] = time.perf_counter() - start_s
         other_group = RuntimePeer.create_group()
         row["warm launch (s)"] = seconds(lambda: other_group.launch(cluster, NodePlacementStrategy([0]), "other"))
         group.idle().wait()
@@ -169,19 +169,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(measured_parts[args.only[0]][0](int(args.only[1]))))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows: dict[str, dict[int, list[dict[str, float]]]] = {part: {} for part in measured_parts}
+    rows: dict[str, dict[int, list[dict[str, float]]]] = {part_name: {} for part_name in measured_parts}
     for _ in range(args.repeat):
-        for part, (_, counts) in measured_parts.items():
+        for part_name, (_, counts) in measured_parts.items():
             for count in counts:
-                row = child("--only", part, str(count))
-                rows[part].setdefault(count, []).append(row)
-                print(part, count, json.dumps(row), flush=True)
+                row = child("--only", part_name, str(count))
+                rows[part_name].setdefault(count, []).append(row)
+                print(part_name, count, json.dumps(row), flush=True)
     figures = {
-        part: {
+        part_name: {
             count: {name: spread([row[name] for row in count_rows]) for name in count_rows[0]}
             for count, count_rows in rows_by_count.items()
         }
-        for part, rows_by_count in rows.items()
+        for part_name, rows_by_count in rows.items()
     }
     largest, smaller = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
     growth = SIMULATED[-1] / SIMULATED[-2]

@@ -38,10 +38,10 @@ class CrossQActor(nn.Module):
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns actions and their log-probabilities `[B]`."""
         mean, log_std = self.body(obs).chunk(2, -1)
-        normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
-        pre_tanh = normal.rsample()
+        distribution = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
+        pre_tanh = distribution.rsample()
         squashed = torch.tanh(pre_tanh)
-        logprob = normal.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
         return squashed * self.scale + self.bias, logprob.sum(1)
 
 
@@ -75,9 +75,9 @@ class CrossQLearner:
         if step % 3:
             return
         self.actor.train()
-        chosen, logprob = self.actor.act(obs)
+        new_actions, logprob = self.actor.act(obs)
         self.actor.eval()
-        critic_inputs = torch.cat([obs, chosen], 1)
+        critic_inputs = torch.cat([obs, new_actions], 1)
         q_values = torch.min(*(critic(critic_inputs).flatten() for critic in self.critics))
         actor_loss = (self.alpha * logprob - q_values).mean()
         self.actor_opt.zero_grad()

@@ -190,7 +190,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     returns_seen: deque[float] = deque(maxlen=100)
     reached_at: dict[str, float | int | None] = {"env_steps": None, "seconds": None}
     curve: list[list[Any]] = []
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     obs = torch.as_tensor(envs.reset(), dtype=torch.float32)
     for update_index in range(updates):
         if args.anneal_lr:
@@ -213,14 +213,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         returns_seen.extend(episode_return for episode_return, _ in episode_results)
         curve.append([env_steps, episode_results])
         if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached_at["env_steps"] is None:
-            reached_at = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
+            reached_at = {"env_steps": env_steps, "seconds": time.perf_counter() - start_s}
             if args.stop:
                 break
         with torch.no_grad():
             advantages = advantages_of(args, rew_b, val_b, end_b, agent.critic(obs).squeeze(-1))
         columns = (obs_b, act_b, logp_b, advantages, advantages + val_b, val_b)
         update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in columns])
-    total = time.perf_counter() - started
+    total = time.perf_counter() - start_s
     return {"seed": args.seed, **reached_at, "total_env_steps": env_steps, "total_seconds": total,
             "env_steps_per_s": env_steps / total, "last_return": float(np.mean(returns_seen)) if returns_seen else None,
             "curve": curve}  # fmt: skip

@@ -50,10 +50,10 @@ class SacActor(nn.Module):
         """Returns actions and their log-probabilities `[B, 1]`."""
         hidden = F.relu(self.two(F.relu(self.one(obs))))
         mean, log_std = self.mean(hidden), torch.tanh(self.log_std(hidden))
-        normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
-        pre_tanh = normal.rsample()
+        distribution = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
+        pre_tanh = distribution.rsample()
         squashed = torch.tanh(pre_tanh)
-        logprob = normal.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
         return squashed * self.scale + self.bias, logprob.sum(1, keepdim=True)
 
 
@@ -110,8 +110,8 @@ class SacLearner:
         self.q_opt.step()
         if step % 2 == 0:
             for _ in range(2):
-                chosen, logprob = self.actor.act(obs)
-                next_values = torch.min(self.q1(obs, chosen), self.q2(obs, chosen))
+                new_actions, logprob = self.actor.act(obs)
+                next_values = torch.min(self.q1(obs, new_actions), self.q2(obs, new_actions))
                 actor_loss = (self.alpha * logprob - next_values).mean()
                 self.actor_opt.zero_grad()
                 actor_loss.backward()
@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, A
     buffer = Buffer(args.buffer, int(np.prod(observation_space.shape)), int(np.prod(space.shape)))
     returns: list[tuple[int, float]] = []
     obs, total = env.reset(seed=args.seed)[0], 0.0
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     if hasattr(learner, "before"):
         learner.before(args)
     at_random = args.starts if args.random is None else args.random
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, A
             obs, total = env.reset()[0], 0.0
         if step > args.starts:
             learner.update(step, buffer.sample(256))
-    return {"seed": args.seed, "returns": returns, "loop_s": time.perf_counter() - started}
+    return {"seed": args.seed, "returns": returns, "loop_s": time.perf_counter() - start_s}
 
 
 def main(kind: type[Any] = SacLearner, description: str | None = __doc__, **more: Any) -> None:

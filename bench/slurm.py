@@ -70,15 +70,18 @@ def once(site: str, folder: Path) -> dict[str, float]:
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
-    began_at, ended_at, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    began_at, ended_at, resumed_at = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
     return {
         "job start to driver (s)": first_times["driver"] - began_at,
         "job start to all ranks (s)": first_times["ranks"] - began_at,
         "job start to first rollout (s)": first_times["first_step"] - began_at,
         "stop to saved and gone (s)": ended_at - stopped_at,
-        "queue (Slurm's own, s)": resumed - ended_at,
-        "requeued job start to first new step (s)": resumed_times["first_step"] - resumed,
-        "stop to first new step, net of the queue (s)": ended_at - stopped_at + resumed_times["first_step"] - resumed,
+        "queue (Slurm's own, s)": resumed_at - ended_at,
+        "requeued job start to first new step (s)": resumed_times["first_step"] - resumed_at,
+        "stop to first new step, net of the queue (s)": ended_at
+        - stopped_at
+        + resumed_times["first_step"]
+        - resumed_at,
     }
 
 

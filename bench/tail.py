@@ -51,29 +51,33 @@ class TailRollout(Worker):
         leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         leases.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
-        waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
+        waiting_keys, running_tokens = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
         remaining, next_step, now = dict[tuple[int, int], int](), 1, time.perf_counter()
-        tool_calls, preempted = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
+        tool_calls, preempted_tokens = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
         while next_step <= steps:
             for step in range(next_step, min(steps, next_step + ahead) + 1):
-                while len(running) + len(waiting) < CAPACITY and (position := leases.take(step)) is not None:
+                while (
+                    len(running_tokens) + len(waiting_keys) < CAPACITY and (position := leases.take(step)) is not None
+                ):
                     assert isinstance(position, int), "nobody leaves"
                     remaining[step, position] = GROUP
-                    waiting.extend((step, position, member) for member in range(GROUP))
+                    waiting_keys.extend((step, position, member) for member in range(GROUP))
             while tool_calls and tool_calls[0][0] <= now:
-                waiting.appendleft(tool_calls.popleft()[1])
-            while waiting and len(running) < CAPACITY:
-                sequence_key = waiting.popleft()
-                running[sequence_key] = preempted.pop(sequence_key, int(sizes[sequence_key[0]][sequence_key[1:]]))
+                waiting_keys.appendleft(tool_calls.popleft()[1])
+            while waiting_keys and len(running_tokens) < CAPACITY:
+                sequence_key = waiting_keys.popleft()
+                running_tokens[sequence_key] = preempted_tokens.pop(
+                    sequence_key, int(sizes[sequence_key[0]][sequence_key[1:]])
+                )
             now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
             time.sleep(max(0.0, now - time.perf_counter()))
-            for sequence_key in list(running):
-                running[sequence_key] -= 1
-                if tool_s and running[sequence_key] and running[sequence_key] % TURN == 0:
-                    preempted[sequence_key] = running.pop(sequence_key)
+            for sequence_key in list(running_tokens):
+                running_tokens[sequence_key] -= 1
+                if tool_s and running_tokens[sequence_key] and running_tokens[sequence_key] % TURN == 0:
+                    preempted_tokens[sequence_key] = running_tokens.pop(sequence_key)
                     tool_calls.append((now + tool_s, sequence_key))
-                elif not running[sequence_key]:
-                    del running[sequence_key]
+                elif not running_tokens[sequence_key]:
+                    del running_tokens[sequence_key]
                     remaining[sequence_key[:2]] -= 1
                     if not remaining[sequence_key[:2]]:
                         leases.deliver(*sequence_key[:2], {})

@@ -46,11 +46,15 @@ class LeasedRollout(Worker):
         leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         leases.begin(step, ranks)
         own_positions = iter(range(self.rank, PROMPTS, ranks))
-        waiting, running, remaining = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
-        started = now = time.perf_counter()
+        waiting_keys, running_tokens, remaining = (
+            deque[tuple[int, int]](),
+            dict[tuple[int, int], int](),
+            dict[int, int](),
+        )
+        start_s = now = time.perf_counter()
 
         def more() -> Iterator[int]:
-            while len(running) + len(waiting) < CAPACITY or not leased:
+            while len(running_tokens) + len(waiting_keys) < CAPACITY or not leased:
                 position = leases.take(step) if leased else next(own_positions, None)
                 if position is None:
                     return
@@ -60,22 +64,22 @@ class LeasedRollout(Worker):
         while True:
             for position in more():
                 remaining[position] = GROUP
-                waiting.extend((position, member) for member in range(GROUP))
-            while waiting and len(running) < CAPACITY:
-                sequence_key = waiting.popleft()
-                running[sequence_key] = int(size[sequence_key])
-            if not running:
+                waiting_keys.extend((position, member) for member in range(GROUP))
+            while waiting_keys and len(running_tokens) < CAPACITY:
+                sequence_key = waiting_keys.popleft()
+                running_tokens[sequence_key] = int(size[sequence_key])
+            if not running_tokens:
                 break
             now += token_s
             time.sleep(max(0.0, now - time.perf_counter()))
-            for sequence_key in list(running):
-                running[sequence_key] -= 1
-                if not running[sequence_key]:
-                    del running[sequence_key]
+            for sequence_key in list(running_tokens):
+                running_tokens[sequence_key] -= 1
+                if not running_tokens[sequence_key]:
+                    del running_tokens[sequence_key]
                     remaining[sequence_key[0]] -= 1
                     if leased and not remaining[sequence_key[0]]:
                         leases.deliver(step, sequence_key[0], {})
-        return time.perf_counter() - started
+        return time.perf_counter() - start_s
 
 
 def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, leased: bool, ranks: int, slow: bool) -> float:
@@ -103,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for slow in (False, True):
             times: dict[bool, list[float]] = {True: [], False: []}
             for repeat in range(args.repeat):
-                for leased in (True, False):
-                    times[leased].append(step_s(group, ledger, repeat + 1, leased, ranks, slow))
+                for is_leased in (True, False):
+                    times[is_leased].append(step_s(group, ledger, repeat + 1, is_leased, ranks, slow))
             ratios = [leased_s / fixed_s for leased_s, fixed_s in zip(times[True], times[False], strict=True)]
             ideal = [lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)]
             rows.append({

@@ -66,10 +66,12 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, fused=True)
     total = sum(batch.tokens for batch in batches)
-    padded = [(batch.padded(batch.ids), batch.attended(), batch.padded(batch.columns["weights"])) for batch in batches]
+    padded_batches = [
+        (batch.padded(batch.ids), batch.attended(), batch.padded(batch.columns["weights"])) for batch in batches
+    ]
 
     def step() -> None:
-        for ids, mask, weights in padded:
+        for ids, mask, weights in padded_batches:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             log_softmax = torch.log_softmax(logits[:, :-1], dim=-1)
             logprobs = log_softmax.gather(2, ids[:, 1:, None]).squeeze(2)
@@ -109,10 +111,10 @@ def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list
     for turn in range(repeat + 1):
         order = list(steps) if turn % 2 else list(steps)[::-1]
         for name in order:
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             steps[name]()
             if turn:  # the first round warms up
-                rates[name].append(tokens / (time.perf_counter() - started))
+                rates[name].append(tokens / (time.perf_counter() - start_s))
     base = rates["plain loop"]
     figures = {f"{name} (tokens/s)": spread(values) for name, values in rates.items()}
     ratios = {

@@ -59,12 +59,12 @@ def measure(
     for handle in [group.open(receivers) for group in (sender, *receiver_groups)]:
         handle.wait()
     bytes_before = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     for version in range(versions):
         handles = [sender.give(version), *(group.take() for group in receiver_groups)]
         assert all(is_equal for handle in handles[1:] for is_equal in handle.wait())
         handles[0].wait()
-    seconds = (time.perf_counter() - started) / versions
+    seconds = (time.perf_counter() - start_s) / versions
     bytes_after = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     copies_sent = [
         (bytes_now - bytes_then) / BYTES / versions

@@ -105,8 +105,8 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
 
     def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [
-            float(messages[0]["content"].strip() == expected)
-            for messages, expected in zip(completions, answer, strict=True)
+            float(messages[0]["content"].strip() == expected_answer)
+            for messages, expected_answer in zip(completions, answer, strict=True)
         ]
 
     step_ends: list[float] = []

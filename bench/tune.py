@@ -53,8 +53,8 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
     ranked_candidates = search(space, 10**6, lambda candidate: is_allowed(request, candidate, here=True))
     spread_indices = (round(i * (len(ranked_candidates) - 1) / options.among) for i in range(1, options.among + 1))
-    chosen = {0, *range(options.top), *spread_indices}
-    picks = [ranked_candidates[index] for index in sorted(chosen) if index < len(ranked_candidates)]
+    chosen_indices = {0, *range(options.top), *spread_indices}
+    picks = [ranked_candidates[index] for index in sorted(chosen_indices) if index < len(ranked_candidates)]
     if not any(_is_configured(pick, space.configured) for pick in picks):
         picks += [pick for pick in ranked_candidates if _is_configured(pick, space.configured)]
     file = folder / "config.yaml"
@@ -111,13 +111,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(arguments)
     command = " ".join(["python -m bench.tune", *(f"--{name} {value}" for name, value in vars(options).items())])
-    results: dict[str, Any] = {}
+    results_by_workload: dict[str, Any] = {}
     for workload in WORKLOADS:
         load_before = os.getloadavg()
         with tempfile.TemporaryDirectory() as folder:
-            results[workload] = measure(Path(folder), workload, options)
-        results[workload]["load"] = {"before": load_before[0], "after": os.getloadavg()[0]}
-        print(write("tune", command, {"workloads": results}), flush=True)
+            results_by_workload[workload] = measure(Path(folder), workload, options)
+        results_by_workload[workload]["load"] = {"before": load_before[0], "after": os.getloadavg()[0]}
+        print(write("tune", command, {"workloads": results_by_workload}), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
         stream: GB/s of one TCP stream; infinite where streams are not what limits.
         write: GB/s into shared memory.
     """
-    wire, hosts = link / 8, nodes - 1
+    link_bytes, hosts = link / 8, nodes - 1
     rates = {
         "device to host": min(ASSUMED["device to host, pages locked"], write),
         "host to device": ASSUMED["host to device, for each engine"],
@@ -60,13 +60,13 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
     levels = 0
     if hosts:
         copies = min(2, hosts)
-        rates["gathering"] = wire * nodes / hosts  # this node's own share need not come
-        rates["sending"] = wire / copies
+        rates["gathering"] = link_bytes * nodes / hosts  # this node's own share need not come
+        rates["sending"] = link_bytes / copies
         rates["a TCP stream"] = stream
         levels = (hosts + 1).bit_length() - 1
     slowest = min(rates, key=lambda stage: rates[stage])
     filling = PART_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
-    filling += levels * PART_BYTES / 1e9 / min(wire, stream)
+    filling += levels * PART_BYTES / 1e9 / min(link_bytes, stream)
     return UpdateTimes(size / 1e9 / rates[slowest] + filling, slowest)
 
 

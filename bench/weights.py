@@ -94,8 +94,8 @@ class WeightHolder(Worker):
         for name, tensor in self.held:
             bits = tensor.view(torch.int16).numpy()
             if selection == "elements":
-                chosen = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
-                bits[chosen] ^= 1 + seed % 100
+                element_indices = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
+                bits[element_indices] ^= 1 + seed % 100
             elif selection == "all" or trained(name):
                 bits ^= 1 + seed % 100
 
@@ -111,9 +111,9 @@ def copy_seconds() -> float:
     """Returns the seconds of one warm copy of as many bytes."""
     source, target = np.ones(BYTES, np.uint8), np.ones(BYTES, np.uint8)
     np.copyto(target, source)
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     np.copyto(target, source)
-    return time.perf_counter() - started
+    return time.perf_counter() - start_s
 
 
 def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float:
@@ -124,10 +124,10 @@ def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float
     seconds = 0.0
     for version in range(6):
         sender.change(row.changed, version).wait()
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         for handle in [sender.give(version), group.take(row.adopt)]:
             handle.wait()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_s
     (sent_digest,) = sender.value().wait()
     assert all(received_digest == sent_digest for received_digest in group.value().wait()), row
     sender.close().wait()

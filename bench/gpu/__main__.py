@@ -90,9 +90,9 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
                 stderr.seek(0)
                 print(stderr.read()[-6000:], file=sys.stderr, flush=True)
     figures = {row.pop("figure"): row for row in rows if "figure" in row}
-    skipped = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
+    skip_reasons = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
     failures = {row["failed"]: row["why"] for row in rows if "failed" in row}
-    return {"seconds": time.monotonic() - started_at, "figures": figures, "skipped": skipped, "failed": failures}
+    return {"seconds": time.monotonic() - started_at, "figures": figures, "skipped": skip_reasons, "failed": failures}
 
 
 def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device, cards = ("cpu", 0) if options.device else found_here()
     if not device:
         parser.error("torch finds no accelerator here; --device cpu shows, small, that every part runs")
-    chosen = options.only or list(PARTS)
+    part_names = options.only or list(PARTS)
     patience = PATIENCE if device == "cpu" else 1
-    part_results = {name: run_part(name, device, cards, PARTS[name] * patience) for name in chosen}
+    part_results = {name: run_part(name, device, cards, PARTS[name] * patience) for name in part_names}
     command = " ".join(["python -m bench.gpu", *sys.argv[1:]] if arguments is None else ["python -m bench.gpu"])
     content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": part_results}
     path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)

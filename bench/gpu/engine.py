@@ -79,8 +79,8 @@ def measure(report: Report) -> None:
             report.figure(f"{name}, wakes", timed(engine.reload), "s")
             report.figure(f"{name}, update after it", timed(lambda: engine.update_weights(9, iter(weights))), "s")
         tokens_after = generate(0.0)
-        equal_share = sum(one == other for one, other in zip(tokens_before, tokens_after, strict=True)) / len(
-            tokens_before
-        )
+        equal_share = sum(
+            token_before == token_after for token_before, token_after in zip(tokens_before, tokens_after, strict=True)
+        ) / len(tokens_before)
         report.figure(f"{name}, greedy sequences that are the same again", equal_share, "of 1")
         engine.close()

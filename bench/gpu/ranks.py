@@ -31,15 +31,15 @@ def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iter
     """
     cards = max(max(card_indices) for _, _, card_indices in specs) + 1
     cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
-    launched: list[WorkerGroup] = []
+    worker_groups: list[WorkerGroup] = []
     try:
         for cls, name, card_indices in specs:
             on_cards = PackedPlacementStrategy(card_indices[0], card_indices[-1])
             strategy = NodePlacementStrategy([0] * len(card_indices)) if device == "cpu" else on_cards
-            launched.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
-        yield launched
+            worker_groups.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
+        yield worker_groups
     finally:
-        for group in launched:
+        for group in worker_groups:
             group.shutdown()
         if session := Session.running():
             session.stop()

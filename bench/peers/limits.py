@@ -33,9 +33,9 @@ def fork(serve: Callable[[], None]) -> int:
 def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
     durations = []
     for _ in range(warm + count):
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         act()
-        durations.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - start_s)
     return float(np.median(durations[warm:]))
 
 
@@ -43,7 +43,7 @@ def zeromq_round_trip(count: int = 500) -> float:
     """Returns the median seconds of 1 KB there and back over TCP on the loopback, between two processes."""
     import zmq
 
-    ready, port = os.pipe()
+    port_pipe, port = os.pipe()
 
     def serve() -> None:
         sock = zmq.Context().socket(zmq.REP)
@@ -55,7 +55,7 @@ def zeromq_round_trip(count: int = 500) -> float:
     pid = fork(serve)
     context = zmq.Context()
     sock = context.socket(zmq.REQ)
-    sock.connect(f"tcp://127.0.0.1:{int(os.read(ready, 16))}")
+    sock.connect(f"tcp://127.0.0.1:{int(os.read(port_pipe, 16))}")
 
     def act() -> None:
         sock.send(b"x" * 1000)
@@ -154,19 +154,19 @@ def gloo_seconds(size: int) -> float:
 def dd_seconds(size: int, folder: Path) -> float:
     """Returns the seconds of `dd` of so many bytes into a file, with one fsync at its end."""
     target = folder / "dd"
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size // (4 * MIB)}", "conv=fsync", "status=none"]
     subprocess.run(command, check=True)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_s
     target.unlink()
     return seconds
 
 
 def measure() -> dict[str, float]:
     """Measures one repetition."""
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    row = {"interpreter and import torch (s)": time.perf_counter() - started}
+    row = {"interpreter and import torch (s)": time.perf_counter() - start_s}
     row["ZeroMQ TCP round trip, 1 KB (us)"] = zeromq_round_trip() * 1e6
     row["TCP round trip, 1 KB (us)"] = socket_round_trip(socket.AF_INET) * 1e6
     row["UNIX socket round trip, 1 KB (us)"] = socket_round_trip(socket.AF_UNIX) * 1e6

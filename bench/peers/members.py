@@ -67,13 +67,13 @@ def serve(control: socket.socket) -> None:
     empty_frames = service.pack(None).frames()
     next_heartbeat = time.monotonic() + HEARTBEAT_S
     while True:
-        for ready, _ in poller.poll(200):
-            if ready == control.fileno() or ready is control:
+        for ready_socket, _ in poller.poll(200):
+            if ready_socket == control.fileno() or ready_socket is control:
                 return
             try:
                 while True:
-                    caller, request_number, *_ = ready.recv_multipart(zmq.NOBLOCK)
-                    ready.send_multipart([caller, request_number, b"ok", b"0", *empty_frames])
+                    caller, request_number, *_ = ready_socket.recv_multipart(zmq.NOBLOCK)
+                    ready_socket.send_multipart([caller, request_number, b"ok", b"0", *empty_frames])
             except zmq.Again:
                 pass
         if time.monotonic() >= next_heartbeat:

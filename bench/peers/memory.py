@@ -40,6 +40,6 @@ def cpu_percent(pids: Iterable[int], seconds: float = 10.0) -> float:
         return total / 1e9
 
     pids = list(pids)
-    cpu_before, started = used(), time.perf_counter()
+    cpu_before, start_s = used(), time.perf_counter()
     time.sleep(seconds)
-    return (used() - cpu_before) / (time.perf_counter() - started) * 100
+    return (used() - cpu_before) / (time.perf_counter() - start_s) * 100

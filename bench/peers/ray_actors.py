@@ -40,10 +40,10 @@ class RayPeer:
     def ping(self, out: Queue, back: Queue, count: int) -> list[float]:
         message, round_trips = {"x": np.ones(1000, np.uint8)}, []
         for _ in range(count + 3):
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             out.put(message)
             back.get()
-            round_trips.append(time.perf_counter() - started)
+            round_trips.append(time.perf_counter() - start_s)
         return round_trips[3:]
 
     def pong(self, out: Queue, back: Queue, count: int) -> None:
@@ -57,10 +57,10 @@ class RayPeer:
 
     def consume(self, channel: Queue, count: int) -> float:
         channel.get()
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(count - 1):
             channel.get()
-        return (count - 1) / (time.perf_counter() - started)
+        return (count - 1) / (time.perf_counter() - start_s)
 
     def give(self, size: int) -> np.ndarray:
         if not self.held or self.held[0].size != size:
@@ -91,24 +91,24 @@ class RayPeer:
 def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
     durations = []
     for _ in range(count + warm):
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         act()
-        durations.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - start_s)
     return statistics.median(durations[warm:])
 
 
 def measure() -> dict[str, float]:
     """Measures one repetition, in a new Ray session."""
     row: dict[str, float] = {}
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
     eight_peers = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.idle.remote() for peer in eight_peers])
-    row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
-    started = time.perf_counter()
+    row["cold start to 8 ready workers (s)"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
     more_peers = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.idle.remote() for peer in more_peers])
-    row["warm launch of 8 workers (s)"] = time.perf_counter() - started
+    row["warm launch of 8 workers (s)"] = time.perf_counter() - start_s
     for peer in more_peers:
         ray.kill(peer)
     row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.idle.remote() for p in eight_peers]), 300, 20) * 1e6

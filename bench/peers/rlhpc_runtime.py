@@ -26,10 +26,10 @@ class RuntimePeer(Worker):
         """Returns the seconds of `count` round trips of `item`."""
         round_trips = []
         for _ in range(count + 3):
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             out.put(item, key="0")
             back.get(key="0")
-            round_trips.append(time.perf_counter() - started)
+            round_trips.append(time.perf_counter() - start_s)
         return round_trips[3:]
 
     def pong(self, out: Channel, back: Channel, count: int) -> None:
@@ -40,10 +40,10 @@ class RuntimePeer(Worker):
         """Returns the seconds of `count` round trips of a tensor by `send` and `recv`."""
         message, round_trips = torch.ones(size, dtype=torch.uint8), []
         for _ in range(count + 3):
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             self.send(message, other, 0)
             self.recv(other, 0)
-            round_trips.append(time.perf_counter() - started)
+            round_trips.append(time.perf_counter() - start_s)
         return round_trips[3:]
 
     def receive_and_send(self, other: str, count: int) -> None:
@@ -58,16 +58,16 @@ class RuntimePeer(Worker):
     def consume(self, channel: Channel, count: int) -> float:
         """Returns items a second."""
         channel.get(key="0")
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(count - 1):
             channel.get(key="0")
-        return (count - 1) / (time.perf_counter() - started)
+        return (count - 1) / (time.perf_counter() - start_s)
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     function()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_s
 
 
 def measure() -> dict[str, float]:
@@ -78,13 +78,13 @@ def measure() -> dict[str, float]:
     def launch(count: int, name: str) -> Any:
         return RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
 
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     eight_workers = launch(8, "eight")
-    row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
+    row["cold start to 8 ready workers (s)"] = time.perf_counter() - start_s
     more_workers = None
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     more_workers = launch(8, "more")
-    row["warm launch of 8 workers (s)"] = time.perf_counter() - started
+    row["warm launch of 8 workers (s)"] = time.perf_counter() - start_s
     more_workers.shutdown()
     eight_workers.idle().wait()
     row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight_workers.idle().wait) for _ in range(300)])) * 1e6

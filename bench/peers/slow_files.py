@@ -20,14 +20,14 @@ _installed = False
 
 
 def _wrap(module: Any, name: str) -> None:
-    real: Callable[..., Any] = getattr(module, name)
+    original_function: Callable[..., Any] = getattr(module, name)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         if _ROOT and args and not isinstance(args[0], int) and os.fspath(args[0]).startswith(_ROOT):
             counted[name] = counted.get(name, 0) + 1
             if _SECONDS:
                 time.sleep(_SECONDS)
-        return real(*args, **kwargs)
+        return original_function(*args, **kwargs)
 
     setattr(module, name, slow)
 
