@@ -229,12 +229,14 @@ class Harnesses:
         with self._lock:
             if self._closed:
                 return
-            numbers = list(self._running)
+            episode_numbers = list(self._running)
             self._running.clear()
             self._failures += 1
             self._starting = True
-        log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(numbers))
-        for episode_number in numbers:
+        log.warning(
+            "what runs the agents ended with status %d; %d episodes were under way", status, len(episode_numbers)
+        )
+        for episode_number in episode_numbers:
             self._done(episode_number, {"error": f"what ran it ended with status {status}"})
         if self._failures <= _RESTARTS:
             try:

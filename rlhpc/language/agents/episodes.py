@@ -268,19 +268,21 @@ class EpisodeRunner:
             prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
-        episode, count = self._new_episode(request, prompt), len(drawn.token_ids)
+        episode, num_drawn = self._new_episode(request, prompt), len(drawn.token_ids)
         _append(episode, drawn)
         if drawn.finish_reason != "abort":
             episode.turns = 1
             self._end(episode, drawn.finish_reason)
             return
         follows = request
-        if count:
+        if num_drawn:
             follows = dataclasses.replace(
                 request,
                 prompt_ids=(*request.prompt_ids, *drawn.token_ids),
-                seed=_seed(request.seed, count),
-                sampling=dataclasses.replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+                seed=_seed(request.seed, num_drawn),
+                sampling=dataclasses.replace(
+                    request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_drawn
+                ),
             )
         self._backend.add([follows])
         self._writing[request.id] = episode, request

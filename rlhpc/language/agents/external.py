@@ -280,8 +280,8 @@ class OutsideEpisodes:
             if isinstance(queue_item, Drawing):
                 self._begin(queue_item)
             else:
-                number, episode = queue_item
-                if self._sessions.pop(number, None) is not None:
+                episode_number, episode = queue_item
+                if self._sessions.pop(episode_number, None) is not None:
                     self._tell(episode)
                     episodes.append(episode)
                     if episode.later:
@@ -392,10 +392,10 @@ class OutsideEpisodes:
             episode.turn_ids = [0] * len(last_turn.token_ids)
         counts = session.tree.counts() + session.counts
         episode.turns = counts["turns"]
-        names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
+        count_names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
             self._distant is not None
         )
-        outcome.metrics |= {name: float(counts[name]) for name in names}
+        outcome.metrics |= {name: float(counts[name]) for name in count_names}
         outcome.metrics["samples"] = float(len(branches))
         if num_untrained_tokens:
             outcome.metrics[OF_ROLES] = float(num_untrained_tokens)
@@ -429,12 +429,12 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
 
 def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
     """Removes the tokens of untrained roles from the loss masks; returns their number."""
-    count = 0
+    num_masked = 0
     for branch in branches:
         if limits.untrained and limits.roles[branch.role] in limits.untrained:
-            count += sum(branch.loss_mask)
+            num_masked += sum(branch.loss_mask)
             branch.loss_mask = [False] * len(branch.loss_mask)
-    return count
+    return num_masked
 
 
 def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
@@ -519,10 +519,10 @@ class Distant:
         now = time.monotonic()
         for episode_number, remote_episode in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
             self._post.tell(remote_episode.by[0], {"kill": remote_episode.by[1]})
-            limit = remote_episode.ticket["timeout_s"] + _GRACE_S
+            time_limit_s = remote_episode.ticket["timeout_s"] + _GRACE_S
             self._end(
                 episode_number,
-                {"error": f"agent-{remote_episode.by[0]}, which ran it, said nothing within {limit:g} s"},
+                {"error": f"agent-{remote_episode.by[0]}, which ran it, said nothing within {time_limit_s:g} s"},
             )
 
     def abort(self) -> None:

@@ -170,9 +170,9 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOp
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
     untrained_roles = tuple(agent.untrained_roles)
     if untrained_roles and not set(untrained_roles) < set(roles):
-        names = ", ".join(roles) or "none"
+        role_names = ", ".join(roles) or "none"
         raise ConfigError(
-            f"agent.untrained_roles is {list(untrained_roles)}; allowed: some of the roles, not all of them ({names})"
+            f"agent.untrained_roles is {list(untrained_roles)}; allowed: some of the roles, not all of them ({role_names})"
         )
     limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained_roles, policies_of(cfg).by_role)
     feedback_s = float(select(cfg, "agent.feedback_timeout_s") or 0.0)

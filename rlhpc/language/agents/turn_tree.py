@@ -135,9 +135,9 @@ class Tree:
             for leaf_index in leaf_indices
         )
         trained_turns, samples, turn_counts = set[int](), list[Episode](), collections.Counter[int]()
-        numbers = [turn_counts.update([turn.role]) or turn_counts[turn.role] - 1 for turn in self.turns]
+        turn_numbers = [turn_counts.update([turn.role]) or turn_counts[turn.role] - 1 for turn in self.turns]
         for *_, path in paths:
-            samples.append(self._sample(number, path, trained_turns, numbers))
+            samples.append(self._sample(number, path, trained_turns, turn_numbers))
             trained_turns.update(path)
         return samples
 
@@ -329,10 +329,10 @@ class Renderer:
         """
         if self.context == sys.maxsize:
             return
-        count = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
-        if count > self._most_characters:
+        num_characters = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
+        if num_characters > self._most_characters:
             raise RequestError(
-                f"messages and tools of {count} characters leave no room in the context of {self.context} tokens",
+                f"messages and tools of {num_characters} characters leave no room in the context of {self.context} tokens",
                 code=OVER,
             )
 

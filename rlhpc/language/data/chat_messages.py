@@ -244,8 +244,8 @@ def _read_calls(value: Any, sparse: bool) -> list[dict[str, Any]]:
         if call_fields.get("type", "function") != "function":
             raise ConfigError(f"has a tool call of type {call_fields['type']}; allowed: function")
         arguments = _read_arguments(function.get("arguments"), sparse)
-        label = {"id": call_fields["id"]} if "id" in call_fields else {}
-        calls.append({**label, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        id_field = {"id": call_fields["id"]} if "id" in call_fields else {}
+        calls.append({**id_field, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return calls
 
 
@@ -315,8 +315,8 @@ def _copy(message: Message) -> Message:
 
 def _holder(message: Message, path: Path) -> Any:
     container: Any = message
-    for step in path[:-1]:
-        container = container[step]
+    for path_key in path[:-1]:
+        container = container[path_key]
     return container
 
 

@@ -79,13 +79,13 @@ class DrawnProblems:
 
 def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     cells_per_row = max(2, int(max_answer**0.5 + 0.999))
-    step = points // cells_per_row
-    size, color = rng.randint(step // 2, step - 2), rng.choice(sorted(_COLOURS))
+    cell_size = points // cells_per_row
+    size, color = rng.randint(cell_size // 2, cell_size - 2), rng.choice(sorted(_COLOURS))
     boxes = []
     for cell_number in rng.sample(range(cells_per_row * cells_per_row), int(answer)):
         x, y = (
-            cell_number % cells_per_row * step + (step - size) // 2,
-            cell_number // cells_per_row * step + (step - size) // 2,
+            cell_number % cells_per_row * cell_size + (cell_size - size) // 2,
+            cell_number // cells_per_row * cell_size + (cell_size - size) // 2,
         )
         boxes.append((x, y, x + size - 1, y + size - 1))
     return "how many=", [(box, _COLOURS[color], None) for box in boxes]

@@ -73,8 +73,8 @@ class PromptImages:
         import torch
 
         token_types = np.zeros((1, length), np.int64)
-        for start, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
-            token_types[0, start : start + size] = 1
+        for start, num_tokens in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
+            token_types[0, start : start + num_tokens] = 1
         arrays = {
             "pixel_values": np.concatenate(self.patches),
             "image_grid_thw": self.grids,

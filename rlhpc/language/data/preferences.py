@@ -165,9 +165,9 @@ class Preferences:
             other_columns = {self._cfg.chosen_key, self._label} & set(columns)
             has_both_forms = bool(self._label and other_columns)
             way_out = "; algorithm.loss_type=regression reads labels, bradley_terry pairs" if has_both_forms else ""
-            names = ", ".join(columns) or "none"
+            column_names = ", ".join(columns) or "none"
             return ConfigError(
-                f"{self._key}.{name} is {column!r}, but {row_place} has no such column; it has: {names}{way_out}"
+                f"{self._key}.{name} is {column!r}, but {row_place} has no such column; it has: {column_names}{way_out}"
             )
         column_value = prompt.response if name == "response_key" else prompt.meta.get(column)
         excerpt = json.dumps(column_value, ensure_ascii=False)[:60]

@@ -68,7 +68,7 @@ def choose(
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
     total = sum(sizes)
-    count = cfg.size or DEFAULT_SIZE[part]
+    num_problems = cfg.size or DEFAULT_SIZE[part]
     if total <= _LISTED:
         numbers = [candidate for candidate in range(total) if keep(candidate)]
         rng.shuffle(numbers)
@@ -77,14 +77,14 @@ def choose(
                 f"{key}.size is {cfg.size}, but only {len(numbers)} of all {total} problems are in the {part} part; "
                 f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
             )
-        return numbers[:count]
+        return numbers[:num_problems]
     fraction = procedural_fraction(cfg)
     max_count = int(total * (fraction if part == "eval" else 1 - fraction) / 2)
-    if count > max_count:
-        raise ConfigError(f"{key}.size is {count}; at most {max_count} problems can be drawn of {total}")
+    if num_problems > max_count:
+        raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {total}")
     # A dict keeps the order of drawing.
     chosen_numbers: dict[int, None] = {}
-    while len(chosen_numbers) < count:
+    while len(chosen_numbers) < num_problems:
         # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
         level = rng.randrange(len(sizes))
         candidate = sum(sizes[:level]) + rng.randrange(sizes[level])
@@ -109,7 +109,7 @@ def choose_contents(
         ConfigError: There are fewer problems.
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
-    count, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
+    num_problems, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
     numbers = range(total) if total <= _LISTED else rng.sample(range(total), _LISTED)
     order = list(numbers)
     rng.shuffle(order)
@@ -118,7 +118,7 @@ def choose_contents(
         description = content(number)
         if belongs(description, part, fraction):
             number_by_digest.setdefault(hashlib.blake2b(description.encode(), digest_size=16).digest(), number)
-        if len(number_by_digest) == count:
+        if len(number_by_digest) == num_problems:
             break
     if cfg.size and len(number_by_digest) < cfg.size:
         raise ConfigError(
@@ -130,10 +130,10 @@ def choose_contents(
 
 def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
     """Returns the level of a problem, and its number in the level."""
-    for level_index, size in enumerate(sizes):
-        if number < size:
+    for level_index, level_size in enumerate(sizes):
+        if number < level_size:
             return level_index, number
-        number -= size
+        number -= level_size
     raise IndexError(number)
 
 

@@ -41,8 +41,8 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 def template_file(tokenizer: Any) -> str:
     """Returns the origin of a tokenizer's chat template: its file, or the model's name."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
-    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    file = next((folder / name for name in names if folder.name and (folder / name).is_file()), None)
+    file_names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    file = next((folder / name for name in file_names if folder.name and (folder / name).is_file()), None)
     return str(file or folder.name or "of the tokenizer")
 
 
@@ -331,8 +331,8 @@ class PromptTokenizer:
         else:
             response = self.tokenizer(response_text, add_special_tokens=False, verbose=False)["input_ids"]
         end_token = self.tokenizer.eos_token_id if is_bare or self._turn_end is None else self._turn_end
-        end = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
-        all_ids = [*ids, *response, *end]
+        end_ids = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
+        all_ids = [*ids, *response, *end_ids]
         if max_tokens is not None and not self._fits(
             prompt, len(all_ids), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
         ):
@@ -359,9 +359,11 @@ class PromptTokenizer:
                 "that turn as a text"
             )
         turn_text = full_text[len(prompt_text) :]
-        names = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self._special]
-        end = max((turn_text.rfind(name) + len(name) for name in names if name in turn_text), default=0)
-        return turn_text[:end] if end and not turn_text[end:].strip() else turn_text
+        special_names = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self._special]
+        turn_end_index = max(
+            (turn_text.rfind(name) + len(name) for name in special_names if name in turn_text), default=0
+        )
+        return turn_text[:turn_end_index] if turn_end_index and not turn_text[turn_end_index:].strip() else turn_text
 
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
@@ -479,9 +481,9 @@ class FittingPrompts:
         """Returns messages for the user at the start of the run."""
         note_texts = []
         if self.dropped:
-            count = self.dropped + len(self)
+            num_problems = self.dropped + len(self)
             note_texts.append(
-                f"{key}: {self.dropped} of {count} problems are dropped, because they are too long "
+                f"{key}: {self.dropped} of {num_problems} problems are dropped, because they are too long "
                 "(data.overlong_prompts=drop)"
             )
         if self.left_out:
@@ -523,9 +525,9 @@ def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
 
     None if neither sets it.
     """
-    limit = select(cfg, "rollout.max_model_len")
-    if limit is not None:
-        return int(limit)
+    max_model_len = select(cfg, "rollout.max_model_len")
+    if max_model_len is not None:
+        return int(max_model_len)
     max_tokens, path = None, str(getattr(tokenizer, "name_or_path", "") or "")
     with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
         config = load_model_config(path, cfg.actor.model.trust_remote_code) if path else None
@@ -607,8 +609,10 @@ def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
     special_ids, inside_positions = _special(tokenizer), set[int]()
     for position, token in enumerate(token_ids):
         if token in special_ids:
-            end = len(tokenizer.decode(list(token_ids[: position + 1]), skip_special_tokens=False))
-            inside_positions.update(range(end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, end))
+            text_end = len(tokenizer.decode(list(token_ids[: position + 1]), skip_special_tokens=False))
+            inside_positions.update(
+                range(text_end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, text_end)
+            )
     return inside_positions
 
 

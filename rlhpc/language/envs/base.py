@@ -169,8 +169,8 @@ class ToolEnvironment(Environment):
     """
 
     def __init__(self) -> None:
-        names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
-        self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+        tool_names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
+        self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in tool_names}
         self.tools = [described(name, method) for name, method in self._methods.items()]
 
     def answer(self, text: str) -> EnvResponse:

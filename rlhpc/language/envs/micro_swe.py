@@ -126,9 +126,9 @@ class MicroSwe(ToolEnvironment):
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
         """Replaces a text in a file, which must be there once."""
-        file_text, count = self._files[self._existing(path)], self._files[path].count(old) if old else 0
-        if count != 1:
-            raise ValueError(f"{path} has that text {count} times")
+        file_text, num_matches = self._files[self._existing(path)], self._files[path].count(old) if old else 0
+        if num_matches != 1:
+            raise ValueError(f"{path} has that text {num_matches} times")
         self._files[path] = file_text.replace(old, new)
         return "replaced"
 

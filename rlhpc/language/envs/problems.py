@@ -47,11 +47,11 @@ class EnvironmentProblems:
             return belongs(str(problem.meta.get("part", problem.question)), part, fraction)
 
         try:
-            count = self._environment.count(**kwargs)
-            self._problem(max(count - 1, 0))
+            num_problems = self._environment.count(**kwargs)
+            self._problem(max(num_problems - 1, 0))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{key}.kwargs: {name} makes no problem of {kwargs}: {error}") from error
-        self._numbers = choose(cfg, [count], keep, part=part, key=key)
+        self._numbers = choose(cfg, [num_problems], keep, part=part, key=key)
         self._rows: list[Prompt] | None = None
         if has_demonstrations:
             self._rows = [

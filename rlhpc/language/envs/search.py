@@ -33,10 +33,10 @@ class Bm25:
     """
 
     def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
-        counts = [Counter(_words(text)) for text in texts]
-        mean_length = sum(word_counts.total() for word_counts in counts) / max(len(texts), 1)
+        counts_by_text = [Counter(_words(text)) for text in texts]
+        mean_length = sum(word_counts.total() for word_counts in counts_by_text) / max(len(texts), 1)
         self._postings: dict[str, list[tuple[int, float]]] = {}
-        for text_index, word_counts in enumerate(counts):
+        for text_index, word_counts in enumerate(counts_by_text):
             length_norm = k1 * (1 - b + b * word_counts.total() / mean_length)
             for word, count in word_counts.items():
                 self._postings.setdefault(word, []).append((text_index, count * (k1 + 1) / (count + length_norm)))

@@ -115,6 +115,6 @@ def tables(seed: int) -> sqlite3.Connection:
         return sqlite3.SQLITE_OK if action in allowed_actions and not is_slow else sqlite3.SQLITE_DENY
 
     connection.set_authorizer(authorize)
-    for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
-        connection.setlimit(limit, _MAX_BYTES)
+    for limit_id in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
+        connection.setlimit(limit_id, _MAX_BYTES)
     return connection

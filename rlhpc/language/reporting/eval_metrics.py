@@ -48,11 +48,11 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
         votes: Normalized answers; "" is no answer and does not vote.
         right: Whether each sample is right.
     """
-    counts = Counter(vote for vote in votes if vote)
-    if not counts:
+    vote_counts = Counter(vote for vote in votes if vote)
+    if not vote_counts:
         return 0.0
-    max_count = max(counts.values())
-    tied_answers = [answer for answer, count in counts.items() if count == max_count]
+    max_count = max(vote_counts.values())
+    tied_answers = [answer for answer, count in vote_counts.items() if count == max_count]
     shares = [
         sum(is_right for voted_answer, is_right in zip(votes, right, strict=True) if voted_answer == answer) / max_count
         for answer in tied_answers
@@ -79,9 +79,11 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
         ValueError: There are no rows, or problems have different numbers of samples.
     """
     problems = _group_by_problem(rows)
-    counts = {len(problem) for problem in problems}
-    if len(counts) != 1:
-        raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")
+    sample_counts = {len(problem) for problem in problems}
+    if len(sample_counts) != 1:
+        raise ValueError(
+            f"problems have {sorted(sample_counts) or 'no'} samples; each must have equally many, at least one"
+        )
     tokens = np.asarray([row["tokens"] for problem in problems for row in problem])
     term_names = problems[0][0]["terms"]
     return {
@@ -293,9 +295,9 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    end_ranks = counts.cumsum()
-    ranks: np.ndarray = ((end_ranks - counts + end_ranks - 1) / 2)[value_index]
+    _, value_index, value_counts = np.unique(values, return_inverse=True, return_counts=True)
+    end_ranks = value_counts.cumsum()
+    ranks: np.ndarray = ((end_ranks - value_counts + end_ranks - 1) / 2)[value_index]
     return ranks
 
 

@@ -74,11 +74,11 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
         always: Curves that are drawn even without logged values.
     """
     titled_metrics = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
-    names = {key for row in rows for key in row}
+    metric_names = {key for row in rows for key in row}
     charted_names = {metric.name for metric in titled_metrics} | _COUNTERS
     unknown_names = [
         Metric(name.replace("/", "_"), name, name, "")
-        for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - charted_names)
+        for name in sorted({name for name in metric_names if name.startswith(("train/", "rollout/"))} - charted_names)
         if not is_constant(series(rows, name)[1])
     ]
     charts = metric_charts(rows, [*titled_metrics, *unknown_names], always)
@@ -88,7 +88,7 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
             lines = [Line("training", *series(rows, metric.name), smooth=True)]
             lines.append(Line("held out", *held_out_loss, color=1, markers=True))
             charts[metric.file] = line_chart(metric.title, "global step", metric.y_label, lines)
-    if len(term_names := sorted(name for name in names if name.startswith("reward/"))) > 1:
+    if len(term_names := sorted(name for name in metric_names if name.startswith("reward/"))) > 1:
         lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(term_names)]
         charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines)
     return charts

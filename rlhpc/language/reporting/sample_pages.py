@@ -213,12 +213,12 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
     columns = []
     for step, path, evaluation in results:
         column = _Column(step, evaluation, samples_path(path))
-        counts: dict[Any, list[bool]] = {}
+        flags_by_problem: dict[Any, list[bool]] = {}
         for row in _rows(column.path):
-            counts.setdefault(row["id"], []).append(row["right"])
+            flags_by_problem.setdefault(row["id"], []).append(row["right"])
             column.level[row["id"]] = str(row.get("level", ""))
-        column.share.update({key: sum(right_flags) / len(right_flags) for key, right_flags in counts.items()})
-        if counts:
+        column.share.update({key: sum(right_flags) / len(right_flags) for key, right_flags in flags_by_problem.items()})
+        if flags_by_problem:
             columns.append(column)
     if not columns:
         return []
@@ -270,8 +270,8 @@ def _suite(columns: Sequence[_Column]) -> str:
         omission_note += f"{'; ' if omission_note else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
     html_parts.append(f'<h3>Problems</h3><p class="note">{escape(omission_note or "All of them")}.</p>')
     for column in columns:
-        if count := _lines(column.path) - sum(1 for _ in _rows(column.path)):
-            note = f"{column.path.parent.name}/{column.path.name}: {count} lines are no samples, and are left out"
+        if num_invalid_lines := _lines(column.path) - sum(1 for _ in _rows(column.path)):
+            note = f"{column.path.parent.name}/{column.path.name}: {num_invalid_lines} lines are no samples, and are left out"
             html_parts.append(f'<p class="note">{escape(note)}.</p>')
     html_parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen_ids)]
     return "".join(html_parts)
@@ -345,11 +345,11 @@ def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
             right_share = column.share.get(key)
             fill = "var(--soft)" if not right_share else "var(--c2)"
             opacity = 1.0 if not right_share else 0.2 + 0.8 * right_share
-            label = "not asked" if right_share is None else f"{right_share:.0%} right"
+            cell_title = "not asked" if right_share is None else f"{right_share:.0%} right"
             rectangles.append(
                 f'<rect x="{margin + j * width}" y="{y}" width="{width - 1}" height="{height}" '
                 f'style="fill:{fill};opacity:{opacity:.2f};stroke:var(--line);stroke-width:.6">'
-                f"<title>problem {escape(str(key))}, step {column.step}: {label}</title></rect>"
+                f"<title>problem {escape(str(key))}, step {column.step}: {cell_title}</title></rect>"
             )
     size = margin + width * len(map_problems) + 4, 24 + len(columns) * (height + 2)
     note = f"{len(map_problems)} of {len(ids)} problems. " if len(map_problems) < len(ids) else ""
@@ -391,8 +391,8 @@ def _not_asked(step: int) -> str:
 
 def _answer(step: int, rows: Sequence[_Row]) -> str:
     num_right = sum(row["right"] for row in rows)
-    count = f" · {num_right} of {len(rows)} right" if len(rows) > 1 else ""
-    html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
+    count_text = f" · {num_right} of {len(rows)} right" if len(rows) > 1 else ""
+    html = f"<h4>step {step}{count_text}</h4>{_sample(rows[0])}"
     if further_rows := rows[1 : 1 + _MAX_MORE_SAMPLES]:
         further_samples = "".join(_sample(row) for row in further_rows)
         html += f"<details><summary>{len(further_rows)} more of its {len(rows)} samples</summary>{further_samples}</details>"

@@ -184,10 +184,10 @@ def last_block(response: str) -> str | None:
     """
     blocks: list[tuple[str, str]] = []
     opening_fence: re.Match[str] | None = None
-    code: list[str] = []
+    code_lines: list[str] = []
     for line in response.splitlines():
         if opening_fence is None:
-            opening_fence, code = _FENCE.fullmatch(line), []
+            opening_fence, code_lines = _FENCE.fullmatch(line), []
             continue
         content_line = line[len(opening_fence["quote"]) :] if line.startswith(opening_fence["quote"]) else line
         fence_line = content_line.strip()
@@ -196,10 +196,10 @@ def last_block(response: str) -> str | None:
             and set(fence_line) == {opening_fence["fence"][0]}
             and len(fence_line) >= len(opening_fence["fence"])
         ):
-            blocks.append((_mark(opening_fence["info"]), "\n".join([*code, ""])))
+            blocks.append((_mark(opening_fence["info"]), "\n".join([*code_lines, ""])))
             opening_fence = None
         else:
-            code.append(_unindent(content_line, len(opening_fence["indent"].expandtabs(4))))
+            code_lines.append(_unindent(content_line, len(opening_fence["indent"].expandtabs(4))))
     for marks in (("python", "py", "python3"), ("",)):
         code_blocks = [block for language, block in blocks if language in marks]
         if code_blocks:

@@ -235,13 +235,15 @@ class Reader:
         stored_names = {n.id for n in inner_nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if stored_names & {n.arg for n in inner_nodes if isinstance(n, ast.arg)}:
             raise Unclear
-        names: dict[str, ast.expr] = {name: ast.Name(f"_{function.name}_{name}", ast.Load()) for name in stored_names}
-        names |= {
+        replacements: dict[str, ast.expr] = {
+            name: ast.Name(f"_{function.name}_{name}", ast.Load()) for name in stored_names
+        }
+        replacements |= {
             parameter.arg: argument_value for parameter, argument_value in zip(parameters.args, arguments, strict=True)
         }
         for statement in function.body:
             statement_copy = ast.parse(ast.unparse(statement)).body[0]
-            self._statement(ast.fix_missing_locations(Renamed(names).visit(statement_copy)))
+            self._statement(ast.fix_missing_locations(Renamed(replacements).visit(statement_copy)))
 
     def _statement(self, statement: ast.stmt) -> None:
         inner_nodes = list(ast.walk(statement))
@@ -320,11 +322,11 @@ class Reader:
         if any(isinstance(node, (ast.Assert, ast.With)) for s in statement.body for node in ast.walk(s)):
             raise Unclear
         classes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else [call.args[0]]
-        names = [ast.unparse(node).rpartition(".")[2] for node in classes]
+        exception_names = [ast.unparse(node).rpartition(".")[2] for node in classes]
         source = "\n".join(ast.unparse(self._inserted(inner_statement, False)) for inner_statement in statement.body)
         step_number = add_step(self.plan, "raises", source)
         pattern = str(match_values[0]) if match_values else None
-        self.plan.claims.append(lambda answers: outside.raised(answers, step_number, names, pattern))
+        self.plan.claims.append(lambda answers: outside.raised(answers, step_number, exception_names, pattern))
         self.judged += 1
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
@@ -543,8 +545,8 @@ class Reader:
             receiver = self.constant_value(node.func.value)
         except Unclear:
             return False
-        names = outside.KNOWN_METHODS.get(type(receiver), ())
-        return node.func.attr in names and all(self._is_known(argument) for argument in node.args)
+        method_names = outside.KNOWN_METHODS.get(type(receiver), ())
+        return node.func.attr in method_names and all(self._is_known(argument) for argument in node.args)
 
     def _is_leaf(self, node: ast.expr) -> bool:
         """Returns whether a complete expression is computed in the sandbox."""
@@ -580,7 +582,7 @@ class Reader:
                     self._meaning(node.func) in outside.CONVERSIONS and node.args and self._is_leaf(node.args[0])
                 )
                 return bool(is_conversion) and all(
-                    isinstance(slice_part, (ast.Constant, ast.Lambda, ast.Name)) for slice_part in other_arguments
+                    isinstance(argument, (ast.Constant, ast.Lambda, ast.Name)) for argument in other_arguments
                 )
             case ast.Name() if node.id in self._bound or node.id in self.values:
                 return False

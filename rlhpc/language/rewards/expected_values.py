@@ -288,8 +288,8 @@ def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
 
 def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
     """Computes arithmetic on numbers, and harmless operations on sequences; bounded, since a program chose the operands."""
-    numbers: Any = (int, float, complex, Fraction, Decimal)
-    if isinstance(first, numbers) and isinstance(second, numbers):
+    number_types: Any = (int, float, complex, Fraction, Decimal)
+    if isinstance(first, number_types) and isinstance(second, number_types):
         if kind is ast.Pow and isinstance(first, (int, Fraction)):
             max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
             if not float(abs(second)) * max_bits <= _MOST_BITS:
@@ -300,11 +300,11 @@ def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
     if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
         return first - second
     if kind is ast.Mult:
-        sequence, count = (second, first) if isinstance(first, int) else (first, second)
-        if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int):
-            if len(sequence) * count > _MOST_ITEMS:
+        sequence, repetitions = (second, first) if isinstance(first, int) else (first, second)
+        if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(repetitions, int):
+            if len(sequence) * repetitions > _MOST_ITEMS:
                 raise ValueError("too large")
-            return sequence * count
+            return sequence * repetitions
     raise TypeError("no arithmetic of these")
 
 

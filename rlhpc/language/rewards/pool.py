@@ -358,16 +358,16 @@ class RewardPool:
             values | inline_values,
             "; ".join(error_text for error_text in (errors, inline_errors) if error_text),
         )
-        terms = {name: values.get(name, self.failed) for name in self._weights}
+        term_scores = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
         if errors:
             self._counts["failed"] += 1
             self._counts["raised"] += 1
             self._tell(errors)
-            self._done.append((sample_id, Scored(self.failed, terms, True, errors)))
+            self._done.append((sample_id, Scored(self.failed, term_scores, True, errors)))
         else:
-            total = sum(weight * terms[name] for name, weight in self._weights.items())
-            self._done.append((sample_id, Scored(total, terms)))
+            total = sum(weight * term_scores[name] for name, weight in self._weights.items())
+            self._done.append((sample_id, Scored(total, term_scores)))
 
     def _fail(self, ticket: int, kind: str, reason: str) -> None:
         if ticket not in self._waiting:
@@ -376,8 +376,8 @@ class RewardPool:
         term_values, _ = judge(self._inline, sample)
         self._counts.update(("scored", "failed", kind))
         self._tell(reason)
-        terms = {name: term_values.get(name, self.failed) for name in self._weights}
-        self._done.append((sample_id, Scored(self.failed, terms, True, reason)))
+        term_scores = {name: term_values.get(name, self.failed) for name in self._weights}
+        self._done.append((sample_id, Scored(self.failed, term_scores, True, reason)))
 
     def _tell(self, reason: str) -> None:
         self._num_failures += 1

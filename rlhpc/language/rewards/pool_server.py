@@ -52,8 +52,8 @@ def _work(spec: Spec, connection: socket.socket) -> None:
     """Runs a judge: builds the rewards, then scores one sample after the other."""
     limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
     if all(limits):
-        limit = max(limits) << 20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        memory_limit = max(limits) << 20
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     try:
         rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
     except BaseException as error:

@@ -248,7 +248,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
 
 def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
     """Returns the function without parameters: pytest's parametrize becomes loops around its body."""
-    body, names = list(function.body), {argument.arg for argument in function.args.args}
+    body, parameter_names = list(function.body), {argument.arg for argument in function.args.args}
     for decorator in reversed(function.decorator_list):
         if not (
             isinstance(decorator, ast.Call)
@@ -271,11 +271,13 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
         loop = ast.parse(f"for {target} in {ast.unparse(decorator.args[1])}: pass").body[0]
         assert isinstance(loop, ast.For)
         loop.body = body
-        body, names = [loop], names - set(columns)
-    names -= {argument.arg for argument in function.args.args[len(function.args.args) - len(function.args.defaults) :]}
-    if names or function.args.vararg or function.args.kwonlyargs:
+        body, parameter_names = [loop], parameter_names - set(columns)
+    parameter_names -= {
+        argument.arg for argument in function.args.args[len(function.args.args) - len(function.args.defaults) :]
+    }
+    if parameter_names or function.args.vararg or function.args.kwonlyargs:
         raise ValueError(
-            f"the test {function.name} takes {', '.join(sorted(names)) or 'arguments'}, which a fixture would give: "
+            f"the test {function.name} takes {', '.join(sorted(parameter_names)) or 'arguments'}, which a fixture would give: "
             "write the values into it"
         )
     defaults = zip(
@@ -421,10 +423,10 @@ def require_modules(body: Sequence[ast.stmt]) -> None:
         ValueError: A module is missing; the message names it.
     """
     for statement in body:
-        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        module_names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
         if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            names = [statement.module]
-        for name in names:
+            module_names = [statement.module]
+        for name in module_names:
             root = name.partition(".")[0]
             if root not in PROGRAM_MODULES and importlib.util.find_spec(root) is None:
                 raise ValueError(f"its tests import {root}, which is not installed here")

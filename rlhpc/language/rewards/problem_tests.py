@@ -119,9 +119,9 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
     if has_check(plain_statements) and entry and not calls(plain_statements, "check"):
         lines.append(f"check({entry})")
     if classes:
-        names = ", ".join(class_.name for class_ in classes)
+        class_names = ", ".join(class_.name for class_ in classes)
         lines.append(
-            f"import unittest as _unittest\nfor _case in ({names},):\n    _result = _unittest.TestResult()\n"
+            f"import unittest as _unittest\nfor _case in ({class_names},):\n    _result = _unittest.TestResult()\n"
             "    _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_result)\n"
             "    assert _result.testsRun and _result.wasSuccessful() and not _result.skipped"
         )

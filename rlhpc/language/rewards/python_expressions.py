@@ -75,20 +75,20 @@ def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
 
 def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
     """Returns the value, as an expression, of each name in a loop's target."""
-    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-    if not all(isinstance(name, ast.Name) for name in names):
+    target_names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    if not all(isinstance(name, ast.Name) for name in target_names):
         raise Unclear
     try:
         element_values = (
-            [value] if isinstance(target, ast.Name) else [None] * len(names) if value is None else list(value)
+            [value] if isinstance(target, ast.Name) else [None] * len(target_names) if value is None else list(value)
         )
     except TypeError:
         raise Unclear from None
-    if len(element_values) != len(names):
+    if len(element_values) != len(target_names):
         raise Unclear
     return {
         name.id: written_out(element_value)
-        for name, element_value in zip(names, element_values, strict=True)
+        for name, element_value in zip(target_names, element_values, strict=True)
         if isinstance(name, ast.Name)
     }
 

@@ -49,9 +49,9 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
     try:
         signature.bind(*positional_arguments, **current_keywords(factory, kwargs))
     except TypeError as error:
-        names = [parameter.name for parameter in signature.parameters.values()][len(positional_arguments) :]
+        parameter_names = [parameter.name for parameter in signature.parameters.values()][len(positional_arguments) :]
         raise ConfigError(
-            f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(names) or 'none'}"
+            f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(parameter_names) or 'none'}"
         ) from None
 
 

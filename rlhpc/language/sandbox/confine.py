@@ -114,8 +114,8 @@ def _mounts_below(root: str) -> list[tuple[str, int]]:
         for line in file:
             fields = line.split(" ")
             mount_point = fields[4]
-            for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-                mount_point = mount_point.replace(code, character)
+            for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                mount_point = mount_point.replace(escape, character)
             if mount_point.startswith(root + "/"):
                 flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
                 mounts.append((mount_point, flags))
@@ -217,9 +217,9 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _seccomp(text: str) -> bool:
-    code = bytes.fromhex(text).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = _FilterProgram(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    filter_code = bytes.fromhex(text).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
+    buffer = ctypes.create_string_buffer(filter_code, len(filter_code))
+    program = _FilterProgram(len(filter_code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     return _prctl(_SECCOMP, 2, ctypes.byref(program)) == 0
 
 
@@ -234,15 +234,15 @@ def _count_threads(uid: int) -> int:
     """Returns the number of a user's threads on this machine: the limit counts them if it does not belong to a
     namespace.
     """
-    count = 0
+    num_threads = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 if os.stat(f"/proc/{name}").st_uid == uid:
-                    count += len(os.listdir(f"/proc/{name}/task"))
+                    num_threads += len(os.listdir(f"/proc/{name}/task"))
             except OSError:
                 continue
-    return count
+    return num_threads
 
 
 def _limit(job: Job, threads: int) -> None:
@@ -285,11 +285,11 @@ def _keep(child: int, status: int) -> None:
         os.dup2(null_fd, fd)
     _prctl(_DUMPABLE, 0)
     while True:
-        pid, code, usage = os.wait4(-1, 0)
+        pid, wait_status, usage = os.wait4(-1, 0)
         if pid == child:
             if status >= 0:
-                end = {"code": os.waitstatus_to_exitcode(code), "cpu_s": usage.ru_utime + usage.ru_stime}
-                os.write(status, json.dumps({**end, "memory": usage.ru_maxrss * 1024}).encode())
+                exit_report = {"code": os.waitstatus_to_exitcode(wait_status), "cpu_s": usage.ru_utime + usage.ru_stime}
+                os.write(status, json.dumps({**exit_report, "memory": usage.ru_maxrss * 1024}).encode())
             os._exit(0)
 
 

@@ -117,15 +117,15 @@ def run(job: dict[str, Any], fd: int) -> None:
     module = type(sys)("__main__" if job["main"] else "program")
     sys.modules.pop("confine", None), sys.modules.pop("harness", None)
     sys.modules["__main__"] = sys.modules[module.__name__] = sys.modules["solution"] = module
-    code, failure = 0, ""
+    exit_code, failure = 0, ""
     try:
         for source, name in ((job["source"], "<program>"), (job["setup"], "<setup>")):
             _run(_compile(source, name, "exec"), module.__dict__)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        failure = f"SystemExit: {end.code}"
+    except SystemExit as system_exit:
+        exit_code = system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None)
+        failure = f"SystemExit: {system_exit.code}"
     except BaseException as error:
-        code, failure = 1, _describe(error)
+        exit_code, failure = 1, _describe(error)
         import traceback
 
         last_frame = error.__traceback__.tb_next if error.__traceback__ else None
@@ -140,5 +140,5 @@ def run(job: dict[str, Any], fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
-        code = 1
-    os._exit(code)
+        exit_code = 1
+    os._exit(exit_code)

@@ -266,10 +266,10 @@ class Sandbox:
                     chunk = os.read(key.fd, 1 << 16)
                     if not chunk:
                         selector.unregister(key.fd)
-                    limit = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
+                    max_bytes = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
                     output = outputs[key.data] + chunk
-                    outputs[key.data] = output[:limit]
-                    if len(output) > limit and not outcome:
+                    outputs[key.data] = output[:max_bytes]
+                    if len(output) > max_bytes and not outcome:
                         outcome = "output"
         return outcome, outputs
 
@@ -403,8 +403,8 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
     except ValueError as format_error:
         checks, error = {}, f"it wrote to the channel of its judge: {format_error}"
         outcome = outcome or "error"
-    end = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
-    status = outcome or ("ok" if end["code"] == 0 else "killed" if end["code"] < 0 else "error")
+    exit_report = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
+    status = outcome or ("ok" if exit_report["code"] == 0 else "killed" if exit_report["code"] < 0 else "error")
     return SandboxResult(
         status,
         stdout,
@@ -412,8 +412,8 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
         error,
         checks,
         seconds,
-        end.get("cpu_s", 0.0),
-        end.get("memory", 0),
+        exit_report.get("cpu_s", 0.0),
+        exit_report.get("memory", 0),
         start_records.get("have", {}),
     )
 

@@ -59,10 +59,10 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
     kwargs_key, kwargs = f"groups[{group.name}].kwargs", dict(group.kwargs)
     if "model" in kwargs:
         raise ConfigError(f"{kwargs_key}: a judge's model stands in groups[{group.name}].model")
-    names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
+    key_names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
     for name in kwargs:
         check_name(
-            name, name, names, lambda key, rule: ConfigError(f"{kwargs_key}: a judge has no key {key!r}; {rule}")
+            name, name, key_names, lambda key, rule: ConfigError(f"{kwargs_key}: a judge has no key {key!r}; {rule}")
         )
     try:
         merged_section = mapping(OmegaConf.merge(untouched(JudgeConfig), kwargs, {"model": plain(group.model)}))
@@ -149,12 +149,12 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
     Raises:
         ConfigError: The first rule that is broken.
     """
-    names = [group.name for group in cfg.groups]
-    for index, name in enumerate(names):
-        if name in RESERVED_NAMES or names.index(name) < index:
+    group_names = [group.name for group in cfg.groups]
+    for index, name in enumerate(group_names):
+        if name in RESERVED_NAMES or group_names.index(name) < index:
             raise ConfigError(f"groups[{index}].name is {name!r}, which is taken: give the group another name")
     groups = scoring_groups(cfg)
-    for name in names:
+    for name in group_names:
         rates(groups[name].scorer)
         check_scorer(groups[name])
         if groups[name].scorer.lower() == ENGINE:
@@ -189,21 +189,21 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
 
 def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks that each process term names a placed group that scores tokens, and that the algorithm uses the scores."""
-    groups, names = scoring_groups(cfg), process_groups(cfg)
-    for index, name in enumerate(names):
+    groups, term_names = scoring_groups(cfg), process_groups(cfg)
+    for index, name in enumerate(term_names):
         check_name("reward.process_terms", name, groups, fail)
         if rates(groups[name].scorer):
             raise fail(
                 "reward.process_terms",
                 f"the group {name!r} rates whole answers: name it in reward.terms, or give it the scorer process",
             )
-        if name in names[:index]:
+        if name in term_names[:index]:
             raise fail("reward.process_terms", f"the group {name!r} is named twice")
         if name not in placed(cfg):
             raise fail(
                 "reward.process_terms", f"the group {name!r} has no place: set cluster.component_placement.{name}"
             )
-    if names and distils(cfg) and not cfg.algorithm.distillation.task_reward_coef:
+    if term_names and distils(cfg) and not cfg.algorithm.distillation.task_reward_coef:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 

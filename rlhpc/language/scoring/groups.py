@@ -33,7 +33,9 @@ RESERVED_NAMES = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
 
 def placed(cfg: RunConfig) -> list[str]:
     """Returns the components of `cluster.component_placement`."""
-    return [name.strip() for names in cfg.cluster.component_placement for name in str(names).split(",")]
+    return [
+        name.strip() for component_names in cfg.cluster.component_placement for name in str(component_names).split(",")
+    ]
 
 
 def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
@@ -126,8 +128,8 @@ def rating_names(cfg: LanguageConfig) -> list[str]:
 
 def raters(cfg: GrpoConfig) -> list[str]:
     """Returns the reward terms that groups provide, in order."""
-    names = scoring_groups(cfg)
-    return [term.name for term in cfg.reward.terms if term.name in names]
+    group_names = scoring_groups(cfg)
+    return [term.name for term in cfg.reward.terms if term.name in group_names]
 
 
 def process_groups(cfg: GrpoConfig) -> list[str]:

@@ -116,12 +116,12 @@ class _Questions:
             _harmless(untrusted_text, self._forbidden) for untrusted_text in (sample.prompt, sample.answer, *responses)
         )
         marker = _mark_for((prompt, answer, *escaped_responses), self._seed)
-        names = (
+        block_names = (
             [f"answer {marker}"] if len(escaped_responses) == 1 else [f"answer {letter} {marker}" for letter in "AB"]
         )
         blocks = [
             f"<{name}>\n{untrusted_text}\n</{name}>"
-            for name, untrusted_text in zip(names, escaped_responses, strict=True)
+            for name, untrusted_text in zip(block_names, escaped_responses, strict=True)
         ]
         placeholders = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
         # In one pass: inserted texts are not searched for placeholders.
@@ -297,14 +297,17 @@ class Judge(Rater):
             engine = make_rollout(engine_section, model_path=path, device=device, seed=cfg.runner.seed)
         self.engine = engine
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
-        limit = min(section.max_prompt_tokens, context - section.max_new_tokens)
+        question_limit = min(section.max_prompt_tokens, context - section.max_new_tokens)
         scale = None if self.compares else (float(section.scale[0]), float(section.scale[1]))
-        self.questions = _Questions(section.rubric, scale, encoder, cfg.runner.seed, limit, section.reply_start)
+        self.questions = _Questions(
+            section.rubric, scale, encoder, cfg.runner.seed, question_limit, section.reply_start
+        )
         if self.questions.about(Sample("x", "x"), ["x"] * (1 + self.compares)) is None:
             engine.close()
             raise ConfigError(
-                f"{key_of(group, 'max_prompt_tokens')}: not even a question about an empty answer fits into {limit} tokens "
-                f"(the engine's context is {context}, of which {key_of(group, 'max_new_tokens')}={section.max_new_tokens} are "
+                f"{key_of(group, 'max_prompt_tokens')}: not even a question about an empty answer fits into "
+                f"{question_limit} tokens (the engine's context is {context}, of which "
+                f"{key_of(group, 'max_new_tokens')}={section.max_new_tokens} are "
                 "for the reply); raise it, take a shorter rubric, or a model with a longer context"
             )
         self.sampling = SamplingParams(max_new_tokens=section.max_new_tokens, temperature=section.temperature)

@@ -71,8 +71,8 @@ def vocabulary_of(cfg: GrpoConfig) -> int | None:
     model_config = transformers().AutoConfig.from_pretrained(
         str(model.model_path), trust_remote_code=model.trust_remote_code
     )
-    size = getattr(model_config.get_text_config(), "vocab_size", None)
-    return None if size is None else int(size)
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    return None if vocab_size is None else int(vocab_size)
 
 
 class EngineLogProbs(Scorer):

@@ -207,17 +207,17 @@ class Judging:
         }
         missing_names = [name for name, rating in ratings.items() if rating is None]
         # In the order of the configuration: the first term says whether an answer is right.
-        terms = {
+        ordered_terms = {
             name: term_values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in term_values
         } | term_values
         if score.failed or missing_names:
             reason = "; ".join(
                 [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing_names)]
             )
-            return Scored(self.failed, terms, True, reason)
+            return Scored(self.failed, ordered_terms, True, reason)
         return Scored(
             score.total + sum(weight * term_values[name] for name, weight in self._terms if name in self._group_terms),
-            terms,
+            ordered_terms,
         )
 
     def waits_for(self) -> dict[str, int]:
@@ -251,9 +251,9 @@ def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
     Raises:
         ConfigError: A reward or a model is not available.
     """
-    names = rating_names(cfg)
-    if not names:
+    rated_names = rating_names(cfg)
+    if not rated_names:
         return Judging(cfg)
     group_config = with_groups(cfg)
     groups = scoring_groups(group_config)
-    return Judging(cfg, {name: AskingHere(make_scorer(group_config, device, groups[name])) for name in names})
+    return Judging(cfg, {name: AskingHere(make_scorer(group_config, device, groups[name])) for name in rated_names})

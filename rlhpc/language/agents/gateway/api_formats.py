@@ -172,8 +172,8 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
         block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
         content.append({**block, "input": parse_arguments(function["arguments"])})
     reason = _REASONS[stop_reason(answer.turn.finish_reason)]
-    stop = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
-    reason = "tool_use" if message.get("tool_calls") else reason if stop is None else "stop_sequence"
+    stop_sequence = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
+    reason = "tool_use" if message.get("tool_calls") else reason if stop_sequence is None else "stop_sequence"
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -181,7 +181,7 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
         "model": model,
         "content": content,
         "stop_reason": reason,
-        "stop_sequence": stop,
+        "stop_sequence": stop_sequence,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
     }
 
@@ -302,9 +302,9 @@ class MessageStream:
                 continue
             json_delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             events += [*self._block({**block, "input": {}}), self._delta(json_delta)]
-        stop = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+        stop_fields = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
         usage = {"output_tokens": reply["usage"]["output_tokens"]}
-        events += [*self._close(), _event({"type": "message_delta", "delta": stop, "usage": usage})]
+        events += [*self._close(), _event({"type": "message_delta", "delta": stop_fields, "usage": usage})]
         return [*events, _event({"type": "message_stop"})]
 
     def _begin(self, read: int) -> list[str]:

@@ -57,8 +57,8 @@ class Partial:
         """
         self._read([token for token in ids if token not in self._hidden])
         reasoning, text = "", self._text
-        for stop in self._stop:
-            text = _before(text, stop)
+        for stop_text in self._stop:
+            text = _before(text, stop_text)
         if self._thinks:
             stripped_text = text.lstrip()
             if (
@@ -165,10 +165,10 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
         if opening_tag.start() < position:  # inside a call
             continue
         try:
-            call, end = parse_json_at(text, opening_tag.end())
+            call, call_end = parse_json_at(text, opening_tag.end())
         except ValueError:
             continue
-        closing_tag = _CLOSED.match(text, end)
+        closing_tag = _CLOSED.match(text, call_end)
         if closing_tag is None or "name" not in call:
             continue
         arguments = call.get("arguments", {})

@@ -435,12 +435,12 @@ class Gateway:
 
     async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
         """Reads the body of an episode's request, and parses it."""
-        size = min(_BODY if request.content_length is None else request.content_length, _BODY)
-        if session.bytes_in + size > _BODIES:
+        body_size = min(_BODY if request.content_length is None else request.content_length, _BODY)
+        if session.bytes_in + body_size > _BODIES:
             raise RequestError(
                 f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded"
             )
-        session.bytes_in += size
+        session.bytes_in += body_size
         try:
             raw_body = await _read(request, _BODY)
             if len(raw_body) <= _SHORT:
@@ -448,7 +448,7 @@ class Gateway:
             async with session.encoding:
                 return raw_body, await self._threads.call_to_end(read_body, raw_body, form)
         finally:
-            session.bytes_in -= size
+            session.bytes_in -= body_size
 
     async def _guarded(
         self,

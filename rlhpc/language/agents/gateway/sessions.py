@@ -236,9 +236,9 @@ class GatewaySession:
         """
         stop_texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
         end_token_ids = tuple(sorted(set(stop_token_ids)))
-        limit = self.sampling.max_new_tokens if max_tokens is None else max_tokens
+        requested_tokens = self.sampling.max_new_tokens if max_tokens is None else max_tokens
         remaining_tokens = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
-        max_new_tokens = min(limit, self.sampling.max_new_tokens, max(remaining_tokens, 1))
+        max_new_tokens = min(requested_tokens, self.sampling.max_new_tokens, max(remaining_tokens, 1))
         return replace(self.sampling, max_new_tokens=max_new_tokens, stop=stop_texts, stop_token_ids=end_token_ids)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
@@ -254,14 +254,14 @@ class GatewaySession:
         """
         limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
         max_requests = max(limits.turns, _OVERLONG)
-        for is_reached, limit in (
+        for is_reached, limit_text in (
             (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
             (num_sampled_tokens >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
             (self._overlong >= max_requests, f"{max_requests} calls that were longer than the context"),
         ):
             if is_reached:
                 self.counts["refused"] += 1
-                raise RequestError(f"the episode has reached {limit}", code=OVER)
+                raise RequestError(f"the episode has reached {limit_text}", code=OVER)
 
     async def _draw(
         self, prompt: list[int], sampling: SamplingParams, draw: Draw, images: PromptImages | None = None

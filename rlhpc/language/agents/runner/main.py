@@ -295,8 +295,8 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
     tail = _task.unkeyed(received_bytes[output_pipe[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
         return {"response": received_bytes[printed_pipe[0]].decode(errors="replace").strip()}
-    line, end, _ = bytes(received_bytes[result_pipe[0]]).partition(b"\n")
-    if end:
+    line, line_end, _ = bytes(received_bytes[result_pipe[0]]).partition(b"\n")
+    if line_end:
         try:
             outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
             return outcome
@@ -407,12 +407,12 @@ def _excess(confinement: dict[str, Any], folder: str) -> str:
     memory_bytes = sum(_stat_value(pid, _RSS_PAGES) for pid in descendants) * _PAGE
     on_disk, in_memory = _nameless_files(descendants, folder)
     in_memory += _segments(descendants)
-    limit = confinement.get("memory_mb") or (memory_bytes + in_memory)
-    if (memory_bytes + in_memory) >> 20 > limit and (_unshared(descendants) + in_memory) >> 20 > limit:
-        return f"its processes used more memory than agent.memory_mb ({limit} MB)"
-    limit = confinement.get("disk_mb") or 0
-    if limit and (on_disk + _size(folder, limit << 20)) >> 20 >= limit:
-        return f"its folder and its /tmp were larger than agent.disk_mb ({limit} MB)"
+    limit_mb = confinement.get("memory_mb") or (memory_bytes + in_memory)
+    if (memory_bytes + in_memory) >> 20 > limit_mb and (_unshared(descendants) + in_memory) >> 20 > limit_mb:
+        return f"its processes used more memory than agent.memory_mb ({limit_mb} MB)"
+    limit_mb = confinement.get("disk_mb") or 0
+    if limit_mb and (on_disk + _size(folder, limit_mb << 20)) >> 20 >= limit_mb:
+        return f"its folder and its /tmp were larger than agent.disk_mb ({limit_mb} MB)"
     return ""
 
 
@@ -496,21 +496,21 @@ def _unshared(pids: list[int]) -> int:
     """Returns the memory of processes in bytes. Shared pages are divided among their users, except for a process that
     hides this division: all its pages are counted.
     """
-    count = 0
+    num_bytes = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-                count += sum(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
+                num_bytes += sum(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
         except (OSError, IndexError, ValueError):
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
-                count += int(file.read().split()[1]) * _PAGE
-    return count
+                num_bytes += int(file.read().split()[1]) * _PAGE
+    return num_bytes
 
 
 def _size(folder: str, limit: int) -> int:
     """Returns the size of a folder in bytes, at least 1 KiB for each name in it; stops counting at `limit`."""
-    count, pending_folders, inodes = 0, [folder], set()
-    while pending_folders and count < limit:
+    num_bytes, pending_folders, inodes = 0, [folder], set()
+    while pending_folders and num_bytes < limit:
         with contextlib.suppress(OSError), os.scandir(pending_folders.pop()) as entries:
             for folder_entry in entries:
                 with contextlib.suppress(OSError):
@@ -518,12 +518,12 @@ def _size(folder: str, limit: int) -> int:
                     is_uncounted = entry_stat.st_nlink == 1 or entry_stat.st_ino not in inodes
                     if entry_stat.st_nlink > 1:
                         inodes.add(entry_stat.st_ino)
-                    count += max(1024, entry_stat.st_blocks * 512 if is_uncounted else 0)
+                    num_bytes += max(1024, entry_stat.st_blocks * 512 if is_uncounted else 0)
                     if folder_entry.is_dir(follow_symlinks=False):
                         pending_folders.append(folder_entry.path)
-                if count >= limit:
+                if num_bytes >= limit:
                     break
-    return count
+    return num_bytes
 
 
 # -- the episode ------------------------------------------------------------------------------------------------------

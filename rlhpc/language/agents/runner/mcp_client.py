@@ -62,7 +62,7 @@ class _Command:
             ConnectionError: The server has ended.
         """
         searched_bytes = 0
-        while (end := self._buffer.find(b"\n", searched_bytes)) < 0:
+        while (line_end := self._buffer.find(b"\n", searched_bytes)) < 0:
             if not _is_ready(self._stdout, select.POLLIN, deadline):
                 raise TimeoutError
             chunk = os.read(self._stdout, 1 << 16)
@@ -71,8 +71,8 @@ class _Command:
             del self._buffer[_MAX_BYTES:]
             searched_bytes = len(self._buffer)
             self._buffer += chunk
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
+        line = bytes(self._buffer[:line_end])
+        del self._buffer[: line_end + 1]
         return line
 
     def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
