@@ -1,4 +1,4 @@
-"""Time and environment steps to a mean return of 475 on CartPole-v1: rlhpc beside single-process PPO.
+"""Time and environment steps to a mean return of 475 on CartPole-v1: rlhpc compared with single-process PPO.
 
 Same hyperparameters, interleaved seeds, one thread a process. "Reached" means that the last 100 training episodes have a
 mean return of 475; the run stops there. `loop_s` counts from the first environment step, `total_s` from the command to its end
@@ -60,7 +60,7 @@ def single_process(seed: int, *options: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all, interleaved, and writes `results/cartpole.json`."""
+    """Runs all contenders, interleaved, and writes `results/cartpole.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args(argv)

@@ -52,7 +52,7 @@ def controller(obs: np.ndarray) -> np.ndarray:
 
 
 def evaluation(run: Path) -> dict[str, float]:
-    """Returns the evaluation of a run's newest checkpoint."""
+    """Evaluates a run's newest checkpoint; returns the mean and lowest return and the number of episodes."""
     output = run / "held_out.json"
     rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output))
     eval_result = json.loads(output.read_text())
@@ -115,7 +115,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares means over the seeds, with the widest spread and the criterion's outcome."""
+    """Compares mean returns over the seeds; returns them with the largest spread and the outcome of the criterion."""
     values = {run_kind: [row[run_kind]["return"] for row in rows] for run_kind in NAMES}
     mean_returns = {run_kind: statistics.fmean(returns) for run_kind, returns in values.items()}
     return_range = max(max(returns) - min(returns) for returns in values.values())

@@ -110,7 +110,7 @@ def rlhpc(task: str, ranks: int, slots: int) -> float:
 
 
 def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
-    """Returns the seconds of a rollout."""
+    """Returns the seconds of a rollout with the given number of pipeline stages."""
     env = {"env_type": "bench.idle:SleepingEnv", "env_id": "sleep", "kwargs": {"seconds": environment_s / SLOTS}}
     model = {"model_type": "bench.idle:SleepingPolicy", "kwargs": {"seconds": policy_s / SLOTS}}
     return play(env, model, ranks=1, slots=SLOTS, steps=PIPELINED_STEPS, stages=stages)
@@ -223,7 +223,7 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all, interleaved, and writes `results/environments.json`."""
+    """Runs all contenders, interleaved, and writes `results/environments.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", default="", help="measure only what has this in its name; writes no result")

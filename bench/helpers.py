@@ -168,7 +168,7 @@ class HelperRun:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Measures one run of each kind."""
+    """Measures one run with helpers and one with as many ranks from the start."""
     static = HelperRun(folder / "static", 4)
     static.until("first tokens", lambda: len(static.firsts()) == 4)
     cold_s = static.firsts()[0] - static.started

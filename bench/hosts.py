@@ -140,7 +140,7 @@ class HostPeer(Worker):
             offset += self.tcp.recv_into(buffer[offset:])
 
     def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
-        """Returns the seconds one way of `count` round trips, after one that does not count."""
+        """Returns the one-way seconds of each of `count` round trips, after one warm-up."""
         one_way_times = []
         for _ in range(count + 1):
             start_s = time.perf_counter()
@@ -252,7 +252,7 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
 
 
 def measure(repeat: int, wrapper: str) -> None:
-    """Runs the driver's part, on the near host."""
+    """Runs the measurements from the driver on the near host."""
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster = Cluster.local(2, 0, [{"label": "far", "node_ranks": "1", "python_interpreter": wrapper}])
     Session.start(tcp_address=ADDRESSES[0])

@@ -36,7 +36,7 @@ def record(file: Path, seed: int, episodes: int) -> None:
 
 
 def steps_of(file: Path) -> int:
-    """Returns the steps of a file of episodes."""
+    """Returns the number of steps in a file of episodes."""
     return sum(
         int(episode["elapsed_steps"]) for episode in json.loads(file.with_suffix(".json").read_text())["episodes"]
     )
@@ -61,7 +61,7 @@ def success(run: Path) -> float:
 
 
 def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
-    """Runs behaviour cloning."""
+    """Trains a policy by behaviour cloning; returns the run folder."""
     rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
           f"runner.max_steps={steps}", "runner.segments=1")  # fmt: skip
     return folder / name

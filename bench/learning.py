@@ -1,4 +1,4 @@
-"""Learning curves beside single-process loops: the same task, hyperparameters, seeds and environment steps.
+"""Learning curves compared with single-process loops: the same task, hyperparameters, seeds and environment steps.
 
 Each case trains by rlhpc and by a loop in one process (`single_process_ppo.py` in the manner of CleanRL's and ManiSkill's
 ppo.py, `single_process_sac.py`, `_td3.py`, `_crossq.py` and `_iql.py` in

@@ -80,7 +80,7 @@ class Case:
 
     @property
     def off_policy(self) -> bool:
-        """True if it learns from a buffer."""
+        """True if the algorithm learns from a replay buffer."""
         return self.algorithm != "ppo"
 
     @property

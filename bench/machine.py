@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns min, median, max and count."""
+    """Returns the minimum, median, maximum and count of the values."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)}
 
 

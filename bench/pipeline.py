@@ -52,7 +52,7 @@ class SleepingMLP(MLPPolicy):
 
 
 class UnevenEnv(SleepingEnv):
-    """A step takes `SHORT_S`, or now and then `LONG_S`; each rank draws when."""
+    """Environment whose step sleeps `SHORT_S`, or `LONG_S` at random times that each rank draws."""
 
     def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
         super().__init__(cfg, num_envs, slot_offset, seed)
@@ -88,7 +88,7 @@ def middle(step_rows: Sequence[dict[str, float]], name: str) -> float:
 
 
 def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
-    """Returns the seconds of a step."""
+    """Returns the median seconds of a training step."""
     transitions = SLOTS * DECISIONS
     step_rows = rows(
         folder, epoch_s / transitions, "env.train.env_type=bench.idle:SleepingEnv", f"env.train.num_envs={SLOTS}",

@@ -1,4 +1,4 @@
-"""An update of an engine of two ranks by a trainer of two: from shards to shards, beside gathering and sending.
+"""Weight sync from two trainer ranks to two engine ranks: resharding compared with gathering and sending.
 
     python -m bench.reshard --repeat 5
 
@@ -56,7 +56,7 @@ def slice_of(name: str, shape: tuple[int, int], rank: int) -> Box:
 
 
 class Resident:
-    """The most memory that this process has had resident since it was asked last."""
+    """Peak resident memory of this process since the last query."""
 
     def begin(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
@@ -73,7 +73,7 @@ class Resident:
 
 
 class HalfTrainer(Worker):
-    """Half of the rows of each matrix."""
+    """Trainer rank with half of the rows of each matrix."""
 
     def open(self, layers: int, engine: str) -> None:
         self.init_process_group()
@@ -113,7 +113,7 @@ class HalfTrainer(Worker):
 
 
 class HalfEngine(Worker):
-    """A rank with its half of each matrix."""
+    """Engine rank with its half of each matrix."""
 
     def open(self, layers: int) -> None:
         self.memory = Resident()
@@ -139,7 +139,7 @@ class HalfEngine(Worker):
 
 
 def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:
-    """Returns seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
+    """Returns the seconds, the bytes sent by each trainer rank, and the peak memory of trainers and engines in MB."""
     trainer.change(version).wait()
     start_s = time.perf_counter()
     handles = trainer.give(way, version), engine.take(way)

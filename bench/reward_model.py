@@ -28,12 +28,12 @@ SUITE = 'data.eval=[{name: held_out, source: arithmetic, size: 500, eval_fractio
 
 
 def rlhpc(work: Path, *words: str) -> None:
-    """Runs a command in the folder; it must succeed."""
+    """Runs an `rlhpc` command in the folder; raises if it fails."""
     subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, check=True)
 
 
 def make_data(work: Path) -> dict[str, int]:
-    """Returns the model that answers, its answers, and the number of pairs of each file."""
+    """Trains the answering model and writes pairs of its answers; returns the number of pairs in each file."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
         rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
@@ -100,7 +100,7 @@ def format_run(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Runs all seeds and the control; 1 where the figures fall short."""
+    """Runs all seeds and the control; returns 1 if a figure misses its criterion, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1800)

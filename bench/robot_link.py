@@ -74,7 +74,7 @@ def measured(env: Any, steps: int) -> dict[str, float]:
 
 
 def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
-    """Runs the robot's machine: joins when the run waits for a robot."""
+    """Starts the robot server, which joins when the run waits for a robot."""
     key = folder / f"{way}-{time.monotonic_ns()}.key"
     invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
     ssh_options = ["--ssh", ssh] if way == "ssh" else []

@@ -44,7 +44,7 @@ SIZES = (2048, 4096, 8192, 16384)
 
 
 def samples(lengths: list[int], vocabulary: int) -> TokenBatch:
-    """Returns random tokens, with a weight each."""
+    """Returns a batch of random tokens with a random weight per token."""
     torch.manual_seed(0)
     ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
     return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
@@ -65,7 +65,7 @@ def trainer(folder: str, packed: bool) -> TokenTrainer:
 
 
 def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
-    """Runs forward and backward."""
+    """Runs the forward and backward pass of a batch."""
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss_value = -(batch.columns["weights"] * scores.logprobs).sum() / total
@@ -112,9 +112,7 @@ def resident(field: str) -> int:
 
 
 def peak(folder: str, tokens: int, entropy: bool) -> None:
-    """Returns, from a separate process, the growth of the peak of resident memory when a sequence of so many tokens is
-    trained on.
-    """
+    """Prints the growth of this process's peak resident memory, in MiB, during a training step on `tokens` tokens."""
     token_trainer = trainer(folder, True)
     vocabulary = token_trainer.backend.module.config.vocab_size  # type: ignore[union-attr]
     small_batch = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]

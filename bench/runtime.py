@@ -1,4 +1,4 @@
-"""Launch, dispatch, channels and idle cost: rlhpc beside Ray's actors and the limits of the machine, interleaved in one run.
+"""Launch, dispatch, channels and idle cost of rlhpc, compared with Ray actors and the limits of the machine.
 
 Each repetition measures the limits (`bench/peers/limits.py`), rlhpc (`bench/peers/rlhpc_runtime.py`) and, where a Python has
 it, Ray (`bench/peers/ray_actors.py`), in turn, each in processes of its own. Ratios are of medians; Ray's big items travel by

@@ -1,4 +1,4 @@
-"""SAC's updates per second beside a single-process loop. (Learning curves: `bench.learning`.)
+"""SAC updates per second, compared with a single-process loop. (Learning curves: `bench.learning`.)
 
 Both draw batches of 256 from 20 000 transitions (17 numbers an observation, 6 an action) and train on them, MLPs of two layers
 of 256, one thread, in turns of half a second of CPU time.

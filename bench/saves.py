@@ -52,7 +52,7 @@ def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures both in turn."""
+    """Measures runs with and without async checkpointing in turn, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2, help="makes steps longer")

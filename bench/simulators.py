@@ -112,7 +112,7 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all, interleaved, and writes `results/simulators.json`."""
+    """Runs all contenders, interleaved, and writes `results/simulators.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", help="measure only what has this in its name; writes no result")

@@ -25,7 +25,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class CrossQActor(nn.Module):
-    """Squashed Gaussian."""
+    """Actor with a tanh-squashed Gaussian."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         super().__init__()

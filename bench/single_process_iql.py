@@ -29,7 +29,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class IqlActor(nn.Module):
-    """A Gaussian whose spread does not depend on the observation, in halves of the bounds' width."""
+    """Gaussian actor with a standard deviation independent of the observation, in units of half the action range."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         super().__init__()

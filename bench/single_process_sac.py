@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 
 class Critic(nn.Module):
-    """Q(s, a)."""
+    """Critic network Q(s, a)."""
 
     def __init__(self, obs: int, act: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Critic(nn.Module):
 
 
 class SacActor(nn.Module):
-    """Squashed Gaussian."""
+    """Actor with a tanh-squashed Gaussian."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Buffer:
         self.full |= self.at == 0
 
     def sample(self, count: int) -> list[torch.Tensor]:
-        """Returns obs, next_obs, actions, rewards, ends."""
+        """Samples a batch: obs, next_obs, actions, rewards, ends."""
         rows = np.random.randint(0, self.size if self.full else self.at, count)
         return [torch.as_tensor(x[rows]) for x in (self.obs, self.next_obs, self.actions, self.rewards, self.ends)]
 

@@ -17,7 +17,7 @@ from bench.single_process_sac import Critic, main
 
 
 class Td3Actor(nn.Module):
-    """One action; explores by noise."""
+    """Deterministic actor that explores by Gaussian noise."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         super().__init__()

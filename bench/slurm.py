@@ -86,7 +86,7 @@ def once(site: str, folder: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs and writes `results/slurm.json`."""
+    """Measures the launcher's and Slurm's shares of the time, and writes `results/slurm.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", required=True)
     parser.add_argument("--repeat", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Limits of this machine, by which `bench.runtime` divides."""
+"""Limits of this machine, the reference for the figures of `bench.runtime`."""
 
 from __future__ import annotations
 

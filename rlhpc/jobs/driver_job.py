@@ -205,7 +205,7 @@ class DriverJob:
         )
 
     def _failure(self, code: int) -> dict[str, Any] | None:
-        """Returns the facts about a failure if a restart may succeed; None if the failure would recur."""
+        """Returns the status of a failed driver if a restart may succeed; None if the failure would recur."""
         if self._terminated or code == EXIT_REQUEUE:
             return None
         if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):

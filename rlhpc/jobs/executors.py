@@ -96,7 +96,7 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
     import submitit
 
     class SlurmExecutor(submitit.SlurmExecutor):
-        """Without a walltime, submitit asks for five minutes; this one leaves it to the partition's own limit."""
+        """Slurm executor that leaves a missing walltime to the partition's limit; submitit would request five minutes."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             script = str(super()._make_submission_file_text(command, uid))

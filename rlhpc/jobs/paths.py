@@ -206,7 +206,7 @@ class RunPaths:
 
     @property
     def tuned(self) -> Path:
-        """The result of `rlhpc tune` as JSON."""
+        """JSON file with the result of `rlhpc tune`."""
         return self.tuning / "tune.json"
 
     @property

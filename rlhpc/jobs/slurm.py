@@ -341,7 +341,7 @@ _OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
 
 
 def free_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without the variables that Slurm set for this process's job, for another job."""
+    """Returns a copy of an environment for another job, without the variables that Slurm set for this process's job."""
     return {name: value for name, value in environ.items() if not _OF_JOB.match(name) and name not in _MASKS}
 
 

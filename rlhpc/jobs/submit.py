@@ -78,7 +78,7 @@ def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, se
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """Driver of a segment that is to run as a job.
+    """Request to run the driver of a segment as a job.
 
     Attributes:
         run_root: The run folder.
@@ -108,7 +108,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class WaitOptions:
-    """Wait for a segment.
+    """Options of the wait for a segment.
 
     Attributes:
         enabled: False returns as soon as the job is submitted.

@@ -49,7 +49,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LiveHelperJob:
-    """Job that has not ended.
+    """Helper job that has not ended.
 
     Attributes:
         id: Slurm's id.
@@ -91,7 +91,7 @@ class ClusterState:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision on the jobs to submit and to end.
+    """Decision of the rule: the number of jobs to submit and the jobs to end.
 
     Attributes:
         submit: Number of jobs to submit.

@@ -443,7 +443,7 @@ class Calibration:
 
 
 def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float]:
-    """Returns group → maximum over all runs."""
+    """Returns the maximum number of bytes over all runs, by group."""
     maxima: dict[str, float] = {}
     for nbytes_by_group in runs:
         for group, nbytes in nbytes_by_group.items():

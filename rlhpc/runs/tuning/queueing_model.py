@@ -154,7 +154,7 @@ class QueueingModel:
         return phase.on_cores or self.shape.pools[candidate.places[phase.group].label].by_node
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
-        """Returns node → number of ranks of these groups."""
+        """Returns the number of ranks of these groups on each node."""
         counts: dict[int, int] = collections.Counter()
         for group in groups:
             placement = candidate.places[group]
