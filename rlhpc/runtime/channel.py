@@ -1,7 +1,8 @@
 """Channel: a named FIFO with keys between any processes of a run.
 
-Metadata goes through the channel's home process; payloads do not. On one host they travel by shared memory and are mapped
-by the consumer without a copy, between hosts they go straight from producer to consumer.
+Metadata goes through the home of the key, the process that keeps its queue. Data of less than 32 KiB travels with it. More
+data goes straight from producer to consumer: on one host by shared memory, which the consumer maps without a copy, between
+hosts by TCP. `entrust` sends all data to the home, whatever its size, so that the item outlives its producer.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class Channel:
             name: Unique name in the run.
             maxsize: Items each key may hold before `put` blocks; 0 is unbounded.
             distributed: Spread the keys over the processes of group `home` (by default every worker of the run):
-                key "0", "1", … lives with that rank, another key by its hash. Puts and gets of a key whose home is the
-                calling process need no socket. Otherwise the calling process is the home of all keys.
+                key "k" lives with the rank at index k modulo their number, another key by its hash. Puts and gets of
+                a key whose home is the calling process need no socket. Otherwise the calling process is the home of
+                all keys.
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
             ranks: Ranks of that group that share the keys; by default all ranks that it was launched with.

@@ -1,4 +1,4 @@
-"""Env links: arrays between env and rollout ranks, by mailbox on one host and by channel between hosts.
+"""Env links: arrays between env and rollout ranks, by mailbox on one host if they are small, and otherwise by channel.
 
 If both ranks compute on the same accelerator, observations are tensors that stay there. They travel by channel, because a
 mailbox has memory of the host.

@@ -26,7 +26,8 @@ _MIN_DECISIONS = 4
 
 @dataclass(frozen=True)
 class FullRollout:
-    """Turn of the env and rollout ranks that the run started with.
+    """Turn: decisions of a step, at most one of its parts (`cuts`), that the env and rollout ranks that the run started with
+    play in one call.
 
     Attributes:
         number: Unique number; later turns have higher numbers.

@@ -88,7 +88,7 @@ class PendingGroup:
         step, position: Step and position of the prompt.
         attempt: Number of prompts that were tried at this position before.
         prompt, prompt_ids, images: The prompt, its tokens and its pictures.
-        num_refills: Number of those prompts that gave no group to train on.
+        num_refills: Number of prompts tried at this position before that gave no group to train on.
         first: Step, position and attempt at the start; they name the group.
         episodes: Finished episodes, by member of the group.
         scores: Their scores.

@@ -2,7 +2,8 @@
 
 One loop on the main thread does all work: between two steps of the engine it receives new weights if there are any, admits
 prompts, and collects scores from the judges, which are separate processes. So only the group of the slowest sequence waits
-for it.
+for it. Between this loop and the engine is a runner of episodes (`agents.registry.make_generation`); without an agent, each
+of its episodes is one request and one answer (`EpisodeRunner`).
 
 Staleness is bounded by admission: a prompt of step s starts once the weights are of version s − 1 − `max_staleness` or
 newer, and weights never get older. With 0 that is the synchronous loop.

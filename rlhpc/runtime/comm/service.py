@@ -260,9 +260,9 @@ class Service:
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
         self.on_note, self.on_join = on_note, on_join
         self._loop = threading.Lock()  # held by the thread that leads the event loop
-        self._leader: int | None = None
-        self._guests = 0
-        self._followers: list[LocalAnswer] = []
+        self._leader: int | None = None  # that thread: one of the guests, or else the service thread
+        self._guests = 0  # threads that wait for an item stored here; the service thread leaves the loop to them
+        self._followers: list[LocalAnswer] = []  # the answers of the other guests
         self._unparked = threading.Event()
         self._next_tick = time.monotonic()
         if router:
