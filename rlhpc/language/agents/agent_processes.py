@@ -301,7 +301,7 @@ def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
 
 
 def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """Writes messages to the runner, in a thread of its own, so that senders never wait for the pipe."""
+    """Writes messages to the runner in a separate thread, so that senders never wait for the pipe."""
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin as stream:  # the runner has exited: `_listen` handles it
         while (message := outbox.get()) is not None:

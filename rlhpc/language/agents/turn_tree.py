@@ -212,7 +212,7 @@ class RequestError(Exception):
 
 
 def canonical(message: Mapping[str, Any]) -> Message:
-    """Converts a message to the form of templates, whatever form its client uses; its images, if any, become `images`.
+    """Converts a message of any client to the form of templates. The key `images` holds its images, if any.
 
     Raises:
         RequestError: It is not a message.
@@ -325,7 +325,7 @@ class Renderer:
         """Checks the length of messages and tools.
 
         Raises:
-            RequestError: They have more characters than the context can hold, whatever their tokens are.
+            RequestError: They have more characters than the longest tokens can hold in the context.
         """
         if self.context == sys.maxsize:
             return

@@ -46,7 +46,7 @@ class Preferences:
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: The source cannot be read, or a row does not have that form; names file and row.
+        ConfigError: The source cannot be read, or a row does not have that form; the message names file and row.
     """
 
     def __init__(self, cfg: PairSourceConfig, form: str, part: str = "train", *, key: str | None = None) -> None:

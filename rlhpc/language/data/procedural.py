@@ -96,12 +96,13 @@ def choose(
 def choose_contents(
     cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
 ) -> list[int]:
-    """Returns the numbers of `cfg.size` problems with different contents, like `choose`, if numbers may have equal contents.
+    """Returns the numbers of `cfg.size` problems with different contents, like `choose`, if numbers may have equal
+    contents.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.
-        sizes: How many numbers each level has; they are numbered consecutively.
-        content: Returns a description of the complete problem. It decides the part, whatever the seed and the number.
+        sizes: Number of problems of each level; they are numbered consecutively.
+        content: Returns a description of the complete problem. It alone decides the part, not the seed or the number.
         part: "train" or "eval".
         key: Name of the section in messages.
 

@@ -285,9 +285,8 @@ class _ColumnProblems:
     """Rows of a table as problems.
 
     A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
-    demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can represent them, so
-    that templates and rewards can use them. All prompts are checked here, so that an invalid row does not end a run
-    halfway through.
+    demonstration there. Other columns go to `meta` if JSON can represent them, so that templates and rewards can use
+    them. All prompts are checked here, so that an invalid row does not end a run halfway through.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.
@@ -297,7 +296,7 @@ class _ColumnProblems:
         filters: `column=value` that rows must match, or None.
 
     Raises:
-        ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
+        ConfigError: A column is missing, or a prompt is neither text nor conversation; the message names file and row.
     """
 
     def __init__(self, cfg: DataSourceConfig, table: _Table, *, part: str, key: str, filters: str | None) -> None:

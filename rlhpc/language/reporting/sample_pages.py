@@ -329,7 +329,7 @@ def _changes(columns: Sequence[_Column]) -> str:
 
 
 def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
-    """Renders one row per checkpoint and one column per problem; the fuller the colour, the more samples are right."""
+    """Renders one row per checkpoint and one column per problem; a more opaque cell has more right samples."""
     map_problems = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
     margin, height = 78, 17
     width = max(4, min(22, 1080 // len(map_problems)))
@@ -420,7 +420,7 @@ def _sample(row: _Row) -> str:
 
 
 def _text(text: str) -> str:
-    """Renders untrusted text; a long one is folded, a very long one cut."""
+    """Renders untrusted text; folds a long text, and cuts a very long one."""
     visible_text = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
     html = f'<pre class="said" dir="auto">{escape(visible_text) or "<i>nothing</i>"}</pre>'
     if folded_text := text[len(visible_text) : _MAX_SAMPLE_CHARACTERS]:
@@ -610,7 +610,7 @@ def _part(part: Any) -> str:
 
 
 def _token(text: str, logprob: float) -> str:
-    """Renders a token; the less likely, the fuller its colour."""
+    """Renders a token; a less likely token has a more opaque colour."""
     surprise_percent = round(100 * (1 - math.exp(min(0.0, logprob))))
     style = (
         f' style="background:color-mix(in srgb,var(--c3) {surprise_percent}%,transparent)"'

@@ -18,7 +18,7 @@ class Sample:
         meta: Metadata of the problem in its dataset.
         tokens: Length of the response.
         finished: False if it was truncated at the length limit.
-        messages: The conversation before it, in the form of chat templates.
+        messages: Conversation before the response, in the form of chat templates.
         tools: Definitions of the tools in the prompt.
     """
 

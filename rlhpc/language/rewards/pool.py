@@ -390,7 +390,7 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
 
     Args:
         cfg: The section.
-        terms: Only these of its terms.
+        terms: Terms to compute; None for all terms of the section.
 
     Raises:
         ConfigError: There are no terms, or one is unknown or cannot be built.

@@ -57,8 +57,8 @@ def _write(path: str, text: str) -> None:
 
 
 def _map_from_outside(keeper: int) -> bytes:
-    """Maps two users, if root may: itself, which makes the mounts, and nobody, which runs the program. Otherwise maps
-    the current user to another number.
+    """Maps two users if the kernel permits it: root, which makes the mounts, and nobody, which runs the program.
+    Otherwise maps root to another number.
     """
     for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
         try:

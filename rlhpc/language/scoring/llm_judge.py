@@ -224,8 +224,8 @@ def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
 
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
-    """Yields all pairs of `count` answers by rounds. In each round an answer is in one pair at most, so that a few
-    rounds compare all answers about equally often.
+    """Yields all pairs of `count` answers by rounds. In each round an answer is in at most one pair, so a few rounds
+    compare all answers about equally often.
     """
     seats = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
     for _ in range(len(seats) - 1):

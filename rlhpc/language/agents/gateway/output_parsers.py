@@ -50,7 +50,7 @@ class Partial:
         self._text, self._shown_to, self._read_to = "", 0, 0
 
     def split(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Returns reasoning and answer of the tokens so far, as far as later tokens cannot change them.
+        """Returns the parts of reasoning and answer so far that later tokens cannot change.
 
         Args:
             ids: All tokens so far.

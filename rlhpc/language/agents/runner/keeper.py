@@ -1,4 +1,4 @@
-"""Keeper of a program for a rank: ends the program and all its descendants when the rank ends, however it ends."""
+"""Keeper of a program for a rank: ends the program and all its descendants when the rank ends or is killed."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _is_broad(path: str) -> bool:
 
 def make_temporary_folder(name: str, parent: str | None = None) -> str:
     """Creates a folder for files of an episode. In the folder of the rank's session, it is removed together with that
-    folder, however processes end.
+    folder, even if processes are killed.
 
     As `runtime.scratch.make_temporary_folder`, for interpreters without rlhpc.
     """
