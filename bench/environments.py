@@ -183,9 +183,11 @@ def contenders() -> dict[str, Callable[[], float]]:
         measurements[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
         measurements[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
         measurements[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
-    for env_s, p in PAIRS:
+    for env_s, policy_s in PAIRS:
         for stages in (1, 2):
-            measurements[f"rollout s: e {env_s} s, p {p} s, {stages} stages"] = partial(pipelining, env_s, p, stages)
+            measurements[f"rollout s: e {env_s} s, p {policy_s} s, {stages} stages"] = partial(
+                pipelining, env_s, policy_s, stages
+            )
     for ranks in (1, 2):
         measurements[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
     return measurements
@@ -206,16 +208,16 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
                 figures[f"{task}: {rlhpc_name} / {reference}"] = (
                     median[f"{task}: {rlhpc_name}"] / median[f"{task}: {reference}"]
                 )
-    for env_s, p in PAIRS:
+    for env_s, policy_s in PAIRS:
         one_stage_s, two_stages_s = (
-            median.get(f"rollout s: e {env_s} s, p {p} s, {stages} stages") for stages in (1, 2)
+            median.get(f"rollout s: e {env_s} s, p {policy_s} s, {stages} stages") for stages in (1, 2)
         )
         if one_stage_s and two_stages_s:
-            figures[f"e {env_s} s, p {p} s: speed-up / ideal"] = (
-                one_stage_s / two_stages_s / ((env_s + p) / max(env_s, p))
+            figures[f"e {env_s} s, p {policy_s} s: speed-up / ideal"] = (
+                one_stage_s / two_stages_s / ((env_s + policy_s) / max(env_s, policy_s))
             )
-            figures[f"e {env_s} s, p {p} s: longer of the two / pipelined"] = (
-                PIPELINED_STEPS * max(env_s, p) / two_stages_s
+            figures[f"e {env_s} s, p {policy_s} s: longer of the two / pipelined"] = (
+                PIPELINED_STEPS * max(env_s, policy_s) / two_stages_s
             )
     if "quickstart: 2 env ranks" in median:
         figures["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]

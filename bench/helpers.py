@@ -200,24 +200,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for round_number in range(args.repeat):
             rounds.append(measure(Path(folder) / f"round{round_number}"))
-            last_round = rounds[-1]
-            step = {name: statistics.median(last_round[name]) for name in ("static", "joined", "alone")}
+            round_figures = rounds[-1]
+            step = {name: statistics.median(round_figures[name]) for name in ("static", "joined", "alone")}
             print(f"step: {step['static']:.2f} s with four ranks, {step['joined']:.2f} s with two and two helpers (the first "
-                  f"{last_round['at first']:.2f} s), "
-                  f"{step['alone']:.2f} s with two; first token: {last_round['cold_s']:.1f} s after a run's start, "
-                  f"{last_round['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
+                  f"{round_figures['at first']:.2f} s), "
+                  f"{step['alone']:.2f} s with two; first token: {round_figures['cold_s']:.1f} s after a run's start, "
+                  f"{round_figures['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
     figures = {
-        "step_s, four ranks": spread([step for last_round in rounds for step in last_round["static"]]),
-        "step_s, two ranks and two helpers": spread([step for last_round in rounds for step in last_round["joined"]]),
+        "step_s, four ranks": spread([step for round_figures in rounds for step in round_figures["static"]]),
+        "step_s, two ranks and two helpers": spread(
+            [step for round_figures in rounds for step in round_figures["joined"]]
+        ),
         "throughput of that": statistics.median(
-            statistics.median(last_round["static"]) / statistics.median(last_round["joined"]) for last_round in rounds
+            statistics.median(round_figures["static"]) / statistics.median(round_figures["joined"])
+            for round_figures in rounds
         ),
         "throughput in the first step with both": statistics.median(
-            statistics.median(last_round["static"]) / last_round["at first"] for last_round in rounds
+            statistics.median(round_figures["static"]) / round_figures["at first"] for round_figures in rounds
         ),
-        "first token of a run, s": spread([last_round["cold_s"] for last_round in rounds]),
-        "first token of a helper, s": spread([last_round["helper_s"] for last_round in rounds]),
-        "first token, ratio": statistics.median(last_round["helper_s"] / last_round["cold_s"] for last_round in rounds),
+        "first token of a run, s": spread([round_figures["cold_s"] for round_figures in rounds]),
+        "first token of a helper, s": spread([round_figures["helper_s"] for round_figures in rounds]),
+        "first token, ratio": statistics.median(
+            round_figures["helper_s"] / round_figures["cold_s"] for round_figures in rounds
+        ),
     }
     print(write("helpers", f"python -m bench.helpers --repeat {args.repeat}", figures))
 

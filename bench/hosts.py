@@ -272,9 +272,9 @@ def measure(repeat: int, wrapper: str) -> None:
     rows: list[dict[str, float]] = []
     for repetition in range(repeat + 1):
         row: dict[str, float] = {}
-        for payload_text, payload_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
+        for payload_text, transfer_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
                                         ("256 MiB dict", "dict", 256 * MIB, 3)):  # fmt: skip
-            for handle in (near_peer.make(payload_kind, size), far_peer.make(payload_kind, size)):
+            for handle in (near_peer.make(transfer_kind, size), far_peer.make(transfer_kind, size)):
                 handle.wait()
             runs: dict[str, Callable[[], list[float]]] = {
                 "TCP": functools.partial(both, near_peer, far_peer, "raw", turns, size),
@@ -298,16 +298,16 @@ def measure(repeat: int, wrapper: str) -> None:
     figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
     ratios: dict[str, float] = {}
     for name in figures:
-        payload_kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
-        if payload_kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
+        transfer_kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
+        if transfer_kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
             limits = [min(row[f"TCP, {size_text} (ms)"], row[f"TCP again, {size_text} (ms)"]) for row in rows]
-            ratios[f"{payload_kind} {size_text}: rate / TCP"] = float(
+            ratios[f"{transfer_kind} {size_text}: rate / TCP"] = float(
                 np.median([limit / row[name] for row, limit in zip(rows, limits, strict=True)])
             )
-        elif payload_kind.startswith("weights") and "times" not in name:
+        elif transfer_kind.startswith("weights") and "times" not in name:
             size = 256 * MIB
             limits = [min(row["TCP, 256 MiB dict (ms)"], row["TCP again, 256 MiB dict (ms)"]) for row in rows]
-            ratios[f"{payload_kind}, {size_text}: time / TCP's for the bytes"] = float(
+            ratios[f"{transfer_kind}, {size_text}: time / TCP's for the bytes"] = float(
                 np.median([row[name] / (limit / size * BYTES) for row, limit in zip(rows, limits, strict=True)])
             )
     for name, figure in figures.items():

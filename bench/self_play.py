@@ -66,19 +66,19 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     folders = (runs / name / "checkpoints").glob("global_step_*")
     steps = sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
     policies = [policy_of(folder) for folder in steps]
-    average = kuhn.average(policies[len(policies) // 2 :])
+    average_policy = kuhn.average(policies[len(policies) // 2 :])
     last_return = {
         "exploitability": kuhn.exploitability(policies[-1]),
         "against_uniform": kuhn.against(policies[-1], kuhn.uniform()),
     }
     rounded_policy = {
         f"{card} {moves}".strip(): [round(chance, 3) for chance in probabilities]
-        for (card, moves), probabilities in average.items()
+        for (card, moves), probabilities in average_policy.items()
     }
     return {
         "seed": seed,
-        "exploitability": kuhn.exploitability(average),
-        "against_uniform": kuhn.against(average, kuhn.uniform()),
+        "exploitability": kuhn.exploitability(average_policy),
+        "against_uniform": kuhn.against(average_policy, kuhn.uniform()),
         "last": last_return,
         "curve": [round(kuhn.exploitability(policy), 4) for policy in policies],
         "policy": rounded_policy,

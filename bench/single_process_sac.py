@@ -100,10 +100,8 @@ class SacLearner:
         obs, next_obs, actions, rewards, dones = data
         with torch.no_grad():
             next_actions, logprob = self.actor.act(next_obs)
-            next_values = (
-                torch.min(self.t1(next_obs, next_actions), self.t2(next_obs, next_actions)) - self.alpha * logprob
-            )
-            targets = rewards.flatten() + (1 - dones.flatten()) * 0.99 * next_values.view(-1)
+            min_q = torch.min(self.t1(next_obs, next_actions), self.t2(next_obs, next_actions)) - self.alpha * logprob
+            targets = rewards.flatten() + (1 - dones.flatten()) * 0.99 * min_q.view(-1)
         loss = F.mse_loss(self.q1(obs, actions).view(-1), targets) + F.mse_loss(self.q2(obs, actions).view(-1), targets)
         self.q_opt.zero_grad()
         loss.backward()
@@ -111,8 +109,8 @@ class SacLearner:
         if step % 2 == 0:
             for _ in range(2):
                 new_actions, logprob = self.actor.act(obs)
-                next_values = torch.min(self.q1(obs, new_actions), self.q2(obs, new_actions))
-                actor_loss = (self.alpha * logprob - next_values).mean()
+                min_q = torch.min(self.q1(obs, new_actions), self.q2(obs, new_actions))
+                actor_loss = (self.alpha * logprob - min_q).mean()
                 self.actor_opt.zero_grad()
                 actor_loss.backward()
                 self.actor_opt.step()

@@ -146,6 +146,6 @@ def measure(report: Report) -> None:
     with report.piece("rlhpc's environment"):
         report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
     with report.piece("a run"):
-        total_rate, rollouts = run(report, slots, updates + 1, num_minibatches)
+        total_rate, rollout_rate = run(report, slots, updates + 1, num_minibatches)
         report.figure(f"rlhpc's run of PPO, {slots} slots", total_rate, "env steps/s")
-        report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollouts, "env steps/s")
+        report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollout_rate, "env steps/s")

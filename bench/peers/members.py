@@ -57,10 +57,10 @@ def serve(control: socket.socket) -> None:
             "state": "running", "started": time.time(), "step": "",
         }  # fmt: skip
         registry.put("members", spec.name, record)
-        ready_note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
-        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **ready_note, "record": record})])
+        member_note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
+        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **member_note, "record": record})])
         poller.register(commands, zmq.POLLIN)
-        sockets.append(ready_note)
+        sockets.append(member_note)
     pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
@@ -78,8 +78,8 @@ def serve(control: socket.socket) -> None:
                 pass
         if time.monotonic() >= next_heartbeat:
             next_heartbeat += HEARTBEAT_S
-            for ready_note in sockets:
-                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **ready_note})])
+            for member_note in sockets:
+                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **member_note})])
 
 
 class Simulators:

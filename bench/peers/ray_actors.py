@@ -124,29 +124,33 @@ def measure() -> dict[str, float]:
     row["system processes"] = float(len(system))
     for peer in eight_peers[5:]:
         ray.kill(peer)
-    a, b, *remaining = eight_peers[:5]
-    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.idle.remote()), 500, 20) * 1e6
+    peer_a, peer_b, *remaining = eight_peers[:5]
+    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(peer_a.idle.remote()), 500, 20) * 1e6
     out_queue, back_queue = Queue(), Queue()
-    pong_ref = b.pong.remote(out_queue, back_queue, 100)
-    row["channel, 1 KB, one way (us)"] = statistics.median(ray.get(a.ping.remote(out_queue, back_queue, 100))) / 2 * 1e6
+    pong_ref = peer_b.pong.remote(out_queue, back_queue, 100)
+    row["channel, 1 KB, one way (us)"] = (
+        statistics.median(ray.get(peer_a.ping.remote(out_queue, back_queue, 100))) / 2 * 1e6
+    )
     ray.get(pong_ref)
-    row["channel, 64 MiB, one way (ms)"] = median(lambda: ray.get(b.take.remote(a.give.remote(64 * MIB))), 7) * 1e3
+    row["channel, 64 MiB, one way (ms)"] = (
+        median(lambda: ray.get(peer_b.take.remote(peer_a.give.remote(64 * MIB))), 7) * 1e3
+    )
     row["channel, 256 MiB dict of tensors, one way (ms)"] = (
-        median(lambda: ray.get(b.take.remote(a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
+        median(lambda: ray.get(peer_b.take.remote(peer_a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
     )
     channel = Queue()
-    produced_ref, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
+    produced_ref, consumed = peer_a.produce.remote(channel, 1000), peer_b.consume.remote(channel, 1000)
     row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
     ray.get(produced_ref)
-    four_peers = [a, *remaining]
-    production, consumed = [p.produce.remote(channel, 250) for p in four_peers], b.consume.remote(channel, 1000)
+    four_peers = [peer_a, *remaining]
+    production, consumed = [p.produce.remote(channel, 250) for p in four_peers], peer_b.consume.remote(channel, 1000)
     row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
     ray.get(production)
-    receivers = [b, *remaining]
-    ray.get([peer.open.remote() for peer in (a, *receivers)])
+    receivers = [peer_b, *remaining]
+    ray.get([peer.open.remote() for peer in (peer_a, *receivers)])
 
     def sync() -> None:
-        weights = a.weights.remote()
+        weights = peer_a.weights.remote()
         ray.get([receiver.apply.remote(weights) for receiver in receivers])
 
     row["weights, 500 MB, 1 to 4, copied (ms)"] = median(sync, 3, 1) * 1e3

@@ -110,18 +110,18 @@ def _when(args: argparse.Namespace) -> int:
     from rlhpc.runs.start_estimate import outlook, render
     from rlhpc.runs.tuning.tune import TuneRequest
 
-    node_counts = [node_count.strip() for node_count in (args.nodes or "").split(",") if node_count.strip()]
-    if invalid_counts := [node_count for node_count in node_counts if not node_count.isdigit() or int(node_count) < 1]:
+    node_counts = [argument.strip() for argument in (args.nodes or "").split(",") if argument.strip()]
+    if invalid_counts := [argument for argument in node_counts if not argument.isdigit() or int(argument) < 1]:
         raise ConfigError(f"--nodes has {invalid_counts[0]!r}; write numbers of nodes, such as 1,2,4")
     if args.launcher == "local" or shutil.which("sbatch") is None:
         raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
-    partitions = [node_count.strip() for node_count in (args.partitions or "").split(",") if node_count.strip()]
+    partitions = [argument.strip() for argument in (args.partitions or "").split(",") if argument.strip()]
     site = args.site or os.environ.get("RLHPC_SITE")
     print(
         render(
             outlook(
                 TuneRequest(args.config, tuple(args.overrides), site),
-                [int(node_count) for node_count in node_counts],
+                [int(argument) for argument in node_counts],
                 partitions,
             )
         )

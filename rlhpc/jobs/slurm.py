@@ -316,15 +316,17 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
     """
     if shutil.which("scancel") is None:
         return False
-    has_ended = True
+    has_answered = True
     if queued_only or softly:
-        has_ended = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
+        has_answered = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
     if softly:
         signal = ("--state=RUNNING", "--batch", "--signal=USR1")
-        has_ended = ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and has_ended
+        has_answered = (
+            ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and has_answered
+        )
     if not queued_only and not softly:
-        has_ended = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
-    return has_ended
+        has_answered = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
+    return has_answered
 
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -352,9 +354,9 @@ def minutes_of(time: str) -> int:
     """Returns the minutes of a walltime in Slurm's syntax, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`,
     `1-12:00:00`.
     """
-    days, dash, clock = time.rpartition("-")
+    days, has_days, clock = time.rpartition("-")
     clock_fields = [int(clock_field) for clock_field in clock.split(":")]
-    if dash:  # days-hours[:minutes[:seconds]]
+    if has_days:  # days-hours[:minutes[:seconds]]
         hours, minutes, seconds = (*clock_fields, 0, 0)[:3]
     elif len(clock_fields) < 3:  # minutes[:seconds]
         hours, minutes, seconds = 0, *(*clock_fields, 0)[:2]

@@ -103,9 +103,12 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
             Headline(name, title.lower()) for name, title, _ in task_type.reporting.compared
         ]
         headlines |= dict.fromkeys(
-            with_k for headline in candidates if (with_k := _insert_k(headline, runs)) is not None
+            resolved_headline for headline in candidates if (resolved_headline := _insert_k(headline, runs)) is not None
         )
-    columns = {with_k.title: [_cell(with_k, group) for group in groups.values()] for with_k in headlines}
+    columns = {
+        resolved_headline.title: [_cell(resolved_headline, group) for group in groups.values()]
+        for resolved_headline in headlines
+    }
     return {title: cells for title, cells in columns.items() if any(cell != NO_VALUE for cell in cells)}
 
 

@@ -138,15 +138,15 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     groups = {
         label: [
             run
-            for config_scores in run_records
-            if config_scores["label"] == label and (run := runs[config_scores["name"]]) is not None
+            for run_record in run_records
+            if run_record["label"] == label and (run := runs[run_record["name"]]) is not None
         ]
         for label in ordered_labels
     }
     groups = {label: group for label, group in groups.items() if group}
     drawn_groups = dict(list(groups.items())[:MAX_DRAWN])
     failed_names = [run["name"] for run in run_records if state[run["name"]].state in _BAD]
-    finished = sum(config_scores.state == "finished" for config_scores in state.values())
+    finished = sum(run_state.state == "finished" for run_state in state.values())
     cards = [
         card("runs finished", f"{finished} of {len(run_records)}", f"{len(labels)} configurations"),
         card("failed", str(len(failed_names)), "named below" if failed_names else "none"),

@@ -118,23 +118,23 @@ def translated(
     unused_keys: set[str] = set()
     for rlhpc_key, rule in rules:
         read.looked = set()
-        translated_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
+        config_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
         keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
-        if translated_value is UNSET or (translated_value is None and isinstance(rule, str)):
+        if config_value is UNSET or (config_value is None and isinstance(rule, str)):
             for key in keys_read:
                 unused_keys.add(key)
             continue
-        translation.ours[rlhpc_key] = translated_value
+        translation.ours[rlhpc_key] = config_value
         translation.origin[rlhpc_key] = [key for key in keys_read if key in leaves]
         translation.defaults[rlhpc_key] = [key for key in keys_read if key in read.leaves and key not in leaves]
     used_keys = set(translation.used)
-    for key, translated_value in leaves.items():
+    for key, config_value in leaves.items():
         if key in read.reasons:
             translation.omitted[key] = read.reasons[key]
         elif key in unused_keys and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
-            translation.omitted[key] = _reason(key, translated_value, unmatched)
+            translation.omitted[key] = _reason(key, config_value, unmatched)
     return translation
 
 

@@ -85,12 +85,12 @@ class HelperJobRecord:
             last_seen: When it was last in the queue.
             walltime_s: Its time limit.
         """
-        num_joined, start = max(self.joined, ranks), self.started
+        num_joined, started_at = max(self.joined, ranks), self.started
         was_cancelled = self.leaving is not None and state == JobState.CANCELLED.value
-        if start is None and (num_joined or not was_cancelled):
-            start = max(last_seen, now - walltime_s)
-        end_time = now if start is None else min(now, max(last_seen, start + walltime_s))
-        return replace(self, state=state, joined=num_joined, started=start, finished=end_time)
+        if started_at is None and (num_joined or not was_cancelled):
+            started_at = max(last_seen, now - walltime_s)
+        end_time = now if started_at is None else min(now, max(last_seen, started_at + walltime_s))
+        return replace(self, state=state, joined=num_joined, started=started_at, finished=end_time)
 
 
 @dataclass

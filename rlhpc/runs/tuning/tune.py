@@ -322,10 +322,12 @@ def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> Non
         for key_part in key_parts[:-1]:
             section = section.setdefault(key_part, {})
         section[key_parts[-1]] = json.loads(value)
-    head = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
+    header = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
     try:
         replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
-        replace_durably(paths.tuned_config, (head + yaml.dump(content, Dumper=ConfigDumper, sort_keys=False)).encode())
+        replace_durably(
+            paths.tuned_config, (header + yaml.dump(content, Dumper=ConfigDumper, sort_keys=False)).encode()
+        )
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
 
