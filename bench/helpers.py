@@ -192,7 +192,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/helpers.json`."""
+    """Measures all rounds, and writes `results/helpers.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args(argv)

@@ -62,7 +62,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """Returns the prefix of a command that runs it on this host."""
+        """Returns the command prefix that runs a command on this host."""
         return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={Path.cwd()}"]
 
 

@@ -30,7 +30,7 @@ STEPS = 60
 
 
 def record(file: Path, seed: int, episodes: int) -> None:
-    """Records demonstrations of the script."""
+    """Records demonstrations by the scripted expert."""
     rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(episodes), "--output", str(file),
           f"runner.seed={seed}")  # fmt: skip
 

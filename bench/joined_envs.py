@@ -57,9 +57,7 @@ class SleepingCritic(TwinCritic):
 
 
 class SleepingSAC(SACPolicy):
-    """SAC whose critics take `actor.model.kwargs.seconds` each time that they are trained, or queried for the actor's
-    training.
-    """
+    """SAC policy whose critics sleep `actor.model.kwargs.seconds` in each forward pass of training."""
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)

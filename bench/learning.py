@@ -43,7 +43,7 @@ T_POINTS = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228, 12: 2.179, 14: 2.
 
 
 def command_line(command: Sequence[str]) -> str:
-    """Returns the standard output of a command that must succeed, on one thread."""
+    """Runs a command on one thread and returns its standard output; raises if it fails."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     completed = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

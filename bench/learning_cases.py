@@ -1,4 +1,4 @@
-"""The tasks of `bench.learning`. One table of settings makes rlhpc's overrides and the reference's arguments."""
+"""Tasks of `bench.learning`. One table of settings determines rlhpc's overrides and the reference's arguments."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]
 
 
 def middle(step_rows: Sequence[dict[str, float]], name: str) -> float:
-    """Returns the median over steps."""
+    """Returns the median of a metric over the steps."""
     return statistics.median(row[name] for row in step_rows)
 
 

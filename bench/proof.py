@@ -53,7 +53,7 @@ def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures both engines."""
+    """Measures the cost of verification for each engine, and writes `results/proof.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=11)
     args = parser.parse_args()

@@ -86,7 +86,7 @@ def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
 
 
 def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Measures one link once."""
+    """Measures one repetition of one link."""
     pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
         section = EnvSideConfig(

@@ -77,7 +77,7 @@ def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entro
 
 
 def throughput(folder: str, repeat: int) -> dict[str, Any]:
-    """Returns tokens per CPU second of both, and their ratio within a round."""
+    """Returns tokens per CPU second with and without padding, and their ratio within a round."""
     batch = samples(mixed(), VOCABULARY)
     step_arguments, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
     for name, packed in (("rows", True), ("rectangles", False)):

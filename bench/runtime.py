@@ -35,7 +35,7 @@ def has_ray(python: str) -> bool:
 
 
 def once(ray_python: str | None) -> dict[str, dict[str, float]]:
-    """Runs one repetition of everything."""
+    """Runs one repetition of all measurements."""
     rows = {
         "limit": child(sys.executable, "-m", "bench.peers.limits"),
         "rlhpc": child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),

@@ -77,12 +77,12 @@ class IqlLearner:
             self.learn(self.drawn(256))
 
     def drawn(self, count: int) -> list[torch.Tensor]:
-        """Draws transitions of the data."""
+        """Draws random transitions from the dataset."""
         rows = np.random.randint(0, len(self.data[0]), count)
         return [column[rows] for column in self.data]
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
-        """Runs one update, half from the data."""
+        """Runs one update on a batch that is half offline data."""
         del step
         self.learn(
             [

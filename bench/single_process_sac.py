@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, A
 
 
 def main(kind: type[Any] = SacLearner, description: str | None = __doc__, **more: Any) -> None:
-    """Trains as the command line says. Further arguments, with their defaults, are a learner's own (`before`)."""
+    """Trains with the command line's arguments. Keyword arguments add the learner's options with defaults (`before`)."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--env", default="InvertedPendulum-v5")
     parser.add_argument("--env-kwargs", default="{}")

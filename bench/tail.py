@@ -39,7 +39,7 @@ OVER = "over"
 
 
 class TailRollout(Worker):
-    """A rollout rank with an engine of fixed speed."""
+    """Rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
         """Connects to the driver's channels."""

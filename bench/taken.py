@@ -35,7 +35,7 @@ def lengths(seed: int) -> np.ndarray:
 
 
 class LeasedRollout(Worker):
-    """A rollout rank with an engine of fixed speed."""
+    """Rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
         self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)

@@ -52,9 +52,7 @@ class TreeHolder(Worker):
 def measure(
     sender: WorkerGroup, receiver_groups: Sequence[WorkerGroup], versions: int = 4
 ) -> tuple[float, float, float]:
-    """Returns the seconds of a version, how often its bytes left the sender, and the maximum that
-    another host sent of it.
-    """
+    """Returns the seconds of an update, the copies that the sender sent, and the most copies that another host sent."""
     receivers = [(group.name, [0]) for group in receiver_groups]
     for handle in [group.open(receivers) for group in (sender, *receiver_groups)]:
         handle.wait()

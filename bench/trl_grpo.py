@@ -73,7 +73,7 @@ def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tupl
 
 
 def train_trl(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
-    """Returns the same for TRL, in a separate process."""
+    """Trains with TRL in a separate process; returns the seconds a step, and the exported model."""
     export = folder / f"trl-{seed}-{threads}"
     arguments = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -141,7 +141,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
 
 
 def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Runs the complete comparison, in turns."""
+    """Runs rlhpc and TRL in turn at each seed, and writes the comparison."""
     start = warm_up(folder)
     overrides = [f"runner.run_dir={folder}"]
     rows: dict[str, list[dict[str, float]]] = {f"{side}, {n} threads": [] for n in (1, 2) for side in ("rlhpc", "TRL")}

@@ -33,7 +33,7 @@ COPY = "memory copy"
 
 
 class WeightFigure(NamedTuple):
-    """Case of the measurement: who receives, and which weights have changed."""
+    """Case of the measurement: receivers, and the selection of changed weights."""
 
     label: str
     group: str

@@ -65,7 +65,7 @@ class Report:
 
     @property
     def small(self) -> bool:
-        """True if the run only shows that the part works."""
+        """True if the sizes are small, to test the part only."""
         return self.device == "cpu"
 
 

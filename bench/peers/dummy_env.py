@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 
 class Dummy(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Random observations of 17 numbers, actions of 6, reward 0, episodes of 1000 steps."""
+    """Environment with random observations `[17]`, actions `[6]`, reward 0 and episodes of 1000 steps."""
 
     observation_space = spaces.Box(-1.0, 1.0, (17,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (6,), np.float32)

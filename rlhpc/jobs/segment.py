@@ -359,7 +359,7 @@ _MAX_ATTEMPTS = 100
 
 
 class Attempts:
-    """Attempts of one submission; a new submission starts counting afresh.
+    """Attempts of one submission; a new submission starts a new count.
 
     Args:
         files: The segment's files.

@@ -198,7 +198,7 @@ def _end(run: RunMetrics, name: str) -> float | None:
 
 
 def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite: str | None = None) -> Path:
-    """Writes the page.
+    """Writes the comparison page.
 
     Args:
         named: Label and run; runs of one label are seeds of one configuration.

@@ -70,7 +70,7 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
 
 
 def strongest(*resources: Resource) -> Resource:
-    """Returns the first resource that is more than files; files if all need only files."""
+    """Returns the first resource that needs more than files; `FILES` without one."""
     return next((resource for resource in resources if resource.need is not Need.FILES), FILES)
 
 

@@ -213,7 +213,7 @@ def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
 def _shapes(
     request: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
 ) -> list[JobShape]:
-    """Returns a number of nodes in a partition with each candidate walltime.
+    """Returns the job shapes of a number of nodes in a partition, one for each candidate walltime.
 
     Raises:
         ConfigError, PlacementError: The configuration cannot be placed on them.
@@ -264,8 +264,9 @@ def _reserve_s(cfg: RunConfig) -> float:
 
 
 def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
-    """Returns the configured walltime; if that is longer than needed, one that just fits the run; and a quarter of it, which
-    fits into gaps.
+    """Returns the candidate walltimes in minutes: the configured one, and shorter ones.
+
+    The shorter ones are the shortest that fits the run, and a quarter of the configured one, which can start by back-fill.
     """
     configured = _walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):

@@ -305,7 +305,7 @@ def recording_key(cfg: RunConfig) -> str:
 
 
 def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
-    """Yields the runs; the first run that needs a preparation makes it.
+    """Yields the runs; assigns each shared preparation to the first run that needs it.
 
     Raises:
         ConfigError: Two runs name one folder or file for preparations that differ.

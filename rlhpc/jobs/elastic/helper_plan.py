@@ -209,7 +209,7 @@ _SHARED: tuple[Key, ...] = ("partition", "account")
 
 
 class HelperPlacement(Protocol):
-    """Placement of a rank, as far as helper plans use it."""
+    """Placement of a rank, with the fields that helper plans read."""
 
     @property
     def accelerators(self) -> Sequence[int]: ...

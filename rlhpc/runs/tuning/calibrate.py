@@ -321,7 +321,7 @@ class Calibration:
         return self.first[-1]
 
     def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
-        """Returns a run's measurements as they would have been at first, from the seconds of a plain step at its time."""
+        """Corrects a run's measurements for drift of the machine, by the seconds of an unchanged step at that time."""
         drift = now / self.first[0].step_s
         metrics = {
             name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
@@ -418,7 +418,7 @@ class Calibration:
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
-        """Returns the costs with the changes by a value of a key."""
+        """Measures the effect of a value of a key, and returns the costs with it."""
         override_word = word_of(knob.key, value)
         short_run = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])
         if short_run is None:

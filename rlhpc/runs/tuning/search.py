@@ -82,7 +82,7 @@ class Space:
                 yield Candidate({**self.configured.places, **placements}, chosen_settings)
 
     def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
-        """Yields the same numbers of ranks at every offset."""
+        """Yields the candidates with the same numbers of ranks, at every offset of each group in its pool."""
         groups = self.model.workload.groups
         starts: list[list[int]] = []
         for group in groups:
