@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 import warnings
@@ -222,7 +221,7 @@ class _FormerMember:
         setattr(instance, self.current, value)
 
 
-class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class FormerModuleFinder:
     """Import finder that resolves former module names to today's modules: both names are the same module object."""
 
     def find_spec(
@@ -230,7 +229,11 @@ class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         """Returns a spec for a former module, None for any other."""
         current = current_module(fullname)
-        return None if current is None else importlib.machinery.ModuleSpec(fullname, self, origin=current)
+        loader: Any = self
+        return None if current is None else importlib.machinery.ModuleSpec(fullname, loader, origin=current)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Leaves the module's object to `importlib`, as `importlib.abc.Loader` does, whose import costs as much as rlhpc's."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Replaces the former module by today's module (`importlib` returns the object that `sys.modules` then holds)."""
