@@ -9,7 +9,8 @@ from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
 from rlhpc.language.rewards import problem_formats
-from rlhpc.language.rewards.code_tests import Reader, TestPlan, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.code_tests import Reader
 from rlhpc.language.rewards.expected_values import Term
 from rlhpc.language.rewards.python_expressions import Unclear, always_true, asserts, written_out
 
