@@ -227,7 +227,7 @@ ALONE = {
         "algorithm.expectile algorithm.inverse_temperature algorithm.max_weight actor.model.critic_layer_norm"
     ),
 }
-HEAD = """# Defaults, and where they come from
+HEAD = """# Defaults and their sources
 
 A default is what the named reference has for the same key, or the last column says why not. The references' numbers were
 read in their source at these versions. `tests/unit/config/test_defaults.py` holds this page against rlhpc's own defaults.
