@@ -111,7 +111,7 @@ TABLES: dict[str, list[Row]] = {
         Row("rollout.top_k", "top_k", -1),
         Row("rollout.max_new_tokens", "max_completion_length", 512, "the length belongs to the task; the examples all set it"),
         Row("rollout.gpu_memory_utilization", "vllm_gpu_memory_utilization", 0.3,
-            "TRL's engine shares its accelerator with the trainer all the time; here it has one, or they take turns"),
+            "TRL's engine shares its accelerator with the trainer all the time; here it has one, or they are colocated"),
         *(
             row._replace(of=f"{RLINF}, qwen2.5-1.5b-ppo-megatron.yaml", theirs=row.key)
             for row in [
