@@ -416,6 +416,36 @@ class GrpoLoop:
             return []
         return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
 
+    def _train_on(self, rollout: StepRollout, timers: PhaseTimers, *, engines_wait: bool) -> StepResults:
+        """Trains on a step's rollout, whose first groups the actor scores while the last ones are generated, and sends the
+        weights.
+
+        Args:
+            rollout: The step's rollout; the groups that score on arrival have been called.
+            timers: Timers of the step's phases.
+            engines_wait: Whether the engines are called to receive the weights.
+        """
+        groups, step, timeout = self.groups, rollout.step, self.timeout
+        receiving = groups.actor.receive(step)
+        actor_update = groups.actor.update(step)
+        critic_update = groups.critic.update(step) if groups.critic else None
+        sending = self._send_weights(step)
+        with timers("rollout"):
+            generated = rollout.wait(timeout)
+            served_groups = rollout.served(timeout)
+        with timers("receive"):
+            receipts = receiving.wait(timeout)
+        with timers("update"):
+            update_metrics = actor_update.wait(timeout)
+            critic = critic_update.wait(timeout)[0] if critic_update else {}
+        with timers("sync"):
+            if sending and engines_wait:
+                sending.append(groups.replicas.of_step().take_weights(step))
+            for handle in sending:
+                handle.wait(timeout)
+        self._move_reference(step, timers)
+        return StepResults(generated, served_groups, receipts, update_metrics, critic)
+
     def _move_reference(self, step: int, timers: PhaseTimers) -> None:
         """Replaces the reference by the present weights, every `reference.update_interval` steps."""
         if self.groups.reference is None or step % self.cfg.reference.update_interval:
@@ -430,29 +460,10 @@ class SyncLoop(GrpoLoop):
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step; the actor scores and the critic learns while the last groups are generated."""
-        groups, timeout = self.groups, self.timeout
         rollout = self._start_rollout(step)
         rollout.serve_fixed(self.learning)
         rollout.serve()
-        receiving = groups.actor.receive(step)
-        actor_update = groups.actor.update(step)
-        critic_update = groups.critic.update(step) if groups.critic else None
-        sending = self._send_weights(step)
-        with timers("rollout"):
-            generated = rollout.wait(timeout)
-            served_groups = rollout.served(timeout)
-        with timers("receive"):
-            receipts = receiving.wait(timeout)
-        with timers("update"):
-            update_metrics = actor_update.wait(timeout)
-            critic = critic_update.wait(timeout)[0] if critic_update else {}
-        with timers("sync"):
-            if sending:
-                sending.append(groups.replicas.of_step().take_weights(step))
-            for handle in sending:
-                handle.wait(timeout)
-        self._move_reference(step, timers)
-        return StepResults(generated, served_groups, receipts, update_metrics, critic)
+        return self._train_on(rollout, timers, engines_wait=True)
 
 
 class AsyncLoop(GrpoLoop):
@@ -474,30 +485,12 @@ class AsyncLoop(GrpoLoop):
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step, and starts the rollout of the next one, unless the weights in between are evaluated."""
-        groups, timeout = self.groups, self.timeout
         rollout = self._next or self._start_fixed(step)
         rollout.serve()
         overlaps = step < self.end_step and not self.evaluates(step)
         self._next = self._start_fixed(step + 1) if overlaps else None
-        receiving = groups.actor.receive(step)
-        actor_update = groups.actor.update(step)
-        critic_update = groups.critic.update(step) if groups.critic else None
-        sending = self._send_weights(step)
-        with timers("rollout"):
-            generated = rollout.wait(timeout)
-            served_groups = rollout.served(timeout)
-        with timers("receive"):
-            receipts = receiving.wait(timeout)
-        with timers("update"):
-            update_metrics = actor_update.wait(timeout)
-            critic = critic_update.wait(timeout)[0] if critic_update else {}
-        with timers("sync"):
-            if sending and self._next is None:  # the engines that sample already receive the weights by themselves
-                sending.append(groups.replicas.of_step().take_weights(step))
-            for handle in sending:
-                handle.wait(timeout)
-        self._move_reference(step, timers)
-        return StepResults(generated, served_groups, receipts, update_metrics, critic)
+        # Engines that sample already receive the weights by themselves.
+        return self._train_on(rollout, timers, engines_wait=self._next is None)
 
     def _start_fixed(self, step: int) -> StepRollout:
         rollout = self._start_rollout(step)
