@@ -154,9 +154,10 @@ def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for former_name in names.keys() & kwargs.keys() if kwargs else ():
-                _warn(f"argument {former_name} of {function.__qualname__}", names[former_name])
-                kwargs[names[former_name]] = kwargs.pop(former_name)
+            for former_name, current in names.items():
+                if former_name in kwargs:  # a look-up a name: functions on hot paths are decorated, too
+                    _warn(f"argument {former_name} of {function.__qualname__}", current)
+                    kwargs[current] = kwargs.pop(former_name)
             return function(*args, **kwargs)
 
         call.former_keywords = names  # type: ignore[attr-defined]
