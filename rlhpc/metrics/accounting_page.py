@@ -9,7 +9,8 @@ from typing import Any
 
 from rlhpc.jobs.elastic.records import HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.page import Cell, duration, missing, size, table
+from rlhpc.metrics.page import Cell, duration, missing, table
+from rlhpc.runtime.text import format_bytes
 
 
 def accounting_tables(record: Mapping[str, Any]) -> str:
@@ -80,7 +81,7 @@ def _share(value: float | None) -> str:
 
 
 def _size(value: int | None) -> str:
-    return "–" if value is None else size(value)
+    return "–" if value is None else format_bytes(value)
 
 
 #: Maximum number of ranks with a row on the page; earlier ranks are only counted.

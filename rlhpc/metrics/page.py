@@ -179,15 +179,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
 
 
-def size(count: float) -> str:
-    """Formats a number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def time_unit(seconds: float) -> tuple[str, float]:
     """Returns a unit suited to a duration, and its length in seconds."""
     if seconds >= 3 * 3600:

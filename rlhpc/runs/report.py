@@ -25,7 +25,6 @@ from rlhpc.metrics.page import (
     missing,
     page,
     section,
-    size,
     table,
     time_unit,
     write_page,
@@ -36,6 +35,7 @@ from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.files import read_file
+from rlhpc.runtime.text import format_bytes
 
 _CPU = -1
 
@@ -238,7 +238,7 @@ def _checkpoints(
                 "complete" if not faults else f"faulty: {faults[0]}",
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
                 count,
-                size(total),
+                format_bytes(total),
                 decimals(train_metric) if isinstance(train_metric, (int, float)) else "–",
                 evaluated.get(step, "–"),
             ]

@@ -41,6 +41,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def format_bytes(count: float, decimals: int = 1) -> str:
+    """Formats a number of bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.{0 if unit == 'B' else decimals}f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def printable(text: str) -> str:
     """Replaces characters that a terminal obeys by their escapes (`\\x1b`, `\\u202e`); colours are left out.
 

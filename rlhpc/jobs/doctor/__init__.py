@@ -6,10 +6,10 @@ import contextlib
 import getpass
 import os
 import shutil
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from rlhpc.jobs.doctor import node_checks as here
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.node_probe import space
@@ -36,58 +36,72 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
         most_nodes: Maximum number of nodes to examine in each partition; 0 submits nothing.
     """
     site = Site.of(section)
-    folder = here.nearest_folder(expand_home(folder).absolute())
-    lines = [slurm_checks.commands(shutil.which), *_here(folder)]
-    if lines[0].level != "pass":
-        local_probe = look_here(site, folder, len(visible_accelerators(os.environ)))
-        lines += (
-            nodes.gpus_in_torch(local_probe, os.environ)
-            + nodes.shared_memory(local_probe)
-            + nodes.node_disks(local_probe, site)
-        )
-        return lines + nodes.simulators(local_probe) + nodes.limits(local_probe)
+    folder = nodes.nearest_folder(expand_home(folder).absolute())
+    commands = slurm_checks.commands(shutil.which)
+    findings = [commands, *_check_machine(folder)]
+    if commands.level != "pass":
+        probed = look_here(site, folder, len(visible_accelerators(os.environ)))
+        return [
+            *findings,
+            *nodes.gpus_in_torch(probed, os.environ),
+            *_check_simulation(probed, site),
+            *nodes.limits(probed),
+        ]
     facts = SlurmFacts.gather(getpass.getuser())
-    lines += [slurm_checks.version(facts), slurm_checks.controller(facts)]
-    if lines[-1].level == "fail":
-        return lines
-    lines += (
-        slurm_checks.partitions(facts, site) + slurm_checks.accounts(facts, site) + slurm_checks.resources(facts, site)
-    )
-    lines.append(slurm_checks.het_jobs(facts, _find_refusal(facts, site)))
+    findings += [slurm_checks.version(facts), slurm_checks.controller(facts)]
+    if findings[-1].level == "fail":
+        return findings
+    findings += [
+        *slurm_checks.partitions(facts, site), *slurm_checks.accounts(facts, site), *slurm_checks.resources(facts, site),
+        slurm_checks.het_jobs(facts, _find_refusal(facts, site)),
+    ]  # fmt: skip
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
     start_s += wake_up_s(jobs, facts)
-    probes = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
-    lines += [
-        slurm_checks.requeue(facts, probes.jobs, os.environ, site),
+    probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
+    return [
+        *findings,
+        slurm_checks.requeue(facts, probed.jobs, os.environ, site),
         slurm_checks.accounting(facts),
         slurm_checks.min_job_age(facts),
+        *slurm_checks.walltime(facts, site),
+        *slurm_checks.preemption(facts, site),
+        *nodes.started(probed.jobs),
+        *nodes.shared_folder(probed),
+        *nodes.interface(probed, site),
+        *nodes.ports(probed),
+        *nodes.gpu_masks(probed, os.environ),
+        *nodes.gpus_in_torch(probed, os.environ),
+        *nodes.python(probed),
+        *_check_simulation(probed, site),
+        *nodes.clocks(probed),
+        *nodes.limits(probed),
     ]
-    lines += slurm_checks.walltime(facts, site) + slurm_checks.preemption(facts, site)
-    lines += nodes.started(probes.jobs) + nodes.shared_folder(probes)
-    lines += nodes.interface(probes, site) + nodes.ports(probes) + nodes.gpu_masks(probes, os.environ)
-    lines += nodes.gpus_in_torch(probes, os.environ)
-    lines += nodes.python(probes) + nodes.shared_memory(probes) + nodes.node_disks(probes, site)
-    return lines + nodes.simulators(probes) + nodes.clocks(probes) + nodes.limits(probes)
 
 
-def _here(folder: Path) -> list[Finding]:
+def _check_simulation(probed: Probed, site: Site) -> list[Finding]:
+    """Checks the memory, the disks and the drivers of the nodes."""
+    return [*nodes.shared_memory(probed), *nodes.node_disks(probed, site), *nodes.simulators(probed)]
+
+
+def _check_machine(folder: Path) -> Iterator[Finding]:
     """Runs the checks that concern this machine alone."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
-        versions[name] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     slurm_conf = os.environ.get("SLURM_CONF")
-    lines = here.packages(versions, slurm_conf if slurm_conf and not _is_same_file(slurm_conf, _USUAL_CONF) else None)
-    lines += here.environment(os.environ)
-    lines.append(here.disk("folder of runs", str(folder), space(str(folder))))
-    lines.append(here.disk("home", str(Path.home()), space(str(Path.home()))))
-    return lines + here.quotas(ask("quota", "-wp").text)
+    yield from nodes.packages(
+        versions, slurm_conf if slurm_conf and not _is_same_file(slurm_conf, _USUAL_CONF) else None
+    )
+    yield from nodes.environment(os.environ)
+    yield nodes.disk("folder of runs", str(folder), space(str(folder)))
+    yield nodes.disk("home", str(Path.home()), space(str(Path.home())))
+    yield from nodes.quotas(ask("quota", "-wp").text)
 
 
-def _is_same_file(one: str, other: Path) -> bool:
+def _is_same_file(path: str, other: Path) -> bool:
     with contextlib.suppress(OSError):
-        return other.samefile(one)
+        return other.samefile(path)
     return False
 
 

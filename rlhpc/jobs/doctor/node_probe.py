@@ -29,12 +29,12 @@ MARK = "RLHPC-DOCTOR"
 _PIECE = 600
 
 
-def say(kind: str, content: dict[str, Any]) -> None:
-    encoded = base64.b64encode(json.dumps({"kind": kind, **content}).encode()).decode()
+def say(stage: str, content: dict[str, Any]) -> None:
+    encoded = base64.b64encode(json.dumps(content).encode()).decode()
     pieces = [encoded[i : i + _PIECE] for i in range(0, len(encoded), _PIECE)]
     task = os.environ.get("SLURM_PROCID", "0")
     for piece_index, piece in enumerate(pieces):
-        os.write(1, f"{MARK} {task} {kind} {piece_index} {len(pieces)} {piece}\n".encode())
+        os.write(1, f"{MARK} {task} {stage} {piece_index} {len(pieces)} {piece}\n".encode())
 
 
 def node_name() -> str:
@@ -63,10 +63,10 @@ def space(path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
+def wait_for(path: str, content: str, timeout_s: float) -> dict[str, Any]:
     """Waits for a file that another host writes; returns the time until it appeared."""
     start, problem = time.monotonic(), "no such file"
-    while time.monotonic() - start < patience_s:
+    while time.monotonic() - start < timeout_s:
         try:
             with open(path) as file:
                 if file.read() == content:
@@ -78,10 +78,10 @@ def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
     return {"error": problem}
 
 
-def canary(plan: dict[str, Any]) -> dict[str, Any]:
+def exchange_canaries(plan: dict[str, Any]) -> dict[str, Any]:
     """Reads the file that the login side wrote, and writes another one next to it."""
     folder = plan["canary"]
-    canary_status = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
+    canary_status = wait_for(os.path.join(folder, "login"), plan["token"], plan["timeout_s"])
     canary_status["parent"] = os.path.isdir(os.path.dirname(folder))
     if "error" in canary_status:
         return canary_status
@@ -162,7 +162,7 @@ def reach(address: str, port: int, token: str) -> dict[str, Any]:
     return {"ms": 1000 * (time.monotonic() - start), "interface": interface, "address": local_address}
 
 
-def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
+def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
     """Runs the torch probe in a child of this Python; returns its report, its other output, and how it ended or that it
     hung.
     """
@@ -172,7 +172,7 @@ def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
     )  # fmt: skip
     report: dict[str, Any] = {}
 
-    def hear() -> None:
+    def read_report() -> None:
         assert child.stdout is not None
         for line in child.stdout:
             try:
@@ -180,12 +180,12 @@ def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
             except (ValueError, TypeError):
                 report["words"] = line.strip()[:200] or report.get("words", "")
 
-    reader = threading.Thread(target=hear, daemon=True)
+    reader = threading.Thread(target=read_report, daemon=True)
     reader.start()
-    reader.join(patience_s)
+    reader.join(timeout_s)
     if reader.is_alive():
         child.kill()  # without a wait, since a process that hangs in the driver does not die of it
-        return {**report, "hung_s": patience_s}
+        return {**report, "hung_s": timeout_s}
     return {**report, "code": child.wait()}
 
 
@@ -217,12 +217,12 @@ def main() -> None:
     torch_thread = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
     if plan.get("torch"):
         torch_thread.start()
-    say("hello", {**look(plan), "canary": canary(plan), "port": port})
+    say("hello", {**look(plan), "canary": exchange_canaries(plan), "port": port})
     instructions = json.loads(sys.stdin.readline() or "{}")
     say("clock", {"now": time.time()})
     second_status: dict[str, Any] = {}
     if instructions.get("second"):
-        second_status = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
+        second_status = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["timeout_s"])
     peers = instructions.get("peers", ())
     connections = {name: reach(address, port_number, plan["token"]) for name, address, port_number in peers}
     say("peers", {"second": second_status, "reach": connections})

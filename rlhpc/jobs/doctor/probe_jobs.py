@@ -30,7 +30,7 @@ from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.slurm import ask
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
-_PATIENCE_S = 10.0
+_FILE_S = 10.0
 _ANSWER_S = 40.0
 _TORCH_S = 60.0
 _MEMORY = "500M"
@@ -71,10 +71,6 @@ class ProbeJob:
     torch: dict[str, dict[str, Any]] = field(default_factory=dict)
     offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
     canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def fail(self, reason: str) -> None:
-        """Records why the job did not run."""
-        self.error = reason
 
 
 def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
@@ -152,7 +148,7 @@ class _Step:
         self._node_of: dict[str, str] = {}
         self._pieces: dict[tuple[str, str], dict[int, str]] = {}
         self._readers = [
-            threading.Thread(target=read_stream, daemon=True) for read_stream in (self._hear, self._overhear)
+            threading.Thread(target=read_stream, daemon=True) for read_stream in (self._read_reports, self._read_errors)
         ]
         for reader in self._readers:
             reader.start()
@@ -164,34 +160,34 @@ class _Step:
             self.process.stdin.write(json.dumps(content) + "\n")
             self.process.stdin.flush()
 
-    def _overhear(self) -> None:
+    def _read_errors(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.output_lines = [*self.output_lines[-9:], line.strip()]
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             fields = line.split()
             if len(fields) != 6 or fields[0] != node_probe.MARK:
                 continue
-            _, task, kind, piece_index, total, piece = fields
-            pieces = self._pieces.setdefault((task, kind), {})
+            _, task, stage, piece_index, total, piece = fields
+            pieces = self._pieces.setdefault((task, stage), {})
             pieces[int(piece_index)] = piece
             if len(pieces) == int(total):
                 encoded = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
-                self._take(task, kind, json.loads(encoded))
+                self._record_report(task, stage, json.loads(encoded))
 
-    def _take(self, task: str, kind: str, content: dict[str, Any]) -> None:
-        if kind == "hello":
+    def _record_report(self, task: str, stage: str, content: dict[str, Any]) -> None:
+        if stage == "hello":
             self._node_of[task] = content["node"]
             self.job.hello[content["node"]] = content
-        elif kind == "clock" and task in self._node_of:
+        elif stage == "clock" and task in self._node_of:
             now = time.time()
             middle_s, half_s = (self.sent_at + now) / 2, (now - self.sent_at) / 2
             self.job.offsets[self._node_of[task]] = (content["now"] - middle_s, half_s)
         elif task in self._node_of:
-            reports = self.job.torch if kind == "torch" else self.job.peers
+            reports = self.job.torch if stage == "torch" else self.job.peers
             reports[self._node_of[task]] = content
 
     @property
@@ -266,8 +262,8 @@ def _interruptible() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _until(condition: Callable[[], bool], patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -296,7 +292,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             for job in jobs:
                 _submit(job, site, limit)
             plan = {
-                "token": token, "canary": str(canary), "patience_s": _PATIENCE_S, "limit_s": limit,
+                "token": token, "canary": str(canary), "timeout_s": _FILE_S, "limit_s": limit,
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
             torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if tests_torch else {}
@@ -313,7 +309,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             for step in steps:
                 step.end()
                 if not step.job.hello:
-                    step.job.fail(f"its srun said: {step.last_words}")
+                    step.job.error = f"its srun said: {step.last_words}"
         finally:
             if ids := [job.job_id for job in jobs if job.job_id]:
                 ask("scancel", *ids)
@@ -332,7 +328,7 @@ def _write(path: Path, text: str) -> None:
 def _submit(job: ProbeJob, site: Site, limit: int) -> None:
     sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
     if sbatch_output.code != 0:
-        job.fail(f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}")
+        job.error = f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}"
         return
     job.job_id = sbatch_output.text.strip().splitlines()[-1].partition(";")[0]
     for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:
@@ -353,10 +349,10 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
             if state == "RUNNING":
                 yield waiting_jobs.pop(job_id)
             elif state not in ("PENDING", "CONFIGURING"):
-                waiting_jobs.pop(job_id).fail(f"its job ended as {state} ({reason})")
+                waiting_jobs.pop(job_id).error = f"its job ended as {state} ({reason})"
         if waiting_jobs and time.monotonic() > deadline:
             for job in waiting_jobs.values():
-                job.fail(f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})")
+                job.error = f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})"
             ask("scancel", *waiting_jobs)
             return
         if waiting_jobs:
@@ -368,7 +364,7 @@ def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
     for job in probed.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:
-                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
+                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _FILE_S)
 
 
 def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
@@ -379,10 +375,13 @@ def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> 
         node: (report["interfaces"].get(site.interface or "", addresses.get(node, node)), report["port"])
         for node, report in hellos.items()
     }
-    is_written = False
     with contextlib.suppress(OSError):
         _write(canary / "second", token)
-        is_written = True
     peers = [(node, *address) for node, address in address_by_node.items()]
     for step in steps:
-        step.send({"peers": peers, "second": is_written and any("ms" in s["canary"] for s in step.job.hello.values())})
+        step.send(
+            {
+                "peers": peers,
+                "second": (canary / "second").exists() and any("ms" in s["canary"] for s in step.job.hello.values()),
+            }
+        )

@@ -85,19 +85,25 @@ class Site:
         """Reads the section `cluster` of a configuration."""
 
         def group(raw: SectionSource) -> SiteNodeGroup:
-            def one(key: Key) -> str | None:
+            def text_of(key: Key) -> str | None:
                 setting = read_key(raw, key, read_key(section, key))
                 return None if setting is None else str(setting)
 
             gres = next(
-                (gres_part for gres_part in (one("gres") or "").split(",") if gres_part.startswith("gpu")), None
+                (gres_part for gres_part in (text_of("gres") or "").split(",") if gres_part.startswith("gpu")), None
             )
             gres_name = ":".join(
-                gres_field for gres_field in (gres or one("gres_name") or "").split(":") if not gres_field.isdigit()
+                gres_field for gres_field in (gres or text_of("gres_name") or "").split(":") if not gres_field.isdigit()
             )
             label = str(read_key(raw, "label", "cluster"))
             return SiteNodeGroup(
-                label, one("partition"), one("account"), one("qos"), one("constraint"), gres_name or None, one("time")
+                label,
+                text_of("partition"),
+                text_of("account"),
+                text_of("qos"),
+                text_of("constraint"),
+                gres_name or None,
+                text_of("time"),
             )
 
         raws = list(read_key(section, "node_groups", ())) or [None]
@@ -179,7 +185,7 @@ _OUT_OF_SERVICE = frozenset(
 #: States of a node that is switched off to save power, or not rented yet; Slurm starts it for a job.
 _ASLEEP = frozenset(["POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "POWERING_UP", "POWER_UP", "POWER"])
 #: States of a node that is currently unavailable for other reasons.
-_HELD = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
+_UNAVAILABLE = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
 
 
 def state_words(node: Record) -> frozenset[str]:
@@ -204,7 +210,7 @@ def is_out_of_service(node: Record) -> bool:
 def usable(node: Record) -> bool:
     """Returns whether a job may start on the node at once, by its state."""
     flags = state_words(node)
-    obstacles = flags & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
+    obstacles = flags & (_OUT_OF_SERVICE | _ASLEEP | _UNAVAILABLE | {"NOT_RESPONDING"})
     return bool(flags & {"IDLE", "MIXED"}) and not obstacles
 
 
@@ -230,20 +236,22 @@ class Finding:
     advice: str = ""
 
 
+#: Row of a check's table: condition, level, result, advice.
+FindingRow = tuple[object, Level, str, str]
+
+
+def decide(subject: str, passed: str, *rows: FindingRow) -> Finding:
+    """Returns the finding of the first row whose condition is true; without one, the check passed, with that result."""
+    failed = (Finding(level, subject, result, advice) for condition, level, result, advice in rows if condition)
+    return next(failed, Finding("pass", subject, passed))
+
+
 def names(nodes: Iterable[str]) -> str:
     """Formats node names for a message: all of them if they are few, otherwise their number."""
     node_names = sorted(dict.fromkeys(nodes))
     return (
         ", ".join(node_names) if len(node_names) <= 6 else f"{', '.join(node_names[:5])} and {len(node_names) - 5} more"
     )
-
-
-def size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
 
 
 def worst(lines: Sequence[Finding]) -> Level:

@@ -20,7 +20,6 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.jobs.paths import CONFIG, RunPaths
-from rlhpc.metrics.page import size
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_at_start
@@ -37,6 +36,7 @@ from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
 from rlhpc.runtime.plugins import load_attribute
+from rlhpc.runtime.text import format_bytes
 
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
@@ -356,7 +356,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
             " ".join(f"{key}={_word(value)}" for key, value in row["settings"].items()) or "-",
             f"{row['step_s']:.3g}",
             f"{row['idle']:.0%}",
-            size(row["device_memory"] if accelerators else row["memory"]),
+            format_bytes(row["device_memory"] if accelerators else row["memory"]),
             f"{row['hours']:.3g}",
         ]
         if is_verified:

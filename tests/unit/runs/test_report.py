@@ -16,11 +16,12 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.evaluation.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
-from rlhpc.metrics.page import duration, size
+from rlhpc.metrics.page import duration
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.report import placement_grid, write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.text import format_bytes
 
 
 class Balanced(HTMLParser):
@@ -262,7 +263,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_units() -> None:
     assert [duration(s) for s in (4.25, 59.98, 200, 18420)] == ["4.2 s", "60.0 s", "3 min 20 s", "5 h 07 min"]
     assert duration(176.1 * 3600) == "7 d 8 h"  # no wider than a card
-    assert [size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
+    assert [format_bytes(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
 
 
 @pytest.mark.parametrize("y", [[1.0], [2.0, 2.0], [0.0, 0.0], [-5.0, 1e9]])

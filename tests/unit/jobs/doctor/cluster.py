@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,5 +86,5 @@ def probed(*hellos: dict[str, Any], gpus: int = 0, reach: dict[str, Any] | None 
     return Probed(Path("/runs"), [job])
 
 
-def levels(lines: list[Finding] | Finding) -> list[str]:
-    return [line.level for line in (lines if isinstance(lines, list) else [lines])]
+def levels(lines: Iterable[Finding] | Finding) -> list[str]:
+    return [line.level for line in ([lines] if isinstance(lines, Finding) else lines)]

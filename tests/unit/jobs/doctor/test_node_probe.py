@@ -41,7 +41,7 @@ def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
     (canary / "login").write_text("token")
     (canary / "second").write_text("token")
     plan = {
-        "token": "token", "canary": str(canary), "patience_s": 2, "limit_s": 60, "packages": ["json", "nonesuch"],
+        "token": "token", "canary": str(canary), "timeout_s": 2, "limit_s": 60, "packages": ["json", "nonesuch"],
         "torch": "print('{\"torch\": \"2.13\"}')", "torch_s": 30,
     }  # fmt: skip
     told = {"peers": [], "second": True}

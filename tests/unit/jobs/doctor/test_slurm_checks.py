@@ -29,11 +29,16 @@ def test_slurm_as_it_should_be() -> None:
 
 
 def test_partitions() -> None:
-    lines = slurm_checks.partitions(
-        facts(),
-        site(
-            SiteNodeGroup("a", "gpu"), SiteNodeGroup("b", "cpu"), SiteNodeGroup("c", "gpux"), SiteNodeGroup("d", "old")
-        ),
+    lines = list(
+        slurm_checks.partitions(
+            facts(),
+            site(
+                SiteNodeGroup("a", "gpu"),
+                SiteNodeGroup("b", "cpu"),
+                SiteNodeGroup("c", "gpux"),
+                SiteNodeGroup("d", "old"),
+            ),
+        )
     )
     assert levels(lines) == ["pass", "warn", "fail", "fail"]
     assert "out of service: cpu1" in lines[1].result
