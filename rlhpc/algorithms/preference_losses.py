@@ -6,20 +6,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.config.options import check_options
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import NOT_NEGATIVE
 
 #: Forms of a loss, by the names of its first arguments.
 FORMS = {"pairs": ("chosen", "rejected", "margins"), "labels": ("scores", "labels")}
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: float = 0.0) -> Tensor:
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: Annotated[float, NOT_NEGATIVE] = 0.0
+) -> Tensor:
     """Computes the negative log-likelihood of preferences under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
 
     Only differences count, so the rewards' zero is free. `centering` moves it between the two rewards (Eisenstein et al. 2023)
@@ -63,21 +67,9 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
             f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
             f"{signatures}, and options after them"
         )
-    options = dict(kwargs or {})
-    try:
-        inspect.signature(function).bind(*FORMS[matching_forms[0]], **options)
-    except TypeError as error:
-        option_names = ", ".join(parameters[len(FORMS[matching_forms[0]]) :]) or "none"
-        raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {option_names}") from None
-    if invalid_keys := [key for key, value in options.items() if function is bradley_terry and not _weight(value)]:
-        raise ConfigError(
-            f"algorithm.loss_kwargs.{invalid_keys[0]} is {options[invalid_keys[0]]!r}; allowed: a number from 0"
-        )
+    num_tensors = len(FORMS[matching_forms[0]])
+    options = check_options(function, kwargs or {}, "algorithm.loss_kwargs", f"loss {name}", num_tensors)
     return partial(function, **options), matching_forms[0]
-
-
-def _weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def dpo_loss(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rlhpc.config.options import check_options
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
@@ -31,18 +31,11 @@ def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
     """
     from rlhpc.language.algorithms.base import ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
 
-    name, kwargs = cfg.algorithm.name, dict(cfg.algorithm.kwargs)
+    name = cfg.algorithm.name
     factory = ALGORITHMS.find(name)
     if not (isinstance(factory, type) and issubclass(factory, LanguageAlgorithm)):
         raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of rlhpc.LanguageAlgorithm")
-    try:
-        inspect.signature(factory).bind(cfg, **kwargs)
-    except TypeError as error:
-        parameter_names = [p.name for p in inspect.signature(factory).parameters.values()][1:]
-        raise ConfigError(
-            f"algorithm.kwargs of {name!r}: {error}; it takes: {', '.join(parameter_names) or 'none'}"
-        ) from None
-    algorithm = factory(cfg, **kwargs)
+    algorithm = factory(cfg, **check_options(factory, cfg.algorithm.kwargs, "algorithm.kwargs", f"algorithm {name}", 1))
     names = [column.name for column in algorithm.columns]
     reserved_names = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]
     if reserved_names:

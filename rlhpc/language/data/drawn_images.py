@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from rlhpc.language.data.procedural import arguments, choose_contents, locate
+from rlhpc.config.options import as_list, read_options
+from rlhpc.language.data.procedural import choose_contents, locate
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import Choices, Range
 from rlhpc.runtime.plugins import required
 
 if TYPE_CHECKING:
@@ -18,9 +20,23 @@ if TYPE_CHECKING:
 _COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
 #: Number of drawings for each task and answer; several may be equal.
 _PICTURES = 1 << 12
-_TASKS = ("count", "area", "side")
 #: Corners, colour, and colour of the border.
 Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int] | None]
+
+
+@dataclass(frozen=True)
+class DrawnOptions:
+    """Options of source `drawn`.
+
+    Attributes:
+        tasks: A task or a list of tasks (see `DrawnProblems`).
+        most: Largest answer.
+        points: The image's width and height.
+    """
+
+    tasks: Annotated[str | list[str], Choices("count", "area", "side")] = "count"
+    most: Annotated[int, Range(1, 9)] = 4
+    points: Annotated[int, Range(28, 1024)] = 56
 
 
 class DrawnProblems:
@@ -34,8 +50,7 @@ class DrawnProblems:
     There are 585 images of task `count` with `most` 4 and `points` 56, and many more of the others.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `tasks`, a name or a list of them (default `count`); `most`,
-            the largest answer (default 4); `points`, the image's width and height (default 56).
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs` are `DrawnOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -44,7 +59,9 @@ class DrawnProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        self._tasks, self._max_answer, self._points = _arguments(arguments(cfg), key)
+        options = read_options(DrawnOptions, cfg.kwargs, f"{key}.kwargs", "source drawn")
+        required("PIL", f"{key}: source drawn needs Pillow")
+        self._tasks, self._max_answer, self._points = as_list(options.tasks), options.most, options.points
         self._answers = [_answers(task, self._max_answer) for task in self._tasks]
         self._sizes = [len(answers) * _PICTURES for answers in self._answers]
         self._numbers = choose_contents(cfg, self._sizes, self._content, part=part, key=key)
@@ -143,18 +160,3 @@ def _answers(task: str, max_answer: int) -> list[str]:
     if task == "side":
         return ["l", "r"]
     return [str(n) for n in range(1, max_answer + 1)]
-
-
-def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[str], int, int]:
-    task_names, max_answer, points = kwargs.pop("tasks", "count"), kwargs.pop("most", 4), kwargs.pop("points", 56)
-    if kwargs:
-        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source drawn takes tasks, most and points")
-    tasks = list(dict.fromkeys(task_names)) if isinstance(task_names, list) else [task_names]
-    if not tasks or any(task not in _TASKS for task in tasks):
-        raise ConfigError(f"{key}.kwargs.tasks is {task_names!r}; allowed: {', '.join(_TASKS)}, or a list of them")
-    if not isinstance(max_answer, int) or not 1 <= max_answer <= 9:
-        raise ConfigError(f"{key}.kwargs.most is {max_answer!r}; allowed: 1 to 9")
-    if not isinstance(points, int) or not 28 <= points <= 1024:
-        raise ConfigError(f"{key}.kwargs.points is {points!r}; allowed: 28 to 1024")
-    required("PIL", f"{key}: source drawn needs Pillow")
-    return tasks, max_answer, points

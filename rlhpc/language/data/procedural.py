@@ -7,10 +7,13 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
+from rlhpc.config.options import as_list, read_options
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import Range
 
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
@@ -141,6 +144,23 @@ def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
+@dataclass(frozen=True)
+class ArithmeticOptions:
+    """Options of source `arithmetic`.
+
+    Attributes:
+        digits: Digits of both operands, without leading zeros; a number or a list of numbers.
+        operators: Characters out of `+-*`.
+    """
+
+    digits: Annotated[int | list[int], Range(1, 9)] = 2
+    operators: str | list[str] = "+"
+
+    def __post_init__(self) -> None:
+        if not self.operators or not {*"".join(self.operators)} <= {*_OPERATORS}:
+            raise ValueError(f"operators is {self.operators!r}; allowed: characters out of {''.join(_OPERATORS)}")
+
+
 class ArithmeticProblems:
     """Problems of two numbers and an operator; none occurs twice or in both parts, whatever the seeds.
 
@@ -149,8 +169,7 @@ class ArithmeticProblems:
     alike, if they have the same `eval_fraction`.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `digits`, a number or a list of them (default 2; both
-            operands have this many, without leading zeros), and `operators`, characters out of `+-*` (default `+`).
+        cfg: A section `data.train` or `data.eval[i]`; `kwargs` are `ArithmeticOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -159,7 +178,9 @@ class ArithmeticProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        self._digits, self._operators = _arguments(arguments(cfg), key)
+        options = read_options(ArithmeticOptions, cfg.kwargs, f"{key}.kwargs", "source arithmetic")
+        self._digits = sorted(as_list(options.digits))
+        self._operators = "".join(dict.fromkeys("".join(options.operators)))
         self._sizes = [len(_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
         fraction = procedural_fraction(cfg)
         self._numbers = choose(
@@ -200,19 +221,6 @@ def _operands(digits: int) -> range:
     return range(10) if digits == 1 else range(10 ** (digits - 1), 10**digits)
 
 
-def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[int], str]:
-    digit_counts, operators = kwargs.pop("digits", 2), kwargs.pop("operators", "+")
-    if kwargs:
-        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source arithmetic takes digits and operators")
-    digits = list(dict.fromkeys(digit_counts)) if isinstance(digit_counts, list) else [digit_counts]
-    if not digits or not all(isinstance(num_digits, int) and 1 <= num_digits <= 9 for num_digits in digits):
-        raise ConfigError(f"{key}.kwargs.digits is {digit_counts!r}; allowed: a number from 1 to 9, or a list of them")
-    operator_signs = "".join(dict.fromkeys(operators)) if isinstance(operators, (str, list)) else ""
-    if not operator_signs or any(sign not in _OPERATORS for sign in operator_signs):
-        raise ConfigError(f"{key}.kwargs.operators is {operators!r}; allowed: characters out of {''.join(_OPERATORS)}")
-    return sorted(digits), operator_signs
-
-
 _STEPS: list[tuple[str, str]] = [
     ("keep only the even numbers", "[n for n in numbers if n % 2 == 0]"),
     ("keep only the odd numbers", "[n for n in numbers if n % 2 == 1]"),
@@ -240,6 +248,17 @@ _LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1,
 """Lists that test the functions."""
 
 
+@dataclass(frozen=True)
+class CodeOptions:
+    """Options of source `code`.
+
+    Attributes:
+        steps: Steps of a task; a number or a list of numbers.
+    """
+
+    steps: Annotated[int | list[int], Range(1, 6)] = field(default_factory=lambda: [1, 2])
+
+
 class CodeProblems:
     """Programming tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
 
@@ -249,7 +268,7 @@ class CodeProblems:
     would pass their tests, or if not all of their steps are needed to pass.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `steps`, a number or a list of them (default [1, 2]).
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs` are `CodeOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -258,7 +277,8 @@ class CodeProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        self._levels = _code_arguments(arguments(cfg), key)
+        options = read_options(CodeOptions, cfg.kwargs, f"{key}.kwargs", "source code")
+        self._levels = sorted(as_list(options.steps))
         self._sizes = [len(_STEPS) ** level * len(_RESULTS) for level in self._levels]
         fraction = procedural_fraction(cfg)
 
@@ -319,13 +339,3 @@ def _results(steps: list[int], result: int) -> list[Any]:
 def _function(expression: str) -> Callable[[Any], Any]:
     function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # the text comes from this file
     return function
-
-
-def _code_arguments(kwargs: dict[str, Any], key: str) -> list[int]:
-    step_counts = kwargs.pop("steps", [1, 2])
-    if kwargs:
-        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source code takes steps")
-    steps = list(dict.fromkeys(step_counts)) if isinstance(step_counts, list) else [step_counts]
-    if not steps or not all(isinstance(step, int) and 1 <= step <= 6 for step in steps):
-        raise ConfigError(f"{key}.kwargs.steps is {step_counts!r}; allowed: a number from 1 to 6, or a list of them")
-    return sorted(steps)

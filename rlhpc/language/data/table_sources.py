@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rlhpc.config.options import check_options
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
 from rlhpc.language.data.images import check_images, names_of, read_images
 from rlhpc.language.data.procedural import belongs
@@ -522,7 +523,8 @@ def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
     hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
-    table = _Joined([Hdf5File(file, **cfg.kwargs) for file in hdf5_files])
+    options = check_options(Hdf5File, cfg.kwargs, f"{key}.kwargs", "source hdf5", 1)
+    table = _Joined([Hdf5File(file, **options) for file in hdf5_files])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
@@ -580,5 +582,4 @@ def _filter(cfg: DataSourceConfig, key: str) -> str | None:
 
 
 def _no_kwargs(cfg: DataSourceConfig, key: str) -> None:
-    if cfg.kwargs:
-        raise ConfigError(f"{key}.kwargs has {', '.join(cfg.kwargs)}; source {cfg.source} takes none")
+    check_options(object, cfg.kwargs, f"{key}.kwargs", f"source {cfg.source}")

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.options import check_options
 from rlhpc.language.data.procedural import arguments, belongs, choose, procedural_fraction
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.envs.base import Conversations, Environment, step_of
@@ -39,7 +40,8 @@ class EnvironmentProblems:
         name, has_demonstrations = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
         if not isinstance(name, str):
             raise ConfigError(f"{key}.kwargs.name is {name!r}; name an environment, such as search")
-        self._environment, self._kwargs = find_environment(name, {}, f"{key}.kwargs.name"), kwargs
+        self._environment = find_environment(name, {}, f"{key}.kwargs.name")
+        self._kwargs = check_options(self._environment.problem, kwargs, f"{key}.kwargs", f"environment {name}", 1)
         fraction = procedural_fraction(cfg)
 
         def keep(number: int) -> bool:

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from rlhpc.config.options import check_options
 from rlhpc.language.envs.base import Environment
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
@@ -28,7 +28,7 @@ register_environment = ENVIRONMENTS.register
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.target") -> type[Environment]:
-    """Returns the environment class of a name, and checks that it takes these arguments.
+    """Returns the environment class of a name, and checks that it takes these options, which stand beside `key`.
 
     Raises:
         ConfigError: The name is unknown or not an environment, or the class does not take the arguments.
@@ -36,9 +36,5 @@ def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.tar
     environment = ENVIRONMENTS.find(name, key)
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         raise ConfigError(f"{key} is {name!r}, which is no subclass of rlhpc.language.envs.base:Environment")
-    try:
-        inspect.signature(environment).bind(**kwargs)
-    except TypeError as error:
-        argument_names = ", ".join(inspect.signature(environment).parameters) or "none"
-        raise ConfigError(f"agent.kwargs of {name!r}: {error}; it takes: {argument_names}") from None
+    check_options(environment, kwargs, f"{key.removesuffix('.target')}.kwargs", f"environment {name}")
     return environment

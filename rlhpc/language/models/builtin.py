@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.options import check_options
 from rlhpc.language.hugging_face import no_progress_bar
 from rlhpc.language.models.tiny import maker_parser, run_maker
 from rlhpc.runtime.errors import ConfigError, UserError
@@ -111,13 +112,9 @@ def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> No
     makers = {"tiny": make_tiny_model, "tiny_vl": make_tiny_vision_model}
     staging = target.with_name(f".{target.name}-{node_name()}-{process_id()}")
     try:
+        check_options(makers.get(name, lambda: None), options, "actor.model.kwargs", f"builtin:{name}", name in makers)
         if name in makers:
-            try:
-                makers[name](staging, **options)
-            except TypeError as error:
-                raise ConfigError(f"actor.model.kwargs: builtin:{name}: {error}") from None
-        elif options:
-            raise ConfigError(f"actor.model.kwargs: builtin:{name} takes none; found {', '.join(options)}")
+            makers[name](staging, **options)
         else:
             smollm2(staging, weights=weights)
         try:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.options import check_options
 from rlhpc.language.data.prompts import Located, WordedDataset
 from rlhpc.language.data.registry import _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.former_names import current_keywords
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
@@ -41,18 +40,8 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
     Raises:
         ConfigError: It does not take them; the message names the arguments that it takes.
     """
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:
-        return
-    positional_arguments = [] if isinstance(factory, type) else [None]  # the sample
-    try:
-        signature.bind(*positional_arguments, **current_keywords(factory, kwargs))
-    except TypeError as error:
-        parameter_names = [parameter.name for parameter in signature.parameters.values()][len(positional_arguments) :]
-        raise ConfigError(
-            f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(parameter_names) or 'none'}"
-        ) from None
+    num_positional = 0 if isinstance(factory, type) else 1  # the sample
+    check_options(factory, kwargs, f"reward.terms[{name}].kwargs", f"reward {name}", num_positional)
 
 
 def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Reward:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.options import check_options
 from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
@@ -65,14 +65,7 @@ def check_scorer(group: ScoringGroup) -> None:
     if group.scorer.lower() in SCORERS.built_in and not group.kwargs:
         return
     factory = SCORERS.find(group.scorer)
-    try:
-        inspect.signature(factory).bind(None, None, group, **group.kwargs)
-    except TypeError as error:
-        argument_names = [parameter.name for parameter in inspect.signature(factory).parameters.values()][3:]
-        raise ConfigError(
-            f"groups[{group.name}].kwargs: {error}; {group.scorer!r} takes (cfg, device, group) and: "
-            f"{', '.join(argument_names) or 'nothing else'}"
-        ) from None
+    check_options(factory, group.kwargs, f"groups[{group.name}].kwargs", f"scorer {group.scorer}", 3)
 
 
 def make_scorer(cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rlhpc.config.options import check_options
 from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry, nearest
@@ -72,7 +72,7 @@ def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, 
             raise ConfigError(_unknown("runner.logger.kwargs", str(name)))
         if not isinstance(arguments, Mapping):
             raise ConfigError(f"runner.logger.kwargs.{name} is {arguments!r}; write a mapping of arguments")
-    arguments_by_name = {str(name).lower(): dict(arguments) for name, arguments in kwargs.items()}
+    arguments_by_name = {str(name).lower(): arguments for name, arguments in kwargs.items()}
     return {name: _build(name, cls, arguments_by_name.get(name.lower(), {})) for name, cls in classes.items()}
 
 
@@ -81,13 +81,13 @@ def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
     build_loggers(names, kwargs)
 
 
-def _build(name: str, cls: Callable[..., RunLogger], arguments: dict[str, Any]) -> RunLogger:
+def _build(name: str, cls: Callable[..., RunLogger], arguments: Mapping[str, Any]) -> RunLogger:
+    key = f"runner.logger.kwargs.{name}"
+    options = check_options(cls, arguments, key, f"logger {name}")
     try:
-        inspect.signature(cls).bind(**arguments)
-        return cls(**arguments)
+        return cls(**options)
     except (TypeError, ValueError) as error:
-        parameters = ", ".join(inspect.signature(cls).parameters)
-        raise ConfigError(f"runner.logger.kwargs.{name}: {error}; it takes: {parameters or 'none'}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _unknown(key: str, name: str) -> str:

@@ -62,8 +62,8 @@ def test_arithmetic_takes_all_there_are() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"digit": 2}, "kwargs has digit; source arithmetic takes digits and operators"),
-        ({"digits": 0}, "digits is 0; allowed: a number from 1 to 9"),
+        ({"digit": 2}, r"kwargs\.digit: did you mean 'digits'.*allowed: digits, operators"),
+        ({"digits": 0}, "digits is 0; it must lie between 1 and 9"),
         ({"operators": "+/"}, r"operators is '\+/'; allowed: characters out of \+-\*"),
     ],
 )
@@ -109,7 +109,7 @@ def test_code_that_is_held_out_does_what_no_training_task_does() -> None:
 
 
 def test_code_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"steps is \[1, 9\]; allowed: a number from 1 to 6"):
+    with pytest.raises(ConfigError, match=r"steps is \[1, 9\]; it must lie between 1 and 6"):
         make_dataset(config("code", kwargs={"steps": [1, 9]}))
 
 

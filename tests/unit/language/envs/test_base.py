@@ -52,7 +52,9 @@ def test_problems_are_held_out_and_demonstrations_show_each_turn() -> None:
         given = DataSourceConfig(source="environment", kwargs={"name": "search", **kwargs})
         with pytest.raises(ConfigError, match=rf"kwargs.pages .* search is {kwargs['pages']}; allowed: 1 to 1065"):
             EnvironmentProblems(given, part="train", key="data.train")
-    for name, kwargs in (("guess", {"high": 0}), ("mastermind", {"symbols": ""}), ("search", {"hops": "two"})):
+    with pytest.raises(ConfigError, match=r"data\.train\.kwargs\.hops is 'two'; it must be a list of int"):
+        source("train", hops="two")
+    for name, kwargs in (("guess", {"high": 0}), ("mastermind", {"symbols": ""})):
         given = DataSourceConfig(source="environment", kwargs={"name": name, **kwargs})
         with pytest.raises(ConfigError, match=rf"data.train.kwargs: {name} makes no problem of \{{.*: "):
             EnvironmentProblems(given, part="train", key="data.train")

@@ -130,7 +130,10 @@ def test_what_is_wrong_with_a_configuration_is_said():
         (section("nowhere:f"), "cannot be imported: No module named 'nowhere'"),
         (section("os:nothing"), "cannot be imported"),
         (section("os:sep"), "is a str, no class and no function"),
-        (section({"name": "length", "kwargs": {"most": 1}}), "kwargs of 'length'.*it takes: limit, start"),
+        (
+            section({"name": "length", "kwargs": {"most": 1}}),
+            r"reward\.terms\[length\]\.kwargs\.most: .*allowed: limit, start",
+        ),
         (section({"name": "length", "kwargs": {"limit": 0}}), "needed: 0 <= start < limit"),
         (section({"name": "format", "kwargs": {"pattern": "("}}), "no regular expression"),
         (section("exact", timeout_s=0), "reward.timeout_s is 0"),

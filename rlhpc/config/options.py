@@ -1,0 +1,139 @@
+"""Options of a component: the `kwargs` beside its name, checked against the component's declaration.
+
+A component declares its options as a dataclass, with ranges and choices in the annotations as sections have them, or as the
+parameters of its class or function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from rlhpc.config.schema import words_of
+from rlhpc.config.typed import plain
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import current_keywords
+from rlhpc.runtime.key_metadata import Choices, Range
+from rlhpc.runtime.plugins import meant
+
+Options = TypeVar("Options")
+Option = TypeVar("Option")
+
+
+def read_options(declaration: type[Options], values: object, key: str, component: str) -> Options:
+    """Returns section `kwargs` as the component's dataclass of options (arguments: `check_options`).
+
+    Raises:
+        ConfigError: As `check_options`, or the dataclass raises a ValueError whose message begins with the option's name.
+    """
+    try:
+        return declaration(**check_options(declaration, values, key, component))
+    except ValueError as error:
+        raise ConfigError(f"{key}.{error}") from None
+
+
+def check_options(
+    declaration: Callable[..., Any], values: object, key: str, component: str, num_positional: int = 0
+) -> dict[str, Any]:
+    """Checks options against the parameters of a dataclass, a class or a function.
+
+    Args:
+        declaration: What takes the options. Annotations of types, `Range` and `Choices` are checked; other types are not.
+        values: Section `kwargs`.
+        key: Dotted key of the section.
+        component: The component in messages, such as "the mlp".
+        num_positional: Number of leading parameters that are not options.
+
+    Returns:
+        The options by today's names, without OmegaConf's types.
+
+    Raises:
+        ConfigError: An option is unknown, missing, of another type or out of range.
+    """
+    content = plain(values)
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{key} is {content!r}; write a mapping of options")
+    options = current_keywords(declaration, {str(name): value for name, value in content.items()})
+    try:
+        parameters = list(inspect.signature(declaration).parameters.values())[num_positional:]
+    except ValueError:  # some C functions have no signature
+        return options
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [parameter.name for parameter in parameters]
+    allowed = f"allowed: {', '.join(names) or 'none'}"
+    for name in options:
+        if name not in names and not takes_any:
+            raise ConfigError(f"{key}.{name}: {meant(name, names)}{component} has no such option; {allowed}")
+    for parameter in parameters:
+        if parameter.name not in options and parameter.default is parameter.empty:
+            raise ConfigError(f"{key}.{parameter.name}: {component} needs it; {allowed}")
+    annotations = _annotations_of(declaration)
+    for name, value in options.items():
+        if name in annotations and (rule := _broken_rule(value, annotations[name])):
+            raise ConfigError(f"{key}.{name} is {value!r}; {rule}")
+    return options
+
+
+def as_list(option: Option | list[Option]) -> list[Option]:
+    """Returns the different values of an option that is one value or a list, in the order given."""
+    return list(dict.fromkeys(option)) if isinstance(option, list) else [option]
+
+
+def _annotations_of(declaration: Callable[..., Any]) -> dict[str, Any]:
+    is_plain_class = isinstance(declaration, type) and not dataclasses.is_dataclass(declaration)
+    target: Any = vars(declaration).get("__init__", declaration.__init__) if is_plain_class else declaration
+    try:
+        return typing.get_type_hints(inspect.unwrap(target), include_extras=True)
+    except (NameError, TypeError, AttributeError):  # types that are imported for type checkers only
+        return {}
+
+
+def _broken_rule(value: Any, annotation: Any) -> str:
+    """Formats the rule that a value breaks; empty if it breaks none."""
+    metadata: Sequence[Any] = ()
+    if typing.get_origin(annotation) is Annotated:
+        annotation, *metadata = typing.get_args(annotation)
+    if not _is_of(value, annotation):
+        return f"it must be {_words_of(annotation)}"
+    if metadata and value == []:
+        return "it must not be empty"
+    for number in value if isinstance(value, list) else [value]:
+        for rule in metadata:
+            if isinstance(rule, Range) and number is not None and not (math.isfinite(number) and number in rule):
+                return rule.rule()
+            if isinstance(rule, Choices) and number is not None and number not in rule:
+                return f"{meant(number, rule)}allowed: {', '.join(rule)}"
+    return ""
+
+
+def _words_of(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_words_of, arguments))
+    if isinstance(origin, type) and issubclass(origin, Sequence) and arguments:
+        return f"a list of {_words_of(arguments[0])}"
+    return words_of(kind)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Returns whether a value of YAML is of a type; true for types that YAML does not have."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, option) for option in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return isinstance(value, list) and (origin is tuple or all(_is_of(item, arguments[0]) for item in value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    if kind in (None, type(None)):
+        return value is None
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind) if kind in (bool, str, dict, list) else True
