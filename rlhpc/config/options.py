@@ -14,13 +14,17 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from rlhpc.config.constraints import Fail
 from rlhpc.config.schema import words_of
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import current_keywords
 from rlhpc.runtime.key_metadata import Choices, Range
 from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import short_repr
 
+#: Metadata of a dataclass field that rlhpc sets itself and messages do not offer: `field(metadata={INTERNAL: True})`.
+INTERNAL = "internal"
 Options = TypeVar("Options")
 Option = TypeVar("Option")
 
@@ -38,7 +42,12 @@ def read_options(declaration: type[Options], values: object, key: str, component
 
 
 def check_options(
-    declaration: Callable[..., Any], values: object, key: str, component: str, num_positional: int = 0
+    declaration: Callable[..., Any],
+    values: object,
+    key: str,
+    component: str,
+    num_positional: int = 0,
+    fail: Fail | None = None,
 ) -> dict[str, Any]:
     """Checks options against the parameters of a dataclass, a class or a function.
 
@@ -48,6 +57,7 @@ def check_options(
         key: Dotted key of the section.
         component: The component in messages, such as "the mlp".
         num_positional: Number of leading parameters that are not options.
+        fail: Makes the error, if its message is to say where the key stands.
 
     Returns:
         The options by today's names, without OmegaConf's types.
@@ -66,17 +76,19 @@ def check_options(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     names = [parameter.name for parameter in parameters]
-    allowed = f"allowed: {', '.join(names) or 'none'}"
-    for name in options:
-        if name not in names and not takes_any:
-            raise ConfigError(f"{key}.{name}: {meant(name, names)}{component} has no such option; {allowed}")
+    fields = dataclasses.fields(declaration) if dataclasses.is_dataclass(declaration) else ()
+    public_names = [name for name in names if name not in {f.name for f in fields if f.metadata.get(INTERNAL)}]
+    allowed = f"allowed: {', '.join(public_names) or 'none'}"
     for parameter in parameters:
         if parameter.name not in options and parameter.default is parameter.empty:
-            raise ConfigError(f"{key}.{parameter.name}: {component} needs it; {allowed}")
+            raise ConfigError(f"{key}.{parameter.name} is not set; {component} needs it; {allowed}")
     annotations = _annotations_of(declaration)
     for name, value in options.items():
-        if name in annotations and (rule := _broken_rule(value, annotations[name])):
-            raise ConfigError(f"{key}.{name} is {value!r}; {rule}")
+        rule = _broken_rule(value, annotations[name]) if name in annotations else ""
+        if name not in names and not takes_any:
+            rule = f"{meant(name, public_names)}{component} has no such option; {allowed}"
+        if rule:
+            raise fail(f"{key}.{name}", rule) if fail else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}")
     return options
 
 
@@ -118,7 +130,7 @@ def _words_of(kind: Any) -> str:
         return " or ".join(map(_words_of, arguments))
     if isinstance(origin, type) and issubclass(origin, Sequence) and arguments:
         return f"a list of {_words_of(arguments[0])}"
-    return words_of(kind)
+    return "a mapping" if isinstance(origin, type) and issubclass(origin, Mapping) else words_of(kind)
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -13,11 +13,11 @@ from rlhpc.embodied.config import (
     BcConfig,
     EmbodiedConfig,
     PlayingConfig,
-    PolicyConfig,
     PpoConfig,
     SacConfig,
     minibatch_size,
 )
+from rlhpc.embodied.config.model_options import check_model_options
 from rlhpc.embodied.envs.wrappers import entry
 from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
@@ -40,16 +40,12 @@ _NOT_CLONED = {
     "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
     "dsrl": "dsrl steers a policy that was cloned: clone into flow, and name that run then",
 }
-#: Policies without `actor.model.kwargs`.
-_PLAIN = ("cnn", "sac", "crossq", "td3", "iql")
 #: Policies that support adapters.
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Policies that can recompute activations in the backward pass.
 _RECOMPUTED = ("vla", "openvla")
 #: Environment types of robots, which cannot be duplicated.
 _ROBOTS = ("robot", "distant_robot")
-#: Options of the `mlp`.
-_MLP_GAINS = ("actor_gain", "critic_gain")
 
 
 def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
@@ -61,7 +57,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
     model = cfg.actor.model
     _check_normalisation(cfg, fail)
     if model.model_type.lower() in MODELS:
-        _check_options(model, fail)
+        check_model_options(model, fail)
     else:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
@@ -382,23 +378,6 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
         )
     if model.value_per_action and not is_action_level:
         raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
-
-
-def _check_options(model: PolicyConfig, fail: Fail) -> None:
-    """Checks `actor.model.kwargs` of models with few or no options; the other models check them when they are built."""
-    name, options = model.model_type.lower(), model.kwargs
-    if name in _PLAIN and options:
-        raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
-    if name != "mlp":
-        return
-    if unknown_options := sorted(set(options) - set(_MLP_GAINS)):
-        raise fail(
-            "actor.model.kwargs",
-            f"the mlp does not take {', '.join(unknown_options)}; allowed: {', '.join(_MLP_GAINS)}",
-        )
-    for option, option_value in options.items():
-        if isinstance(option_value, bool) or not isinstance(option_value, (int, float)) or option_value <= 0:
-            raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
 
 
 def check_off_policy(cfg: SacConfig, fail: Fail) -> None:

@@ -7,26 +7,39 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.observations import check_orientation, encode_text, oriented, text_bytes
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
+from rlhpc.config.options import read_options
+from rlhpc.embodied.envs.observations import ORIENTATIONS, encode_text, oriented, text_bytes
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import COUNT
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-_DEFAULTS = {
-    "task_ids": None,
-    "cameras": ["agentview", "robot0_eye_in_hand"],
-    "width": 256,
-    "height": 256,
-    "image_orientation": "rotate_180",
-}
+
+@dataclass(frozen=True)
+class LiberoOptions:
+    """Options of `libero`: `env.train.kwargs`."""
+
+    task_ids: list[int] | None = None
+    """Tasks of the suite; null for all."""
+    cameras: list[str] = field(default_factory=lambda: ["agentview", "robot0_eye_in_hand"])
+    """Cameras of pictures."""
+    width: Annotated[int, COUNT] = 256
+    """Width of pictures."""
+    height: Annotated[int, COUNT] = 256
+    """Height of pictures."""
+    image_orientation: Annotated[str, ORIENTATIONS] = "rotate_180"
+    """Orientation of pictures (`oriented`)."""
+
+
 #: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them. Settling does not count.
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Steps in which objects come to rest after a reset, with the gripper open and nothing else moving.
@@ -45,8 +58,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
     Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
     Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]`,
-    `instruction`. The reward is 1 at success. `kwargs`: task_ids (all), cameras, width, height, image_orientation
-    (`oriented`).
+    `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -61,16 +73,15 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
         super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
-        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "libero")
+        options = read_options(LiberoOptions, cfg.kwargs, "env.train.kwargs", "env_type libero")
         self._suite = suite = _suite(cfg.env_id)
-        task_ids = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
+        task_ids = list(range(suite.n_tasks)) if options.task_ids is None else options.task_ids
         if not task_ids or not all(0 <= i < suite.n_tasks for i in task_ids):
             raise ConfigError(
                 f"env.train.kwargs.task_ids is {task_ids}; {cfg.env_id} has tasks 0 to {suite.n_tasks - 1}"
             )
-        self._cameras = [str(name) for name in kwargs["cameras"]]
-        self._size = (int(kwargs["height"]), int(kwargs["width"]))
-        self._orientation = check_orientation(kwargs["image_orientation"])
+        self._cameras, self._size = options.cameras, (options.height, options.width)
+        self._orientation = options.image_orientation
         self._states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(task_ids)}
         self._pairs = task_state_pairs({task: len(states) for task, states in self._states.items()})
         instructions = {task: str(suite.get_task(task).language) for task in self._states}

@@ -6,25 +6,38 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.observations import check_orientation, oriented
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
+from rlhpc.config.options import read_options
+from rlhpc.embodied.envs.observations import ORIENTATIONS, oriented
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import COUNT, Choices
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-_DEFAULTS = {
-    "reward_mode": "dense",
-    "camera_name": "corner2",
-    "width": 480,
-    "height": 480,
-    "image_orientation": "rotate_180",
-}
+
+@dataclass(frozen=True)
+class MetaWorldOptions:
+    """Options of `metaworld`: `env.train.kwargs`."""
+
+    reward_mode: Annotated[str, Choices("dense", "sparse")] = "dense"
+    """`dense` (0 to 10), or `sparse` (1 at success)."""
+    camera_name: str = "corner2"
+    """Camera of pictures."""
+    width: Annotated[int, COUNT] = 480
+    """Width of pictures."""
+    height: Annotated[int, COUNT] = 480
+    """Height of pictures."""
+    image_orientation: Annotated[str, ORIENTATIONS] = "rotate_180"
+    """Orientation of pictures (`oriented`): MetaWorld's cameras are mounted upside down."""
+
+
 #: MetaWorld's own limit; its environments refuse more.
 _LONGEST = 500
 
@@ -32,9 +45,8 @@ _LONGEST = 500
 class MetaWorldVectorEnv(SlotwiseVectorEnv):
     """Vector environment of N slots of a task such as `reach-v3`, with a visible goal; each episode draws objects and goal.
 
-    Observations are MetaWorld's 39 numbers. `kwargs`: reward_mode `dense` (0 to 10) or `sparse` (1 at success),
-    camera_name, width, height and image_orientation (`oriented`) of pictures: MetaWorld's cameras are mounted upside down, so
-    that pictures rotated by 180 degrees show the scene as it is. An episode ends with success, unless `ignore_terminations`.
+    Observations are MetaWorld's 39 numbers; `kwargs` are `MetaWorldOptions`. An episode ends with success, unless
+    `ignore_terminations`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -46,9 +58,8 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
-        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "metaworld")
-        self._orientation = check_orientation(kwargs.pop("image_orientation"))
-        self._sparse = kwargs.pop("reward_mode") == "sparse"
+        options = read_options(MetaWorldOptions, cfg.kwargs, "env.train.kwargs", "env_type metaworld")
+        self._orientation, self._sparse = options.image_orientation, options.reward_mode == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")
         tasks = _tasks()
         name = cfg.env_id
@@ -58,7 +69,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
                 f"env_id is {name!r}, which MetaWorld does not know; "
                 f"{'did you mean ' + ', '.join(similar_names) if similar_names else 'tasks are named as reach-v3'}"
             )
-        self._envs = [_build(tasks[name], kwargs) for _ in range(num_envs)]
+        self._envs = [_build(tasks[name], options) for _ in range(num_envs)]
         self.control_hz = 1.0 / float(self._envs[0].dt)
         space = self._envs[0].sawyer_observation_space
         self.observation_space = spaces.Box(np.float32(space.low), np.float32(space.high), dtype=np.float32)
@@ -98,9 +109,10 @@ def _tasks() -> Any:
     return ALL_V3_ENVIRONMENTS
 
 
-def _build(task: Any, kwargs: dict[str, Any]) -> Any:
+def _build(task: Any, options: MetaWorldOptions) -> Any:
     """Builds a task with its goal visible, which draws each episode's objects and goal from its own generator."""
-    env = task(render_mode="rgb_array", **kwargs)
+    picture = {"camera_name": options.camera_name, "width": options.width, "height": options.height}
+    env = task(render_mode="rgb_array", **picture)
     env._partially_observable = False
     env._freeze_rand_vec, env.seeded_rand_vec, env._set_task_called = False, True, True
     del env.sawyer_observation_space  # cached, without the goal

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import Choices
 
 
 def is_tensor(part: Any) -> bool:
@@ -149,22 +150,12 @@ def blank(space: Any, count: int) -> Obs:
 
 
 #: Orders of a rendered picture's rows and columns, by `kwargs.image_orientation`.
-ORIENTATIONS: dict[str, tuple[slice, ...]] = {
+_ORDERS: dict[str, tuple[slice, ...]] = {
     "rotate_180": (slice(None, None, -1), slice(None, None, -1)),
     "flip_rows": (slice(None, None, -1),),
     "raw": (),
 }
-
-
-def check_orientation(value: Any) -> str:
-    """Returns `kwargs.image_orientation`.
-
-    Raises:
-        ConfigError: It is none of `ORIENTATIONS`.
-    """
-    if value not in ORIENTATIONS:
-        raise ConfigError(f"env.train.kwargs.image_orientation is {value!r}, not one of: {', '.join(ORIENTATIONS)}")
-    return str(value)
+ORIENTATIONS = Choices(*_ORDERS)
 
 
 def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:
@@ -173,7 +164,7 @@ def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:
     `rotate_180` is what the policies released for LIBERO and MetaWorld were trained on (OpenVLA, openpi, LeRobot and RLinf all
     rotate); `flip_rows` turns the picture upright, and `raw` leaves it as it was rendered.
     """
-    return np.ascontiguousarray(picture[ORIENTATIONS[orientation]])
+    return np.ascontiguousarray(picture[_ORDERS[orientation]])
 
 
 def encode_text(text: str, size: int) -> np.ndarray:

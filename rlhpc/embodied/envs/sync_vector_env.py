@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
-from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
@@ -141,19 +139,3 @@ def _stack(rows: list[Any]) -> Any:
     if isinstance(rows[0], dict):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return np.stack(rows)
-
-
-def merge_kwargs(kwargs: Any, defaults: dict[str, Any], env_type: str) -> dict[str, Any]:
-    """Returns `env.train.kwargs` over an adapter's defaults.
-
-    Raises:
-        ConfigError: The adapter does not have an argument of that name.
-    """
-    if OmegaConf.is_config(kwargs):
-        kwargs = OmegaConf.to_container(kwargs, resolve=True)
-    for name in kwargs:
-        if name not in defaults:
-            raise ConfigError(
-                f"env.train.kwargs.{name}: env_type {env_type} has no such argument: {', '.join(defaults)}"
-            )
-    return {**defaults, **kwargs}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.config.model_options import VlaOptions, model_options
 from rlhpc.embodied.models.action_heads import at_level
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
@@ -65,8 +66,8 @@ class TokenPolicy(Policy):
 
     has_head = False
     mixed_precision = True
-    #: Keys of `actor.model.kwargs`.
-    options_known: tuple[str, ...] = ("prompt",)
+    #: Dataclass of `actor.model.kwargs`.
+    options_type: type[VlaOptions] = VlaOptions
     vlm: Any
     inputs: VlmInputs
     tokens: ActionTokens
@@ -78,17 +79,12 @@ class TokenPolicy(Policy):
         name = cfg.model_type
         if not isinstance(action_space, spaces.Box):
             raise ConfigError(f"model_type {name!r} needs continuous actions; these are {action_space}")
-        self.options = dict(cfg.kwargs)
-        if extra_keys := set(self.options) - {*self.options_known, "lora"}:
-            raise ConfigError(
-                f"actor.model.kwargs of the {name} has {', '.join(sorted(extra_keys))}; allowed: "
-                f"{', '.join(self.options_known)}"
-            )
+        self.options: VlaOptions = model_options(self.options_type, cfg)
         self.dim = math.prod(action_space.shape)
         self.scaling = Scaling(*scale_of(action_space))
         self.load(cfg)
-        if self.options.get("lora"):
-            inject_lora(self.vlm, LoraConfig(**self.options["lora"]))
+        if self.options.lora:
+            inject_lora(self.vlm, LoraConfig(**self.options.lora))
         width = int(self.vlm.config.text_config.hidden_size)
         self.value_head = ValueHead(width, self.value_width) if cfg.add_value_head else None
 
@@ -219,7 +215,7 @@ class VLAPolicy(TokenPolicy):
     """Policy from pictures and an instruction to action tokens, by a Llava model.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
-    `kwargs`: `prompt`, with `{instruction}`.
+    `kwargs` are `VlaOptions`.
     """
 
     def load(self, cfg: ModelConfig) -> None:
@@ -227,7 +223,7 @@ class VLAPolicy(TokenPolicy):
         space = self.observation_space
         self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(space))
         config, image = self.vlm.config, int(self.vlm.config.image_token_id)
-        prompt = str(self.options.get("prompt") or PROMPT)
+        prompt = self.options.prompt or PROMPT
         self.inputs = VlmInputs(
             space, tokenizer, Eye.of(config, settings), image, image_tokens(self.vlm, config), prompt
         )

@@ -4,6 +4,7 @@ That Learns From Experience"). It learns from all episodes, good and bad; acting
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import BcConfig, PolicyConfig
+from rlhpc.embodied.config.model_options import ConditionedOptions, model_options
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import count_rows, space_to_json, take
 from rlhpc.embodied.models.base import Obs, Policy
@@ -33,8 +35,7 @@ _OF, _UNSAID = "of", "unconditioned"
 class ConditionedPolicy(Policy):
     """Policy with one more number in the observations of an inner policy.
 
-    `actor.model.kwargs`: `of` (the other policy's model type: mlp, cnn, resnet or flow), `unconditioned` (the share of
-    training with the number unknown, default 0.3), and the options of the other policy.
+    `actor.model.kwargs` are `ConditionedOptions` and the options of the inner policy.
 
     Attributes:
         inner: Inner policy.
@@ -45,16 +46,12 @@ class ConditionedPolicy(Policy):
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        options = dict(cfg.kwargs)
-        inner_type, self.unconditioned = options.pop(_OF, None), options.pop(_UNSAID, 0.3)
-        if inner_type not in INNER:
-            raise ConfigError(
-                f"actor.model.kwargs.{_OF} is {inner_type!r}; conditioned wants one of {', '.join(INNER)}"
-            )
-        drop_rate = self.unconditioned
-        if isinstance(drop_rate, bool) or not isinstance(drop_rate, (int, float)) or not 0 <= drop_rate < 1:
-            raise ConfigError(f"actor.model.kwargs.{_UNSAID} is {drop_rate!r}; it must be at least 0 and less than 1")
-        inner_cfg = changed(changed(cfg, "model_type", inner_type), "kwargs", options)
+        declared = {option.name for option in dataclasses.fields(ConditionedOptions)}
+        inner_options = {name: value for name, value in cfg.kwargs.items() if name not in declared}
+        outer_options = {name: value for name, value in cfg.kwargs.items() if name in declared}
+        options = model_options(ConditionedOptions, changed(cfg, "kwargs", outer_options))
+        self.unconditioned = options.unconditioned
+        inner_cfg = changed(changed(cfg, "model_type", options.of), "kwargs", inner_options)
         self.inner = build_model(inner_cfg, _with_improvement(observation_space), action_space)
         self.mixed_precision = self.inner.mixed_precision
 

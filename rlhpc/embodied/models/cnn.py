@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rlhpc.config.typed import changed
 from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.config.model_options import ResnetOptions, SuccessOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of, is_channel_last
 from rlhpc.embodied.models.base import Obs, Policy, layer
 from rlhpc.embodied.models.mlp import flat_numbers
@@ -44,7 +45,7 @@ class ImagePolicy(Policy):
         super().__init__(cfg, observation_space, action_space)
         self._name = cfg.model_type
         self._orthogonal = cfg.ortho_init
-        self.options = dict(cfg.kwargs)
+        self._channels = model_options(ResnetOptions, cfg).channels
         self.hidden = hidden = cfg.hidden_sizes[-1] if len(cfg.hidden_sizes) else 512
         boxes = boxes_of(observation_space)
         if "" in boxes:
@@ -141,20 +142,13 @@ class Residual(nn.Module):
 class ResNetPolicy(ImagePolicy):
     """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution,
     a pooling that halves the image, and two residual blocks. It has no batch statistics, so that acting and training
-    agree.
-
-    `actor.model.kwargs`: `channels`, by default [16, 32, 32].
+    agree. `actor.model.kwargs` are `ResnetOptions`.
     """
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
         """Builds the network from an image to features (`ImagePolicy.encoder`)."""
-        unknown_options = set(self.options) - {"channels"}
-        if unknown_options and self.has_head:
-            raise ConfigError(
-                f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown_options))}; allowed: channels"
-            )
         layers: list[nn.Module] = []
-        for outputs in map(int, self.options.get("channels", (16, 32, 32))):
+        for outputs in self._channels:
             layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
             layers += [Residual(outputs), Residual(outputs)]
             channels = outputs
@@ -168,13 +162,12 @@ def _prepare_images(images: Tensor, box: Any) -> Tensor:
     return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()
 
 
-def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: Mapping[str, Any]) -> Any:
-    """Builds the encoder of observations with images, of the kind that `options` names (`encoder`: cnn or resnet);
-    returns None for observations of numbers only.
-    """
+def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: SuccessOptions) -> Any:
+    """Builds the encoder of observations with images that `options` names; returns None for observations of numbers only."""
     if not any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
         return None
-    return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
+    encoder_cfg = changed(cfg, "kwargs", {"channels": options.channels})
+    return MODELS.find(options.encoder)(encoder_cfg, observation_space, action_space, heads=False)
 
 
 def encode_obs(encoder: Any, obs: Obs) -> Tensor:

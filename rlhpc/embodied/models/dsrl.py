@@ -4,7 +4,6 @@ whose action is the noise that a frozen flow begins with. The flow turns it dete
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
+from rlhpc.embodied.config.model_options import DsrlOptions, model_options
 from rlhpc.embodied.envs.observations import space_to_json
 from rlhpc.embodied.models.action_heads import SquashedGaussianHead
 from rlhpc.embodied.models.base import Obs
@@ -22,16 +22,13 @@ from rlhpc.embodied.models.registry import load_policy, policy_from_spec
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
-_BASE, _BOUND, _SPEC = "base", "noise_bound", "base_spec"
-_KEY = f"actor.model.kwargs.{_BASE}"
+_KEY = "actor.model.kwargs.base"
 
 
 class DSRLPolicy(SACPolicy):
     """Actor and critics of noise, with the flow that turns noise into actions.
 
-    `actor.model.kwargs`: `base` (a run, a checkpoint or an export folder of a flow policy), `noise_bound` (each
-    component of the noise lies between minus this and this; default 1.5). Checkpoints set `base_spec`, because they
-    contain the flow's weights.
+    `actor.model.kwargs` are `DsrlOptions`. Checkpoints set `base_spec`, because they contain the flow's weights.
 
     Attributes:
         base: The flow, frozen.
@@ -42,29 +39,22 @@ class DSRLPolicy(SACPolicy):
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
         """Builds a distribution of the flow's first state."""
-        options = dict(cfg.kwargs)
-        if unknown_options := sorted(set(options) - {_BASE, _BOUND, _SPEC}):
-            raise ConfigError(
-                f"actor.model.kwargs of dsrl has {', '.join(unknown_options)}; allowed: {_BASE}, {_BOUND}"
-            )
-        bound = options.get(_BOUND, 1.5)
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
-            raise ConfigError(f"actor.model.kwargs.{_BOUND} is {bound!r}; it must be a number greater than 0")
+        options = model_options(DsrlOptions, cfg)
         self.base = self._frozen(options, cfg.num_action_chunks, action_space)
         shape = self.base.state_shape
-        limit = np.full(shape, bound, np.float32)
+        limit = np.full(shape, options.noise_bound, np.float32)
         return SquashedGaussianHead(spaces.Box(-limit, limit), chunk=1)
 
-    def _frozen(self, options: dict[str, Any], chunk: int, action_space: Any) -> FlowActing:
-        if _SPEC in options:
-            flow = policy_from_spec(options[_SPEC], origin=f"actor.model.kwargs.{_SPEC}")
-        elif options.get(_BASE):
-            flow = load_policy(find_weights(str(options[_BASE]), _KEY), Trust())
+    def _frozen(self, options: DsrlOptions, chunk: int, action_space: Any) -> FlowActing:
+        if options.base_spec is not None:
+            flow = policy_from_spec(options.base_spec, origin="actor.model.kwargs.base_spec")
+        elif options.base:
+            flow = load_policy(find_weights(options.base, _KEY), Trust())
         else:
             raise ConfigError(f"model_type dsrl needs {_KEY}: a run, checkpoint or export folder of a flow policy")
         if not isinstance(flow, FlowActing):
             raise ConfigError(
-                f"{_KEY} is {options.get(_BASE)!r}, a {type(flow).__name__}; dsrl steers flows (model_type flow)"
+                f"{_KEY} is {options.base!r}, a {type(flow).__name__}; dsrl steers flows (model_type flow)"
             )
         env_spaces = {"observations": self.observation_space, "actions": action_space}
         base_spaces = {"observations": flow.observation_space, "actions": flow.action_space}
@@ -99,5 +89,5 @@ class DSRLPolicy(SACPolicy):
         """
         spec = super().spec()
         model = dict(spec["model"])
-        model["kwargs"] = {**model["kwargs"], _SPEC: self.base.spec()}
+        model["kwargs"] = {**model["kwargs"], "base_spec": self.base.spec()}
         return {**spec, "model": model}

@@ -21,6 +21,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.config.model_options import DenoisingOptions, FlowOptions, model_options
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.action_heads import at_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
@@ -42,10 +43,6 @@ class Flow:
     """
 
     def __init__(self, steps: int, noise_level: float) -> None:
-        if steps < 1 or noise_level <= 0:
-            raise ConfigError(
-                f"actor.model.kwargs: num_steps is {steps} and noise_level {noise_level}; both must be greater than 0"
-            )
         self.steps = steps
         self.noise_level = noise_level
         self.times = [1 - k / steps for k in range(steps)]
@@ -100,6 +97,8 @@ class FlowActing(Policy):
     """
 
     has_head = False
+    #: Dataclass of `actor.model.kwargs`.
+    options_type: type[DenoisingOptions] = DenoisingOptions
     low: Tensor
     high: Tensor
 
@@ -107,8 +106,8 @@ class FlowActing(Policy):
         super().__init__(cfg, observation_space, action_space)
         if not isinstance(action_space, spaces.Box):
             raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
-        self.options = dict(cfg.kwargs)
-        self.flow = Flow(int(self.options.get("num_steps", 4)), float(self.options.get("noise_level", 0.5)))
+        self.options: DenoisingOptions = model_options(self.options_type, cfg)
+        self.flow = Flow(self.options.num_steps, self.options.noise_level)
         self.dim = math.prod(action_space.shape)
         low, high = scale_of(action_space)
         self.register_buffer("low", low, persistent=False)
@@ -235,18 +234,13 @@ def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
 
 
 class FlowPolicy(FlowActing):
-    """Flow policy over numbers, or over images by a convolutional encoder.
+    """Flow policy over numbers, or over images by a convolutional encoder. `actor.model.kwargs` are `FlowOptions`."""
 
-    `actor.model.kwargs`: `num_steps` (K, default 4), `noise_level` (default 0.5), `encoder` (of images: cnn or resnet).
-    """
+    options_type = FlowOptions
+    options: FlowOptions
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        extra_keys = set(self.options) - {"num_steps", "noise_level", "encoder", "channels"}
-        if extra_keys:
-            raise ConfigError(
-                f"actor.model.kwargs of the flow has {', '.join(sorted(extra_keys))}; allowed: num_steps, noise_level, encoder"
-            )
         sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
         self.encoder = encoder_of(cfg, observation_space, action_space, self.options)
         width = flat_width(observation_space) if self.encoder is None else self.encoder.hidden

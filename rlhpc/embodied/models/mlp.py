@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.config.model_options import MlpOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
 from rlhpc.embodied.models.normalization import ObservationNormaliser
@@ -66,27 +67,19 @@ def flat_numbers(obs: Any) -> Tensor:
 
 class MLPPolicy(Policy):
     """Actor-critic with separate networks for policy and value (as CleanRL's ppo.py). Observations are flattened,
-    several one after the other, by name.
-
-    `actor.model.kwargs`: `actor_gain` (default 0.01) and `critic_gain` (default 1), of the last layers' orthogonal weights.
+    several one after the other, by name. `actor.model.kwargs` are `MlpOptions`.
     """
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        gains = {"actor_gain": 0.01, "critic_gain": 1.0}
-        options = dict(cfg.kwargs)
-        if unknown_options := set(options) - set(gains):
-            raise ConfigError(
-                f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown_options))}; allowed: {', '.join(gains)}"
-            )
-        gains |= options
+        options = model_options(MlpOptions, cfg)
         inputs = flat_width(observation_space)
         if normalizes_observations(cfg):
             self.normaliser = ObservationNormaliser(inputs)
         sizes = [inputs, *cfg.hidden_sizes]
         orthogonal, activation = cfg.ortho_init, cfg.activation
-        self.critic = mlp(sizes, self.value_width, activation, orthogonal, gains["critic_gain"])
-        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
+        self.critic = mlp(sizes, self.value_width, activation, orthogonal, options.critic_gain)
+        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, options.actor_gain)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.config.model_options import OpenVlaOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.action_heads import GaussianHead
 from rlhpc.embodied.models.action_tokens import ActionTokens, TokenPolicy
@@ -42,28 +43,15 @@ if TYPE_CHECKING:
     from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
 
 
-#: Ways of predicting actions.
-_HEADS = ("tokens", "parallel", "l1")
-
-
 class OpenVLAPolicy(TokenPolicy):
     """Policy from pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
 
     `actor.model`: `model_path` (a folder as it was released, or `builtin:tiny`), `dtype`, `add_value_head`, `log_std_init`
-    (`l1`); `actor.lora`; `kwargs`:
-        head: tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); by default l1 if the folder has such a head, else
-            tokens.
-        proprio: True if the model takes `state`; by default if the folder has a projector for it.
-        unnorm_key: Dataset whose statistics scale actions and state; optional if there is only one.
-        statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own; or `bounds`, those of the
-            action space.
-        normalisation: Statistics that become −1 and 1: q99 (the quantiles, the default) or bounds.
-        center_crop: Shows the middle 90 % of the pictures, as OpenVLA's evaluations do.
-        gripper: rlds, if the last component is a gripper as datasets of RLDS have it (`Scaling.gripper`).
-        prompt: With `{instruction}`.
+    (`l1`); `actor.lora`; `kwargs` are `OpenVlaOptions`.
     """
 
-    options_known = ("head", "proprio", "unnorm_key", "statistics", "normalisation", "gripper", "center_crop", "prompt")
+    options_type = OpenVlaOptions
+    options: OpenVlaOptions
     state_scaling: Scaling | None
     statistics: dict[str, Any]
 
@@ -84,15 +72,13 @@ class OpenVLAPolicy(TokenPolicy):
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)
         width, components = int(config.text_config.hidden_size), _find_components(self.source)
-        self.kind = str(options.get("head") or ("l1" if HEAD in components else "tokens"))
-        if self.kind not in _HEADS:
-            raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(_HEADS)}")
+        self.kind = options.head or ("l1" if HEAD in components else "tokens")
         if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
             raise ConfigError(
                 f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
                 "flash_attention_2 does not do here: take sdpa"
             )
-        has_proprio = bool(options.get("proprio", _PROJECTOR in components))
+        has_proprio = _PROJECTOR in components if options.proprio is None else options.proprio
         self.numbers = numbers_in(space) if has_proprio and "state" in boxes_of(space) else 0
         if has_proprio and not self.numbers:
             raise ConfigError(
@@ -106,7 +92,7 @@ class OpenVLAPolicy(TokenPolicy):
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = _eye_of(config, settings, space, bool(options.get("center_crop")))
+        self.eye = _eye_of(config, settings, space, options.center_crop)
         blank_token = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # Llama's, which was there in training before the first action
@@ -117,30 +103,27 @@ class OpenVLAPolicy(TokenPolicy):
             self.eye,
             -1,
             self.vlm.vision_backbone.patches,
-            str(options.get("prompt") or PROMPT),
+            options.prompt or PROMPT,
             more=int(self.numbers > 0),
             end=end,
             lower=True,
         )
 
-    def _scale(self, options: dict[str, Any]) -> None:
+    def _scale(self, options: OpenVlaOptions) -> None:
         """Sets the scaling from the statistics of `kwargs`, or from those of the model. The bounds of the action space
         stay for `bounds`, and for a model without a folder.
 
         Raises:
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
         """
-        statistics_source = str(options.get("statistics") or self.source)
+        statistics_source = str(options.statistics or self.source)
         self.statistics = _find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
-        gripper = options.get("gripper")
-        if gripper not in (None, "rlds"):
-            raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")
-        self.scaling = self.scaling.with_gripper(gripper == "rlds")
+        self.scaling = self.scaling.with_gripper(options.gripper == "rlds")
         if not self.statistics:
-            if options.get("unnorm_key"):
+            if options.unnorm_key:
                 raise ConfigError(f"actor.model.kwargs.unnorm_key: {statistics_source} has no statistics")
             return
-        key, normalisation = options.get("unnorm_key"), str(options.get("normalisation") or "q99")
+        key, normalisation = options.unnorm_key, options.normalisation or "q99"
         action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, statistics_source)
         assert action_scaling is not None  # `scaling` raises otherwise
         self.scaling = action_scaling.with_gripper(self.scaling.gripper)
@@ -291,7 +274,7 @@ def _find_components(folder: Path | None) -> dict[str, Path]:
     return files_by_component
 
 
-def _find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
+def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the statistics that scale actions: those of `kwargs`, or those of the model. They are empty for the
     bounds of the action space, and for a model without a folder.
 
@@ -303,7 +286,7 @@ def _find_statistics(options: Mapping[str, Any], folder: Path | None, config: Ma
     Raises:
         ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
     """
-    source = options.get("statistics")
+    source = options.statistics
     if source == BOUNDS:
         return {}
     if source:
@@ -328,7 +311,7 @@ def check_folder(cfg: ModelConfig) -> None:
     require_weights(cfg.model_path)
     if (folder := folder_of(cfg)) is not None:
         _find_components(folder)
-        _find_statistics(cfg.kwargs, folder, read_config(folder))
+        _find_statistics(model_options(OpenVlaOptions, cfg), folder, read_config(folder))
 
 
 def _load_components(

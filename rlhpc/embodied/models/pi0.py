@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.config.model_options import Pi0Options, model_options
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs, Velocity
 from rlhpc.embodied.models.flow import FlowActing
@@ -30,13 +31,11 @@ from rlhpc.embodied.models.vlm import (
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
 
-_OPTIONS = ("num_steps", "noise_level", "prompt", "statistics", "normalisation", "lora")
-
 
 def check_folder(cfg: ModelConfig) -> None:
     """Refuses a π0's folder without weights or statistics (`require_weights`, `read_norm_stats`)."""
     require_weights(cfg.model_path)
-    read_norm_stats(cfg.kwargs.get("statistics"), str(cfg.model_path or TINY))
+    read_norm_stats(model_options(Pi0Options, cfg).statistics, str(cfg.model_path or TINY))
 
 
 class Pi0Policy(FlowActing):
@@ -44,10 +43,11 @@ class Pi0Policy(FlowActing):
     `models.flow`, over the actions that are used; values come from the vision-language model's last token.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
-    `kwargs`: `num_steps` (default 4), `noise_level` (default 0.5), `prompt`, with `{instruction}`; `statistics` (openpi's
-    norm_stats.json in place of the folder's own, or `bounds`, see `read_norm_stats`) and `normalisation` (`mean_std`, as π0,
-    or `quantiles`, as π0.5). State and actions are normalised by them, then padded.
+    `kwargs` are `Pi0Options`. State and actions are normalised by the statistics, then padded.
     """
+
+    options_type = Pi0Options
+    options: Pi0Options
 
     mixed_precision = True
     model: Any
@@ -57,11 +57,6 @@ class Pi0Policy(FlowActing):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        if unknown_options := set(self.options) - set(_OPTIONS):
-            raise ConfigError(
-                f"actor.model.kwargs of pi0 has {', '.join(sorted(unknown_options))}; allowed: "
-                f"{', '.join(option for option in _OPTIONS if option != 'lora')}"
-            )
         self.numbers = numbers_in(observation_space)
         model, tokenizer, settings = load_vlm(cfg, "pi0", self.chunk, self.dim, self.numbers)
         self._read_statistics(str(cfg.model_path or TINY))
@@ -75,21 +70,21 @@ class Pi0Policy(FlowActing):
             if needed_size > max_size:
                 raise ConfigError(f"{key}: {needed_size} is more than this model's {max_size}")
         tokens = image_tokens(self.model.model.vlm, config.vlm_config)
-        prompt = str(self.options.get("prompt") or "{instruction}\n")
+        prompt = self.options.prompt or "{instruction}\n"
         eye, image = Eye.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
         self.inputs = VlmInputs(observation_space, tokenizer, eye, image, tokens, prompt, image_first=True)
-        if self.options.get("lora"):
-            inject_lora(self.model, LoraConfig(**self.options["lora"]))
+        if self.options.lora:
+            inject_lora(self.model, LoraConfig(**self.options.lora))
         width = int(config.vlm_config.text_config.hidden_size)
         has_value_head = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if has_value_head else None
 
     def _read_statistics(self, model_path: str) -> None:
-        source, self.state_stats, self.action_stats = self.options.get("statistics"), None, None
+        source, self.state_stats, self.action_stats = self.options.statistics, None, None
         self.statistics = read_norm_stats(source, model_path)
         if self.statistics is None:
             return
-        normalisation = str(self.options.get("normalisation") or "mean_std")
+        normalisation = self.options.normalisation or "mean_std"
         source_text = f"actor.model.kwargs.statistics: {source if isinstance(source, str) else model_path}, of"
         self.action_stats = NormStats(
             self.statistics.get("actions"), normalisation, self.dim, f"{source_text} actions,"

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.config.model_options import SuccessOptions, model_options
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import Obs as EnvObs
 from rlhpc.embodied.envs.observations import as_arrays, space_to_json
@@ -26,13 +27,11 @@ from rlhpc.runtime.trust import Trust
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PlayedEnvConfig
 
-_ENCODER, _CHANNELS = "encoder", "channels"
-
 
 class SuccessModel(Policy):
     """Success classifier: probabilities of success from observations; it chooses no actions.
 
-    `actor.model.kwargs`: `encoder` (of images: cnn or resnet), `channels` (of resnet).
+    `actor.model.kwargs` are `SuccessOptions`.
     """
 
     has_head = False
@@ -40,11 +39,7 @@ class SuccessModel(Policy):
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        options = dict(cfg.kwargs)
-        if unknown_options := sorted(set(options) - {_ENCODER, _CHANNELS}):
-            raise ConfigError(
-                f"actor.model.kwargs of success has {', '.join(unknown_options)}; allowed: {_ENCODER}, {_CHANNELS}"
-            )
+        options = model_options(SuccessOptions, cfg)
         self.encoder = encoder_of(cfg, observation_space, action_space, options)
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)

@@ -122,7 +122,7 @@ def test_it_resumes_to_the_last_bit_and_with_the_same_labels(here: Path, capsys:
         (["algorithm.value_model=critic"], "actor.model.model_type"),
         (["actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp"], "algorithm.value_model"),
         ([*TOLD, "algorithm.value_model=nowhere"], "algorithm.value_model is 'nowhere', which is no folder"),
-        ([*TOLD, "actor.model.kwargs.of=vla"], "actor.model.kwargs.of is 'vla'; conditioned wants one of mlp, cnn"),
+        ([*TOLD, "actor.model.kwargs.of=vla"], "actor.model.kwargs.of is 'vla'; allowed: mlp, cnn"),
         ([*TOLD, "actor.model.kwargs.unconditioned=2"], "actor.model.kwargs.unconditioned is 2"),
         ([*TOLD, "actor.model.kwargs.gain=2"], "gain"),
         ([*TOLD, "algorithm.bc_loss=mse"], "learns by nll"),

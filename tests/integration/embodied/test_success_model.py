@@ -159,7 +159,7 @@ def test_rewards_are_its_probabilities(here: Path, relative: bool) -> None:
          "which sees Box(0, 255"),
         ("ppo", [SUCCESS], "a model of success does not act"),
         ("judge", [SUCCESS, "runner.val_check_interval=1"], "runner.val_check_interval"),
-        ("judge", [SUCCESS, "actor.model.kwargs.gain=1"], "allowed: encoder, channels"),
+        ("judge", [SUCCESS, "actor.model.kwargs.gain=1"], "allowed: channels, encoder"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_mistake(

@@ -43,7 +43,7 @@ def test_its_columns_reach_its_loss_and_it_learns_what_they_say(tmp_path: Path) 
 def test_what_does_not_fit_is_one_message(tmp_path: Path) -> None:
     run = LanguageRun(tmp_path / "bad", *STEPWISE)
     said = run.train("algorithm.kwargs={bonas: 2}", code=2)
-    assert "algorithm.kwargs.bonas: did you mean 'bonus'?" in said and "allowed: bonus" in said
+    assert "algorithm.kwargs.bonas is 2; did you mean 'bonus'?" in said and "allowed: bonus" in said
     assert "Traceback" not in said and not run.root.exists()
     said = run.train("algorithm.name=own_algorithms:Forgetful", code=1)
     assert (

@@ -344,7 +344,7 @@ def test_regression_on_labels(folder: Folder) -> None:
 
 WRONG = {
     "a loss that there is not": (["algorithm.loss_type=bradly_terry"], "did you mean 'bradley_terry'?"),
-    "an argument that it does not take": (["algorithm.loss_kwargs={centre: 1}"], "it takes: centering"),
+    "an argument that it does not take": (["algorithm.loss_kwargs={centre: 1}"], "allowed: centering"),
     "pairs where labels are": (["data.train.chosen_key=good"], "data.train.chosen_key is 'good', but"),
     "no such file": (["data.train.path=nowhere.jsonl"], "nowhere.jsonl"),
     "a pair that does not fit": (

@@ -67,11 +67,11 @@ def test_a_loss_of_ones_own() -> None:
             r"algorithm\.loss_type is 'bradley_tery', which is unknown; did you mean 'bradley_terry'\?",
         ),
         ("math:hypot", {}, r"a function of \(.*\); a reward model's loss is one of \(chosen, rejected, margins\) or"),
-        ("bradley_terry", {"center": 1}, r"algorithm\.loss_kwargs\.center: .*'centering'.*allowed: centering"),
+        ("bradley_terry", {"center": 1}, r"algorithm\.loss_kwargs\.center is 1; .*'centering'.*allowed: centering"),
         (
             "regression",
             {"centering": 1},
-            r"algorithm\.loss_kwargs\.centering: loss regression has no such option; allowed: none",
+            r"algorithm\.loss_kwargs\.centering is 1; loss regression has no such option; allowed: none",
         ),
         ("bradley_terry", {"centering": -1}, r"algorithm\.loss_kwargs\.centering is -1; it must not be negative"),
         ("bradley_terry", {"centering": "much"}, r"algorithm\.loss_kwargs\.centering is 'much'"),

@@ -62,7 +62,7 @@ REFUSED: list[tuple[Callable[..., Any], int, dict[str, Any], str]] = [
         FlowOptions,
         0,
         {"step": 1},
-        r"k\.step: did you mean 'steps'\? the flow has no such option; allowed: steps, noise",
+        r"k\.step is 1; did you mean 'steps'\? the flow has no such option; allowed: steps, noise",
     ),
     (FlowOptions, 0, {"steps": 0}, r"k\.steps is 0; it must be at least 1"),
     (FlowOptions, 0, {"steps": True}, r"k\.steps is True; it must be int"),
@@ -75,9 +75,9 @@ REFUSED: list[tuple[Callable[..., Any], int, dict[str, Any], str]] = [
     (FlowOptions, 0, {"digits": []}, r"k\.digits is \[\]; it must not be empty"),
     (FlowOptions, 0, {"names": [1]}, r"k\.names is \[1\]; it must be a list of str or null"),
     (FlowOptions, 0, {"is_cropped": 1}, r"k\.is_cropped is 1; it must be bool"),
-    (Reward, 0, {}, r"k\.weight: the flow needs it; allowed: weight, words, mode"),
+    (Reward, 0, {}, r"k\.weight is not set; the flow needs it; allowed: weight, words, mode"),
     (Reward, 0, {"weight": 1, "mode": "c"}, r"k\.mode is 'c'; it must be "),
-    (judge, 1, {"sample": 1}, r"k\.sample: the flow has no such option; allowed: at_least, label"),
+    (judge, 1, {"sample": 1}, r"k\.sample is 1; the flow has no such option; allowed: at_least, label"),
 ]
 
 

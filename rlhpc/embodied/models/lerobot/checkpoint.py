@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from gymnasium import spaces
 
+from rlhpc.config.options import read_options
+from rlhpc.embodied.config.model_options import KEY, LerobotDiffusionOptions, LerobotFlowOptions, LerobotOptions
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
@@ -29,12 +31,11 @@ if TYPE_CHECKING:
 FAMILIES = {
     "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
 }  # fmt: skip
-_FLOW = ("statistics", "cameras", "noise_level", "num_steps", "vlm", "task")
-#: Keys of `actor.model.kwargs`, by family.
-OPTIONS = {
-    "act": ("statistics", "cameras"),
-    "diffusion": ("statistics", "cameras", "noise_level", "num_steps"),
-    **dict.fromkeys(("smolvla", "pi0", "pi05"), _FLOW),
+#: Declarations of `actor.model.kwargs`, by family.
+OPTIONS: dict[str, type[LerobotOptions]] = {
+    "act": LerobotOptions,
+    "diffusion": LerobotDiffusionOptions,
+    **dict.fromkeys(("smolvla", "pi0", "pi05"), LerobotFlowOptions),
 }
 STATE, PLACE = "observation.state", "observation.environment_state"
 _KEY = "actor.model.model_path"
@@ -51,6 +52,7 @@ class Described:
         cameras: Camera of the environment for each input with pictures: part, and number within it.
         num_obs_steps: Number of observations that it takes, the last of which is the current one (`n_obs_steps`).
         config: Content of config.json.
+        options: Options of `actor.model.kwargs`.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class Described:
     cameras: dict[str, tuple[str, int]]
     num_obs_steps: int
     config: dict[str, Any]
+    options: LerobotOptions
 
 
 def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
@@ -69,10 +72,7 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
     """
     path, config = _read(cfg.model_path)
     family = _family(path, config)
-    if unknown_options := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
-        raise ConfigError(
-            f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown_options)}; allowed: {', '.join(OPTIONS[family])}"
-        )
+    options = read_options(OPTIONS[family], cfg.kwargs, KEY, f"lerobot's {family}")
     num_obs_steps = int(config.get("n_obs_steps") or 1)
     if num_obs_steps != 1 and family != "diffusion":
         raise ConfigError(
@@ -88,10 +88,8 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
     _check_actions(cfg, path, config, action_space, FAMILIES[family], num_obs_steps)
     sources = _sources(path, config, observation_space, num_obs_steps)
     inputs = [name for name, source in sources.items() if source is None]
-    cameras = match_cameras(
-        inputs, environment_cameras(observation_space, num_obs_steps), cfg.kwargs.get("cameras"), path
-    )
-    return Described(path, family, sources, cameras, num_obs_steps, config)
+    cameras = match_cameras(inputs, environment_cameras(observation_space, num_obs_steps), options.cameras, path)
+    return Described(path, family, sources, cameras, num_obs_steps, config, options)
 
 
 def check_folder(cfg: ModelConfig) -> None:
@@ -187,8 +185,6 @@ def match_cameras(
         f"{', '.join(cameras) or 'none'}"
     )
     if chosen is not None:
-        if not isinstance(chosen, Mapping):
-            raise ConfigError(f"actor.model.kwargs.cameras is {chosen!r}; it is a mapping: {{theirs: ours}}")
         user_cameras = {
             str(name).removeprefix("observation.").removeprefix("images."): str(camera)
             for name, camera in chosen.items()

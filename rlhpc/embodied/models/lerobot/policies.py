@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.config.model_options import LerobotDiffusionOptions, LerobotFlowOptions
 from rlhpc.embodied.envs.observations import count_rows, decode_text
 from rlhpc.embodied.models.action_heads import GaussianHead, at_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
@@ -28,8 +29,7 @@ class LerobotPolicy(Policy):
     """Policy of LeRobot's library. A subclass implements acting and the value head's input.
 
     `actor.model`: `model_path`, `num_action_chunks` (how many of the predicted actions are played), `add_value_head`;
-    `kwargs`: `statistics` (a LeRobot dataset's folder, or its stats.json, in place of the folder's own); `cameras` (the
-    environment's camera of each of the folder's, where their names differ).
+    `kwargs` are `LerobotOptions`.
 
     Attributes:
         inner: The policy of LeRobot's library.
@@ -43,11 +43,11 @@ class LerobotPolicy(Policy):
         super().__init__(cfg, observation_space, action_space)
         self.described = folder.describe(cfg, observation_space, action_space)
         self.dim = math.prod(action_space.shape)
-        self.inner = library.load(self.described, cfg.kwargs.get("vlm"))
-        self.processors = library.Processors(
-            self.described, self.inner.config, cfg.kwargs.get("statistics"), cfg.kwargs.get("vlm")
-        )
-        self._task = str(cfg.kwargs.get("task") or "")
+        options = self.described.options
+        vlm, task = (options.vlm, options.task) if isinstance(options, LerobotFlowOptions) else (None, None)
+        self.inner = library.load(self.described, vlm)
+        self.processors = library.Processors(self.described, self.inner.config, options.statistics, vlm)
+        self._task = task or ""
         self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
 
     def value_inputs(self) -> int:
@@ -289,20 +289,18 @@ _LOG_2PI = math.log(2 * math.pi)
 class DiffusionPolicy(DenoisingPolicy):
     """Diffusion Policy of LeRobot; the value head takes the denoising network's conditioning on the observation.
 
-    `actor.model` of all LeRobot policies, and in `kwargs`: `num_steps` (K; by default the folder's), `noise_level` (0.1).
+    `actor.model` of all LeRobot policies; `kwargs` are `LerobotDiffusionOptions`.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         model = self.inner.diffusion
-        self.steps = int(cfg.kwargs.get("num_steps") or model.num_inference_steps)
-        self.noise_level = float(cfg.kwargs.get("noise_level", 0.1))
+        options = self.described.options
+        assert isinstance(options, LerobotDiffusionOptions)
+        self.steps, self.noise_level = options.num_steps or int(model.num_inference_steps), options.noise_level
         max_steps = int(model.noise_scheduler.config.num_train_timesteps)
-        if not 1 <= self.steps <= max_steps or self.noise_level <= 0:
-            raise ConfigError(
-                f"actor.model.kwargs: num_steps is {self.steps} (1 to {max_steps}) and noise_level {self.noise_level} "
-                "(above 0)"
-            )
+        if self.steps > max_steps:
+            raise ConfigError(f"actor.model.kwargs.num_steps is {self.steps}; it must lie between 1 and {max_steps}")
         model.num_inference_steps = self.steps
         model.noise_scheduler.set_timesteps(self.steps)
         self._times = [int(t) for t in model.noise_scheduler.timesteps]
@@ -401,9 +399,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
     """Flow policy of LeRobot, whose configuration has `chunk_size` and `max_action_dim`; a subclass encodes
     observations.
 
-    `actor.model` of all LeRobot policies, and in `kwargs`: `vlm` (a local folder in place of the hub name that the folder
-    has), `task` (the instruction where observations have none), `num_steps` (by default the folder's) and `noise_level`
-    (0.5).
+    `actor.model` of all LeRobot policies; `kwargs` are `LerobotFlowOptions`.
     """
 
     #: The key of K in the folder's config.json.
@@ -411,8 +407,10 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        self.steps = int(cfg.kwargs.get("num_steps") or getattr(self.inner.config, self.steps_key))
-        self.flow = Flow(self.steps, float(cfg.kwargs.get("noise_level", 0.5)))
+        options = self.described.options
+        assert isinstance(options, LerobotFlowOptions)
+        self.steps = options.num_steps or int(getattr(self.inner.config, self.steps_key))
+        self.flow = Flow(self.steps, options.noise_level)
 
     @property
     def state_shape(self) -> tuple[int, int]:

@@ -238,7 +238,7 @@ def test_defaults_and_mistakes() -> None:
     assert env.observation_space["rgb"].shape == (256, 256, 6) and env.episodes.limit == 220  # type: ignore[attr-defined]
     for suite, limit in (("libero_goal_swap", 300), ("libero_100", 520)):
         assert make_env(section(suite, max_episode_steps=None), 1).episodes.limit == limit  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"image_orientation is 'upright', not one of: rotate_180, flip_rows, raw"):
+    with pytest.raises(ConfigError, match=r"image_orientation is 'upright'; allowed: rotate_180, flip_rows, raw"):
         make_env(section(kwargs={"image_orientation": "upright"}), 1)
     with pytest.raises(ConfigError, match=r"task_ids is \[7\]; libero_spatial has tasks 0 to 4"):
         make_env(section(kwargs={"task_ids": [7]}), 1)

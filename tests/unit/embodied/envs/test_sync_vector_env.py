@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from omegaconf import OmegaConf
 
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 
 SECTION: Any = SimpleNamespace(
     group_size=1, use_fixed_reset_state_ids=False, use_rel_reward=False, ignore_terminations=False, reward_scale=1.0
@@ -101,10 +99,3 @@ def test_pictures_of_slots() -> None:
     assert Sum().render().shape == (2, 2, 2, 3)  # type: ignore[union-attr]
     assert Sum().render([1]).max() == 1  # type: ignore[union-attr]
     assert Sum(3).render() is None
-
-
-def test_arguments_of_an_adapter_have_defaults_and_no_other_names() -> None:
-    defaults = {"size": 64, "camera": "front"}
-    assert merge_kwargs(OmegaConf.create({"size": 32}), defaults, "toy") == {"size": 32, "camera": "front"}
-    with pytest.raises(ConfigError, match=r"env\.train\.kwargs\.sise: env_type toy has no such argument: size, camera"):
-        merge_kwargs({"sise": 1}, defaults, "toy")

@@ -170,7 +170,7 @@ def test_wrong_names_and_spaces_are_explained():
         build_model(OmegaConf.merge(CFG, {"model_type": "cnn"}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="allowed: channels"):
         build_model(OmegaConf.merge(CFG, {"model_type": "resnet", "kwargs": {"width": 2}}), IMAGE, spaces.Discrete(2))
-    with pytest.raises(ConfigError, match="has gain; allowed: actor_gain, critic_gain"):
+    with pytest.raises(ConfigError, match=r"gain is 2; .*allowed: actor_gain, critic_gain"):
         build_model(OmegaConf.merge(CFG, {"kwargs": {"gain": 2}}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="is an image or a text, and only numbers"):
         build_model(CFG, SEVERAL, spaces.Discrete(2))

@@ -87,7 +87,10 @@ def test_no_image_is_in_both_parts_whatever_the_seeds() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"task": "count"}, r"data\.train\.kwargs\.task: did you mean 'tasks'.*allowed: tasks, most, points"),
+        (
+            {"task": "count"},
+            r"data\.train\.kwargs\.task is 'count'; did you mean 'tasks'.*allowed: tasks, most, points",
+        ),
         ({"tasks": "dots"}, r"kwargs\.tasks is 'dots'; allowed: count, area, side"),
         ({"tasks": []}, r"kwargs\.tasks is \[\]"),
         ({"most": 10}, r"kwargs\.most is 10; it must lie between 1 and 9"),

@@ -62,7 +62,7 @@ def test_arithmetic_takes_all_there_are() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"digit": 2}, r"kwargs\.digit: did you mean 'digits'.*allowed: digits, operators"),
+        ({"digit": 2}, r"kwargs\.digit is 2; did you mean 'digits'.*allowed: digits, operators"),
         ({"digits": 0}, "digits is 0; it must lie between 1 and 9"),
         ({"operators": "+/"}, r"operators is '\+/'; allowed: characters out of \+-\*"),
     ],

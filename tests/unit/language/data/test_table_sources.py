@@ -204,7 +204,7 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
         ({"source": "nowhere:Thing"}, "data.train.source is 'nowhere:Thing', which cannot be imported"),
         ({"eval_fraction": 1.0}, "eval_fraction is 1.0; allowed: from 0 to below 1"),
         ({"size": 0}, "size is 0; allowed: 1 or more"),
-        ({"kwargs": {"digits": 2}}, r"kwargs\.digits: source jsonl has no such option; allowed: none"),
+        ({"kwargs": {"digits": 2}}, r"kwargs\.digits is 2; source jsonl has no such option; allowed: none"),
     ):
         with pytest.raises(ConfigError, match=said):
             make_dataset(config(path=path, prompt_key="question", **fields))

@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_configuration_is_said():
         (section("os:sep"), "is a str, no class and no function"),
         (
             section({"name": "length", "kwargs": {"most": 1}}),
-            r"reward\.terms\[length\]\.kwargs\.most: .*allowed: limit, start",
+            r"reward\.terms\[length\]\.kwargs\.most is 1; .*allowed: limit, start",
         ),
         (section({"name": "length", "kwargs": {"limit": 0}}), "needed: 0 <= start < limit"),
         (section({"name": "format", "kwargs": {"pattern": "("}}), "no regular expression"),

@@ -58,7 +58,7 @@ def test_options_must_be_those_of_the_scorer() -> None:
     check_scorer(group("logprobs"))
     check_scorer(group(f"{__name__}:Halves", share=0.25))
     with pytest.raises(
-        ConfigError, match=r"groups\[mine\]\.kwargs\.part: scorer .* has no such option; allowed: share"
+        ConfigError, match=r"groups\[mine\]\.kwargs\.part is 0\.25; scorer .* has no such option; allowed: share"
     ):
         check_scorer(group(f"{__name__}:Halves", part=0.25))
     with pytest.raises(ConfigError, match="allowed: none"):

@@ -29,7 +29,7 @@ def test_what_is_no_logger() -> None:
         (["tensorbord"], {}, "did you mean 'tensorboard'"),
         (["nosuch:Logger"], {}, "cannot be imported"),
         (["json:JSONDecoder"], {}, "not a class with the methods open, log, commit and close"),
-        ([OWN], {OWN: {"titel": "x"}}, r"titel: did you mean 'title'\? .*allowed: title"),
+        ([OWN], {OWN: {"titel": "x"}}, r"titel is 'x'; did you mean 'title'\? .*allowed: title"),
         (["jsonl"], {"wandbb": {}}, "runner.logger.kwargs: 'wandbb' is not a logger; did you mean 'wandb'"),
         (["jsonl"], {"tensorboard": 3}, "write a mapping"),
     ):

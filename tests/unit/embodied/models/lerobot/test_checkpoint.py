@@ -65,7 +65,11 @@ def test_several_observations_have_an_axis_of_time(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion, smolvla, pi0, pi05"),
     "chunk": ({}, {"num_action_chunks": 9}, "num_action_chunks is 9; .* has chunk_size 8"),
-    "option": ({}, {"kwargs": {"noise_level": 1}}, "act has noise_level; allowed: statistics"),
+    "option": (
+        {},
+        {"kwargs": {"noise_level": 1}},
+        r"noise_level is 1; lerobot.s act has no such option; allowed: statistics",
+    ),
     "history": ({"n_obs_steps": 2}, {}, "n_obs_steps 2; act sees one"),
     "one of two": (SEES_TWO, {}, r"n_obs_steps 2; the environment shows rgb .*frame_stack: {stack_size: 2}"),
     "ensemble": ({"temporal_ensemble_coeff": 0.01}, {}, "set it null"),
@@ -119,7 +123,7 @@ def test_cameras_of_other_names(tmp_path: Path) -> None:
     for wrong in ({"a": "front"}, {"a": "front", "b": "side"}, {"a": "front", "b": "wrist", "c": "wrist"}):
         with pytest.raises(ConfigError, match=r"kwargs\.cameras is .* has cameras a, b, the environment front, wrist"):
             cameras_of(tmp_path, ["images.a", "images.b"], {"front": 1, "wrist": 1}, cameras=wrong)
-    with pytest.raises(ConfigError, match=r"cameras is 'front'; it is a mapping"):
+    with pytest.raises(ConfigError, match=r"cameras is 'front'; it must be a mapping"):
         cameras_of(tmp_path, ["images.a"], {"front": 1}, cameras="front")
 
 
