@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bench.machine import RESULTS
 from bench.weights import BYTES
-from rlhpc.weights.sender import PART_BYTES
+from rlhpc.weights.sender import CHUNK_BYTES
 
 #: GB/s, and how many engines a node has.
 ASSUMED = {"device to host, pages locked": 25.0, "host to device, for each engine": 6.0, "engines on a node": 8}
@@ -65,8 +65,8 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
         rates["a TCP stream"] = stream
         levels = (hosts + 1).bit_length() - 1
     slowest = min(rates, key=lambda stage: rates[stage])
-    filling = PART_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
-    filling += levels * PART_BYTES / 1e9 / min(link_bytes, stream)
+    filling = CHUNK_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
+    filling += levels * CHUNK_BYTES / 1e9 / min(link_bytes, stream)
     return UpdateTimes(size / 1e9 / rates[slowest] + filling, slowest)
 
 

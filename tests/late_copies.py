@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rlhpc.weights.sender import Pairs
+import torch
 
 
 class LateCopies:
@@ -18,7 +18,7 @@ class LateCopies:
     def __init__(self) -> None:
         self.under_way = self.most = 0
 
-    def begin(self, pairs: Pairs) -> Callable[[], None]:
+    def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         for target, _ in pairs:

@@ -51,11 +51,11 @@ class Shadow:
     """Copy of the tensors as last sent, from which changes are found. It needs as much memory as the tensors."""
 
     def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self._last_sent: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and tensors as they were last sent."""
-        yield from self._held.items()
+        yield from self._last_sent.items()
 
     def changes(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Elements | None:
         """Returns the update for a receiver that has the last values: the tensor, some of its elements, or None if nothing
@@ -67,20 +67,19 @@ class Shadow:
             name: The tensor's name.
             tensor: `[...]`, contiguous, on the CPU. It counts as sent from then on.
         """
-        previous = self._held.get(name)
+        previous = self._last_sent.get(name)
         if previous is None or tensor.element_size() not in _BITS:
-            self._held[name] = tensor.clone()
+            self._last_sent[name] = tensor.clone()
             return tensor
         new_bits, old_bits = _bits(tensor), _bits(previous)
         index_chunks, count = [], 0
         for start in range(0, new_bits.size, _CHUNK):
             different = np.flatnonzero(new_bits[start : start + _CHUNK] != old_bits[start : start + _CHUNK])
-            if different.size:
-                index_chunks.append(different + start)
-                count += different.size
-                if count > new_bits.size * _MAX_CHANGED_FRACTION:
-                    previous.copy_(tensor)
-                    return tensor
+            index_chunks.append(different + start)
+            count += different.size
+            if count > new_bits.size * _MAX_CHANGED_FRACTION:
+                previous.copy_(tensor)
+                return tensor
         if not count:
             return None
         index = np.concatenate(index_chunks)
@@ -92,6 +91,5 @@ class Shadow:
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     """Returns a contiguous tensor's memory as flat integers."""
-    flat = tensor.reshape(-1)
-    bits: np.ndarray = flat.view(_BITS[flat.element_size()]).numpy()
+    bits: np.ndarray = tensor.reshape(-1).view(_BITS[tensor.element_size()]).numpy()
     return bits

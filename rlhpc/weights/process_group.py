@@ -34,17 +34,25 @@ from rlhpc.runtime.registry import MEMBERS
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.02
 #: Interval at which a waiting rank checks its peers in the registry's files, and the number of peers it checks each time. A
 #: rank that finds a missing peer notifies all ranks.
-_LOOK_S, _AT_A_LOOK = 0.5, 8
+_CHECK_INTERVAL_S, _PEERS_PER_CHECK = 0.5, 8
 #: Keeps NCCL's watchdog from ending the process when a peer is lost. A group reads the variable when it is created.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Group and rank.
 RankAddress = tuple[str, int]
 #: Rank of the group, and the flat uint8 tensor sent to it or received from it.
-Parcel = tuple[int, torch.Tensor]
+Transfer = tuple[int, torch.Tensor]
 
 
 class GroupLost(ChannelError):
     """End of the group before all ranks received the data."""
+
+
+def group_ranks(members: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
+    """Returns the ranks of each group."""
+    ranks_by_group: dict[str, list[int]] = {}
+    for group, rank in members:
+        ranks_by_group.setdefault(group, []).append(rank)
+    return list(ranks_by_group.items())
 
 
 class Presence:
@@ -52,17 +60,17 @@ class Presence:
 
     Args:
         members: Groups and ranks.
-        me: The member that this process is.
+        local_member: The member that this process is.
     """
 
-    def __init__(self, members: tuple[RankAddress, ...], me: RankAddress) -> None:
+    def __init__(self, members: tuple[RankAddress, ...], local_member: RankAddress) -> None:
         self._members = members
         for member in members:
             current().member(*member)
-        self._versions = {rank: self._version(rank) for rank, member in enumerate(members) if member != me}
+        self._versions = {rank: self._version(rank) for rank, member in enumerate(members) if member != local_member}
         #: All ranks except this one.
         self.peers = sorted(self._versions)
-        self._turn = itertools.cycle(self.peers)
+        self._rotation = itertools.cycle(self.peers)
 
     def missing_ranks(self, max_ranks: int | None = None) -> list[int]:
         """Returns the ranks whose process was replaced, or that have left their group.
@@ -70,10 +78,10 @@ class Presence:
         Args:
             max_ranks: Number of ranks to check, in rotation; all by default.
         """
-        ranks = itertools.islice(self._turn, min(len(self.peers), max_ranks or len(self.peers)))
-        return [rank for rank in ranks if self._has_gone(rank)]
+        ranks = itertools.islice(self._rotation, min(len(self.peers), max_ranks or len(self.peers)))
+        return [rank for rank in ranks if self._is_missing(rank)]
 
-    def _has_gone(self, rank: int) -> bool:
+    def _is_missing(self, rank: int) -> bool:
         return self._version(rank) != self._versions[rank] or current().has_left(*self._members[rank])
 
     def name(self, rank: int) -> str:
@@ -94,14 +102,14 @@ class WeightProcessGroup:
     Args:
         kind: `nccl` or `gloo`.
         members: Groups and ranks; the first holds the store.
-        me: The member that this process is.
+        local_member: The member that this process is.
         name: Name that the first member chose.
     """
 
-    def __init__(self, kind: str, members: tuple[RankAddress, ...], me: RankAddress, name: str = "") -> None:
+    def __init__(self, kind: str, members: tuple[RankAddress, ...], local_member: RankAddress, name: str = "") -> None:
         self.kind, self.members, self.name = kind, members, name or f"weights-{uuid.uuid4().hex}"
-        self._rank = members.index(me)
-        self._presence = Presence(members, me)
+        self._rank = members.index(local_member)
+        self._presence = Presence(members, local_member)
         self._torch_group: Any = None
         self._work: Future[None] | _Works | None = None
         self._peers: Sequence[int] = ()
@@ -125,20 +133,20 @@ class WeightProcessGroup:
         """
         self._begin(lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers)
 
-    def exchange(self, sends: Sequence[Parcel], takes: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Starts to send to some ranks and to receive from others, all at the same time."""
 
         def begin(torch_group: Any) -> list[Any]:
             if self.kind == "nccl":
                 torch_group._start_coalescing()
             works = [torch_group.send([flat], rank, 0) for rank, flat in sends]
-            works += [torch_group.recv([flat], rank, 0) for rank, flat in takes]
+            works += [torch_group.recv([flat], rank, 0) for rank, flat in receives]
             return [torch_group._end_coalescing()] if self.kind == "nccl" else works
 
-        transfers = [*sends, *takes]
+        transfers = [*sends, *receives]
         self._begin(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the operations that were started are done.
 
         Raises:
@@ -148,18 +156,18 @@ class WeightProcessGroup:
         if (work := self._work) is None:
             return
         # NCCL's own wait is the stream's, not the host's.
-        self._wait(lambda: [] if work.done() else self._peers)
+        self._wait_for(lambda: [] if work.done() else self._peers)
         try:
             work.result()
         except RuntimeError as error:
             raise self._group_lost(self._peers, str(error).strip().partition("\n")[0]) from error
         self._work, self._buffers = None, []
 
-    def end(self, *, tell: bool = False) -> None:
+    def end(self, *, notify: bool = False) -> None:
         """Ends the group without waiting for other ranks.
 
         Args:
-            tell: Notify the other ranks, which may be in the middle of an operation, so that they abort it too.
+            notify: Notify the other ranks, which may be in the middle of an operation, so that they abort it too.
         """
         torch_group, work, buffers = self._torch_group, self._work, self._buffers
         self._torch_group, self._work, self._buffers = None, None, []
@@ -167,13 +175,13 @@ class WeightProcessGroup:
             with contextlib.suppress(RuntimeError):
                 torch_group.abort()
         elif work is not None:  # gloo cannot be aborted: the operation ends when a peer ends, or by its timeout
-            threading.Thread(target=_outlive, args=(torch_group, work, buffers), daemon=True).start()
-        for rank in {*self._presence.peers} - {*self._presence.missing_ranks()} if tell else ():
-            in_background(f"over-{self._presence.name(rank)}", functools.partial(self._tell, rank))
+            threading.Thread(target=_keep_alive, args=(torch_group, work, buffers), daemon=True).start()
+        for rank in {*self._presence.peers} - {*self._presence.missing_ranks()} if notify else ():
+            in_background(f"over-{self._presence.name(rank)}", functools.partial(self._notify, rank))
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, rank: int) -> None:
+    def _notify(self, rank: int) -> None:
         with contextlib.suppress(RlhpcError):
             p2p.post(self._presence.name(self._rank), self._key, *self.members[rank])
 
@@ -181,38 +189,38 @@ class WeightProcessGroup:
     def _key(self) -> str:
         return f"over/{self.name}"
 
-    def _look(self) -> None:
+    def _check_peers(self) -> None:
         """Checks some of the peers.
 
         Raises:
             GroupLost: A rank has ended, or has aborted.
         """
-        if missing_ranks := self._presence.missing_ranks(_AT_A_LOOK):
+        if missing_ranks := self._presence.missing_ranks(_PEERS_PER_CHECK):
             raise self._group_lost(missing_ranks, "its process has ended")
         with contextlib.suppress(queue.Empty):
             raise self._group_lost([], f"{p2p.poll(self._key)} has given it up", notified=True)
 
-    def _group_lost(self, ranks: Sequence[int], why: str, *, notified: bool = False) -> GroupLost:
+    def _group_lost(self, ranks: Sequence[int], reason: str, *, notified: bool = False) -> GroupLost:
         """Ends the group and returns the error to raise; notifies the other ranks unless they have been `notified`."""
-        self.end(tell=not notified)
+        self.end(notify=not notified)
         lost_names = self._presence.names(ranks) or "others"
         alternatives = ", or one of these," if len(ranks) > 1 else ""
         return GroupLost(
-            f"{current().name} lost {lost_names}{alternatives} in an update of weights by {self.kind}: {why}"
+            f"{current().name} lost {lost_names}{alternatives} in an update of weights by {self.kind}: {reason}"
         )
 
-    def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
+    def _wait_for(self, missing: Callable[[], Sequence[int]]) -> None:
         """Waits until no rank is missing."""
         context, pause, start = current(), _SHORTEST_S, time.monotonic()
-        next_check = start + _LOOK_S
+        next_check = start + _CHECK_INTERVAL_S
         while ranks := missing():
             context.check()
             now = time.monotonic()
             if now > next_check:
-                self._look()
-                next_check = now + _LOOK_S
+                self._check_peers()
+                next_check = now + _CHECK_INTERVAL_S
             if now - start > context.wait_deadline:
-                self.end(tell=True)
+                self.end(notify=True)
                 raise DeadlineExceeded(
                     f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(ranks)} in an "
                     f"update of weights by {self.kind}"
@@ -224,7 +232,7 @@ class WeightProcessGroup:
 
     def _begin(self, begin: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]) -> None:
         torch_group = self._form()
-        self.settle()
+        self.wait()
         self._buffers, self._peers = buffers, peers
         try:
             works = begin(torch_group)
@@ -239,15 +247,15 @@ class WeightProcessGroup:
             store = ServiceStore(context, self.members[0][0], self.name, limit, self.members[0][1])
             # Torch waits for all ranks without checking their liveness, so it is called when all are ready.
             store.set(f"at-it-{self._rank}", b"1")
-            self._wait(functools.partial(_not_at_it, store, [*self._presence.peers]))
+            self._wait_for(functools.partial(_pending_ranks, store, [*self._presence.peers]))
             timeout = datetime.timedelta(seconds=limit)
             if self.kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                with _left_alone():
+                with _without_watchdog():
                     self._torch_group = dist.ProcessGroupNCCL(store, self._rank, size, options)
                 self.confirm()  # the first collective creates the communicator
-                self.settle()
+                self.wait()
             else:
                 self._torch_group = dist.ProcessGroupGloo(store, self._rank, size, timeout)
         return self._torch_group
@@ -269,11 +277,11 @@ class _Works:
                 raise RuntimeError("NCCL has failed")
 
 
-def _not_at_it(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
+def _pending_ranks(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
     """Returns the ranks that are not ready yet; waits a moment for the first of them."""
     try:
         while pending_ranks:
-            store.wait([f"at-it-{pending_ranks[0]}"], datetime.timedelta(seconds=_LOOK_S))
+            store.wait([f"at-it-{pending_ranks[0]}"], datetime.timedelta(seconds=_CHECK_INTERVAL_S))
             del pending_ranks[0]
     except DeadlineExceeded:
         pending_ranks[:] = [rank for rank in pending_ranks if not store.check([f"at-it-{rank}"])]
@@ -298,7 +306,7 @@ def _as_future(works: Sequence[Any]) -> Future[None]:
     return future
 
 
-def _outlive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
+def _keep_alive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
     """Keeps a group, and the memory it may write to, alive until its operations end."""
     with contextlib.suppress(BaseException):
         work.result()
@@ -306,7 +314,7 @@ def _outlive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _left_alone() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     previous_setting = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "0"
     try:

@@ -14,15 +14,15 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.base import NamedTensors, NamedUpdates, Receipt, Update, WeightSync
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Announcement, Entry, WeightChunk
-from rlhpc.weights.verification import Proof
+from rlhpc.weights.verification import UpdateVerification
 
-#: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
-#: kept part is writable. `late`: the part was announced with an earlier version.
+#: `(chunk, is_late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its payload. The memory
+#: of a retained chunk is writable. `is_late`: the chunk was announced with an earlier version.
 Open = Callable[[WeightChunk, bool], Any]
-#: Skips a part of an aborted version, or one that was received before.
+#: Skips a chunk of an aborted version, or one that was received before.
 Skip = Callable[[WeightChunk], None]
-#: Announcement, and the memory of its part.
-Piece = tuple[Announcement, Any]
+#: Announcement, and the memory of its chunk.
+ReceivedChunk = tuple[Announcement, Any]
 
 
 class Subscriber:
@@ -35,110 +35,116 @@ class Subscriber:
 
     def __init__(self, complete_updates: bool = False) -> None:
         self._complete_updates = complete_updates
-        self._held: dict[str, torch.Tensor] = {}
+        self._retained: dict[str, torch.Tensor] = {}
         self._receipt: Receipt | None = None
         self.forget()
 
     def forget(self) -> None:
         """Declares that the receiver's tensors belong to no version: the next update is complete."""
         self._stream, self._serial = "", -1
-        self._held.clear()
+        self._retained.clear()
 
     def receive(
         self,
-        following: Callable[[], Announcement],
+        next_announcement: Callable[[], Announcement],
         read: Open,
-        ahead: Callable[[Iterator[Piece]], Iterator[Piece]] = lambda pieces: pieces,
+        prefetch: Callable[[Iterator[ReceivedChunk]], Iterator[ReceivedChunk]] = lambda chunks: chunks,
         skip: Skip | None = None,
     ) -> Update:
         """Waits for the next version.
 
         Args:
-            following: Waits for the next announcement and returns it.
-            read: Opens a part.
-            ahead: Prefetches pieces while an earlier one is in use.
-            skip: Skips a part; by default it is opened and released.
+            next_announcement: Waits for the next announcement and returns it.
+            read: Opens a chunk.
+            prefetch: Prefetches chunks while an earlier one is in use.
+            skip: Skips a chunk; by default it is opened and released.
         """
-        skip = skip or (lambda part: read(part, False))
-        announcement = following()
+        skip = skip or (lambda chunk: read(chunk, False))
+        announcement = next_announcement()
         while announcement.number:  # the remainder of a version that this receiver did not iterate to the end
-            if announcement.part is not None:
-                skip(announcement.part)
-            announcement = following()
+            if announcement.chunk is not None:
+                skip(announcement.chunk)
+            announcement = next_announcement()
         known_serial = self._serial if announcement.stream == self._stream else -1
         if known_serial < 0:
             self.forget()
         complete = known_serial < 0 or self._complete_updates
         self._receipt = None
-        pieces = _pieces(announcement, following, read, skip)
-        pieces = pieces if announcement.last else ahead(pieces)
+        chunks = _iter_chunks(announcement, next_announcement, read, skip)
+        chunks = chunks if announcement.last else prefetch(chunks)
         return Update(
             announcement.version,
             complete,
-            self._tensors(announcement, known_serial, pieces, read),
+            self._tensors(announcement, known_serial, chunks, read),
             lambda: self._receipt,
         )
 
-    def _tensors(self, first: Announcement, known_serial: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
+    def _tensors(
+        self, first: Announcement, known_serial: int, chunks: Iterator[ReceivedChunk], read: Open
+    ) -> NamedUpdates:
         assembles = self._complete_updates or known_serial < 0
-        retained, self._held = self._held, {}
+        retained, self._retained = self._retained, {}
         self.forget()  # until the complete version has been received
         for chunk in first.log:
             if chunk.serial > known_serial:
                 yield from _iter_entries(chunk, read(chunk, True), retained if assembles else None)
         latest = first
-        for latest, memory in pieces:
-            if latest.part is not None:
-                yield from _iter_entries(latest.part, memory, retained if assembles else None)
+        for latest, memory in chunks:
+            if latest.chunk is not None:
+                yield from _iter_entries(latest.chunk, memory, retained if assembles else None)
             del memory  # before waiting for the next
         self._receipt = latest.receipt
         if assembles:
             yield from retained.items()
-        self._held = retained if self._complete_updates else {}
+        self._retained = retained if self._complete_updates else {}
         self._stream, self._serial = first.stream, latest.serial
 
 
-def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open, skip: Skip) -> Iterator[Piece]:
-    """Yields the pieces of a version, and opens each one when it is announced."""
+def _iter_chunks(
+    first: Announcement, next_announcement: Callable[[], Announcement], read: Open, skip: Skip
+) -> Iterator[ReceivedChunk]:
+    """Yields the chunks of a version, and opens each one when it is announced."""
     announcement = first
     while True:
-        yield announcement, None if announcement.part is None else read(announcement.part, False)
+        yield announcement, None if announcement.chunk is None else read(announcement.chunk, False)
         if announcement.last:
             return
-        previous, announcement = announcement, following()
-        while announcement.part is not None and (announcement.stream, announcement.version, announcement.number) == (
+        previous, announcement = announcement, next_announcement()
+        while announcement.chunk is not None and (announcement.stream, announcement.version, announcement.number) == (
             previous.stream,
             previous.version,
             previous.number,
         ):  # repeated for receivers that missed it
-            skip(announcement.part)
-            announcement = following()
+            skip(announcement.chunk)
+            announcement = next_announcement()
         if (announcement.stream, announcement.version, announcement.number) != (
             previous.stream,
             previous.version,
             previous.number + 1,
         ):
-            raise RlhpcError(f"weights of version {previous.version} were followed by a part of {announcement.version}")
+            raise RlhpcError(
+                f"weights of version {previous.version} were followed by a chunk of {announcement.version}"
+            )
 
 
-def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
-    """Yields the contents of a part or, given `held`, stores those of a kept part there instead."""
-    if part.cargo is not None:
-        for name, tensor in zip(part.cargo[1], memory, strict=True):
-            if held is not None:
-                held.pop(name, None)
+def _iter_entries(chunk: WeightChunk, memory: Any, retained: dict[str, torch.Tensor] | None) -> NamedUpdates:
+    """Yields the contents of a chunk or, given `retained`, stores those of a kept chunk there instead."""
+    if chunk.payload is not None:
+        for name, tensor in zip(chunk.payload[1], memory, strict=True):
+            if retained is not None:
+                retained.pop(name, None)
             yield name, tensor
         return
-    for name, content in entries_of(memoryview(memory), part.table):
-        if held is None:
+    for name, content in entries_of(memoryview(memory), chunk.table):
+        if retained is None:
             yield name, content
-        elif not part.retained:
-            held.pop(name, None)
+        elif not chunk.retained:
+            retained.pop(name, None)
             yield name, content
         elif isinstance(content, Elements):
-            put(held[name], content)
+            put(retained[name], content)
         else:
-            held[name] = content
+            retained[name] = content
 
 
 def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
@@ -168,8 +174,8 @@ def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]
         starts = [start // typed_view.itemsize for start, _ in dtype_spans]
         extents = [end - start for start, end in itertools.pairwise([*starts, len(typed_view)])]
         counts = [size // typed_view.itemsize for _, size in dtype_spans]
-        pieces = zip(counts, extents, typed_view[starts[0] :].split(extents), strict=True)
-        vectors_by_dtype[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
+        vectors = zip(counts, extents, typed_view[starts[0] :].split(extents), strict=True)
+        vectors_by_dtype[name] = (vector if count == extent else vector[:count] for count, extent, vector in vectors)
     return map(next, (vectors_by_dtype[name] for name in dtypes))
 
 
@@ -190,7 +196,7 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
     target = UpdateTarget(named_tensors, adopt)  # while the sender is still writing
     update = sync.receive()
     try:
-        target.take(update)
+        target.apply(update)
     except BaseException:
         sync.forget()
         raise
@@ -211,14 +217,14 @@ class UpdateTarget:
         self._adopted = {} if adopt is None else adopt.state_dict(keep_vars=True)
 
     @torch.no_grad()
-    def take(self, update: Update) -> None:
+    def apply(self, update: Update) -> None:
         """Applies an update; nothing is changed unless all names, shapes and dtypes agree.
 
         Raises:
             RlhpcError: The receiver's model is a different one.
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
-        misfit, verification = None, Proof(update, look=False)
+        misfit, verification = None, UpdateVerification(update, digest_on_arrival=False)
         for name, change in verification.tensors():  # as they arrive, while the sender is still writing
             target = self._tensors.get(name)
             if target is None or target.shape != change.shape or target.dtype != change.dtype:
@@ -239,9 +245,9 @@ class UpdateTarget:
                 adopted.data = change
             else:
                 put(adopted, change)
-        verification.check(self._held)
+        verification.check(self._current_tensor)
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _current_tensor(self, name: str) -> torch.Tensor:
         return self._adopted[name] if name in self._adopted else self._tensors[name]
 
 

@@ -1,22 +1,23 @@
 """Reshard: each trainer rank sends the tensor slices that it holds to the engine ranks that request them, without a gather.
 
-Trainer ranks publish the slices that they hold, and engine ranks those that they request. The routes follow from both
+Trainer ranks publish the slices that they hold, and engine ranks those that they request. The transfer plan follows from both
 (`transfer_plan`), once for as long as the same ranks take part. During the transfer a slice is a separate tensor and travels
 like any other (`transport`): through the sender's shared memory on one host, over TCP between hosts, where a host forwards to
 others, with versions, digests, deltas and windows. A receiver assembles a tensor from its slices as they arrive, passes it to
 the engine's loader and drops it.
 
 Receivers that request the same slices (ranks of several engines with the same position in theirs) are served by one stream
-of each trainer rank, all streams at the same time. All parts arrive in one order, and every receiver waits for its first
-missing part only. So no two ranks wait for each other.
+of each trainer rank, all streams at the same time. All chunks arrive in one order, and every receiver waits for its first
+missing chunk only. So no two ranks wait for each other.
 
-If each end computes on its own accelerator, parts that are not kept for later receivers go over a process group of all ends
-(`reshard_collective`). The streams carry kept parts, each first version, and whatever the group could not deliver.
+If each end computes on its own accelerator, chunks that are not retained for later receivers go over a process group of all
+ends (`reshard_collective`). The streams carry retained chunks, each first version, and whatever the group could not deliver.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -31,24 +32,42 @@ from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.context import current
+from rlhpc.runtime.comm.payload import dtype_name
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
-from rlhpc.weights.process_group import RankAddress
-from rlhpc.weights.reshard_collective import CollectiveReshard, Header, RequestedSlices, Tables, give, take
-from rlhpc.weights.sender import PART_BYTES
-from rlhpc.weights.transfer_plan import Held, Piece, Routes, SliceReaders
+from rlhpc.weights.process_group import RankAddress, group_ranks
+from rlhpc.weights.reshard_collective import (
+    CollectiveReshard,
+    Header,
+    RequestedSlices,
+    ShardLayouts,
+    receive_rounds,
+    send_rounds,
+)
+from rlhpc.weights.sender import CHUNK_BYTES
+from rlhpc.weights.transfer_plan import ShardMetadata, SliceReaders, SourceSlice, TransferPlan
 from rlhpc.weights.transport import WeightReceiver, WeightSender
-from rlhpc.weights.transport_select import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, find_end
-from rlhpc.weights.verification import Proof
+from rlhpc.weights.transport_select import (
+    AUTO,
+    GLOO,
+    HOST,
+    NCCL,
+    SEVERAL,
+    EndpointDevice,
+    TransportReceiver,
+    choose,
+    find_device,
+)
+from rlhpc.weights.verification import UpdateVerification
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_WANTS = "wants"
-#: Minimum bytes of a stream's part.
-_LEAST_PART = 8 << 20
+_REQUESTS = "wants"
+#: Minimum bytes of a chunk of a stream.
+_MIN_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -72,10 +91,9 @@ class Shard:
     frozen: bool = False
 
     @property
-    def entry(self) -> Held:
+    def metadata(self) -> ShardMetadata:
         """Description of the slice for other ranks."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return Held(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen, dtype)
+        return ShardMetadata(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen, dtype_name(self.dtype))
 
 
 @runtime_checkable
@@ -100,15 +118,15 @@ class _SliceStream:
 
     Attributes:
         sender: Sends them.
-        pieces: All pieces sent to these receivers.
-        kept_pieces: Pieces that are kept for receivers that join later.
-        still: Labels of pieces that never change and have been sent.
+        slices: All slices sent to these receivers.
+        retained_slices: Slices that are retained for receivers that join later.
+        frozen_labels: Labels of slices that never change and have been sent.
     """
 
     sender: WeightSender
-    pieces: list[Piece]
-    kept_pieces: list[Piece]
-    still: set[str] = field(default_factory=set)
+    slices: list[SourceSlice]
+    retained_slices: list[SourceSlice]
+    frozen_labels: set[str] = field(default_factory=set)
 
 
 class ShardSync:
@@ -122,11 +140,11 @@ class ShardSync:
         complete_updates: Unused: a version is always complete.
 
     Attributes:
-        road: Transport that is requested from `transport_select.choose`.
+        transport: Transport that is requested from `transport_select.choose`.
         sent: Bytes of weights that this rank sent, or forwarded over a group, in the last version.
     """
 
-    road = AUTO
+    transport = AUTO
 
     def __init__(
         self,
@@ -137,20 +155,20 @@ class ShardSync:
         complete_updates: bool = False,
     ) -> None:
         self._worker, self._src, self._delta = worker, (src[0], src[1]), delta
-        self._me, self._receivers = (worker.group_name, worker.rank), receivers
-        self._tables: Tables | None = None
+        self._address, self._receivers = (worker.group_name, worker.rank), receivers
+        self._layouts: ShardLayouts | None = None
         self._collective: CollectiveReshard | None = None
         self.sent = 0
         # state of a trainer rank
         self._streams: list[_SliceStream] = []
-        self._holding: dict[str, int] = {}
-        self._lines: list[SliceReaders] = []
+        self._shard_index: dict[str, int] = {}
+        self._reader_groups: list[SliceReaders] = []
         # state of an engine rank
         self._sources: dict[int, WeightReceiver] = {}
-        self._order: list[Piece] = []
-        self._kept_pieces: list[Piece] = []
-        self._moving: list[Piece] = []
-        self._routes = Routes((), {})
+        self._ordered_slices: list[SourceSlice] = []
+        self._retained_slices: list[SourceSlice] = []
+        self._moving_slices: list[SourceSlice] = []
+        self._plan = TransferPlan((), {})
         self._has_requested = False
         self._requested: RequestedSlices = None
 
@@ -158,86 +176,101 @@ class ShardSync:
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
         """Sends one version (`SendsShards.send_shards`)."""
-        if has_new_tables := self._tables is None:
-            self._tables = self._agreed(shards)
-        if self._me == self._src:
+        if has_new_layouts := self._layouts is None:
+            self._layouts = self._agree_on_plan(shards)
+        if self._address == self._src:
             p2p.begin_broadcast(
-                Header(version, self._tables if has_new_tables else None), *self._src, self._receivers
+                Header(version, self._layouts if has_new_layouts else None), *self._src, self._receivers
             )()
         self.sent = 0
-        sent_over_group = not has_new_tables and self._goes_over_group(version, shards)
-        streams = [(stream, stream.kept_pieces if sent_over_group else stream.pieces) for stream in self._streams]
+        sent_over_group = not has_new_layouts and self._send_over_group(version, shards)
+        streams = [(stream, stream.retained_slices if sent_over_group else stream.slices) for stream in self._streams]
         self.sent += sum(
-            piece.nbytes for stream, pieces in streams for piece in pieces if piece.label not in stream.still
+            source_slice.nbytes
+            for stream, slices in streams
+            for source_slice in slices
+            if source_slice.label not in stream.frozen_labels
         )
         async_works = [
             in_background(f"shards-{index}", functools.partial(self._send, *stream, version, shards))
             for index, stream in enumerate(streams)
             if stream[1]
         ]
-        failure = None
-        for work in async_works:
-            try:
-                work.wait()
-            except BaseException as error:  # the other streams end by themselves; the first failure is raised
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        with contextlib.ExitStack() as stack:  # waits for all streams, whatever fails; the first failure is raised
+            for work in async_works:
+                stack.callback(work.wait)
 
-    def _goes_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
-        """Sends pieces that are not kept over a group; returns whether all ranks have received them."""
+    def _send_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
+        """Sends slices that are not retained over a group; returns whether all ranks have received them."""
         if self._collective is None:
             return False
         rank, values = self._worker.rank, functools.partial(self._value, shards)
-        for _ in self._collective.run(version, lambda group: give(group, self._lines, rank, values, version)):
+        for _ in self._collective.run(
+            version, lambda group: send_rounds(group, self._reader_groups, rank, values, version)
+        ):
             pass
-        sent_pieces = (piece for line in self._lines for load in line.loads for piece, _ in load.of(rank))
-        self.sent += sum(piece.nbytes for piece in sent_pieces) if self._collective.went else 0
-        return self._collective.went
+        sent_slices = (
+            source_slice
+            for readers in self._reader_groups
+            for transfer_round in readers.rounds
+            for source_slice, _ in transfer_round.slices_of(rank)
+        )
+        self.sent += sum(source_slice.nbytes for source_slice in sent_slices) if self._collective.succeeded else 0
+        return self._collective.succeeded
 
-    def _send(self, stream: _SliceStream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
-        """Sends a stream's pieces of a version."""
-        frozen = {piece.label for piece in pieces if shards[self._holding[piece.label]].frozen}
-        pieces_to_send = (piece for piece in pieces if piece.label not in stream.still)
+    def _send(self, stream: _SliceStream, slices: list[SourceSlice], version: int, shards: Sequence[Shard]) -> None:
+        """Sends a stream's slices of a version."""
+        frozen = {source_slice.label for source_slice in slices if shards[self._shard_index[source_slice.label]].frozen}
+        unsent_slices = (source_slice for source_slice in slices if source_slice.label not in stream.frozen_labels)
         stream.sender.send(
-            version, ((piece.label, self._value(shards, piece)) for piece in pieces_to_send), frozen=frozen
+            version,
+            ((source_slice.label, self._value(shards, source_slice)) for source_slice in unsent_slices),
+            frozen=frozen,
         )
         if self._delta != "off":
-            stream.still |= frozen
+            stream.frozen_labels |= frozen
 
-    def _value(self, shards: Sequence[Shard], piece: Piece) -> torch.Tensor:
-        """Returns the values of a piece, as they are sent."""
-        shard = shards[self._holding[piece.label]]
-        values = cut(shard.values(), piece.box.within(shard.box)).detach()
+    def _value(self, shards: Sequence[Shard], source_slice: SourceSlice) -> torch.Tensor:
+        """Returns the values of a slice, as they are sent."""
+        shard = shards[self._shard_index[source_slice.label]]
+        values = cut(shard.values(), source_slice.box.within(shard.box)).detach()
         return values.to(shard.dtype) if values.is_floating_point() else values
 
-    def _agreed(self, shards: Sequence[Shard]) -> Tables:
-        """Agrees on the routes with the other trainer ranks; only the first rank receives the requests."""
+    def _agree_on_plan(self, shards: Sequence[Shard]) -> ShardLayouts:
+        """Agrees on the transfer plans with the other trainer ranks; only the first rank receives the requests."""
         worker, first_rank = self._worker, self._src[1]
-        reports = worker.all_gather_object(([shard.entry for shard in shards], End.of(current(), self._me)))
-        new_tables = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first_rank else None
+        reports = worker.all_gather_object(
+            ([shard.metadata for shard in shards], EndpointDevice.of_process(current(), self._address))
+        )
+        new_layouts = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first_rank else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
-        tables: Tables = worker.broadcast(new_tables, ranks, (self._src[0], first_rank))
-        chunk_bytes, num_requests = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.requested)
-        self._streams, self._holding, routes = [], {}, tables.routes()
+        layouts: ShardLayouts = worker.broadcast(new_layouts, ranks, (self._src[0], first_rank))
+        chunk_bytes, num_requests = max(_MIN_CHUNK_BYTES, CHUNK_BYTES // worker.world_size), len(layouts.requested)
+        self._streams, self._shard_index, plans = [], {}, layouts.plans()
         for request_index in range(num_requests):
-            local_pieces = [piece for piece in routes[request_index].pieces if piece.source == worker.rank]
-            self._holding |= {piece.label: _holding(shards, piece) for piece in local_pieces}
-            receivers = _group_ranks(
-                [receiver for receiver, request_of in tables.of.items() if request_of == request_index]
+            local_slices = [
+                source_slice for source_slice in plans[request_index].slices if source_slice.source == worker.rank
+            ]
+            self._shard_index |= {
+                source_slice.label: _index_of_shard(shards, source_slice) for source_slice in local_slices
+            }
+            receivers = group_ranks(
+                [receiver for receiver, index in layouts.request_index.items() if index == request_index]
             )
             sender = WeightSender(worker, receivers, self._delta, chunk_bytes, SEVERAL)
             self._streams.append(
-                _SliceStream(sender, local_pieces, [p for p in local_pieces if tables.keeps(routes[request_index], p)])
+                _SliceStream(
+                    sender, local_slices, [p for p in local_slices if layouts.is_retained(plans[request_index], p)]
+                )
             )
-        self._collective = tables.open_collective(self._src[0], self._me)
-        self._lines = [
-            tables.line(request_index, routes[request_index], _load())
+        self._collective = layouts.open_collective(self._src[0], self._address)
+        self._reader_groups = [
+            layouts.readers(request_index, plans[request_index], _round_bytes())
             for request_index in range(num_requests if self._collective else 0)
         ]
-        return tables
+        return layouts
 
-    def _collect_requests(self, held: Sequence[list[Held]], ends: Sequence[End]) -> Tables:
+    def _collect_requests(self, shards: Sequence[list[ShardMetadata]], ends: Sequence[EndpointDevice]) -> ShardLayouts:
         """Receives the slices that receivers request, and groups receivers that request the same."""
         context = current()
         requests: dict[RankAddress, tuple[str, RequestedSlices]] = _received_requests(self._worker)
@@ -246,18 +279,18 @@ class ShardSync:
             for rank in ranks:
                 record = context.member(group, rank)
                 while requests.get((group, rank), ("", None))[0] != record["incarnation"]:
-                    requests[group, rank] = p2p.recv(group, rank, tag=_WANTS)
+                    requests[group, rank] = p2p.recv(group, rank, tag=_REQUESTS)
                 table = requests[group, rank][1]
                 if table not in requested:
                     requested.append(table)
                 request_index[group, rank] = requested.index(table)
         transport, reason = choose(
-            ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in request_index)], self.road
+            ends[0], [*ends[1:], *(find_device(context, receiver) for receiver in request_index)], self.transport
         )
-        if transport not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every part is kept
+        if transport not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every chunk is retained
             transport = HOST
-        log.info("shards take the road %s: %s", transport, reason)
-        return Tables([*held], requested, request_index, self._delta, transport, uuid.uuid4().hex)
+        log.info("shards take the transport %s: %s", transport, reason)
+        return ShardLayouts([*shards], requested, request_index, self._delta, transport, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
@@ -267,9 +300,14 @@ class ShardSync:
         self._has_requested, self._requested = True, requested
         table = None if requested is None else {name: tuple(boxes) for name, boxes in requested.items()}
         group, rank = self._src
-        Receiving(self._me, self.road).tell()
+        TransportReceiver(self._address, self.transport).publish_device()
         p2p.send(
-            (member_record["incarnation"], table), self._worker.group_name, self._worker.rank, group, rank, tag=_WANTS
+            (member_record["incarnation"], table),
+            self._worker.group_name,
+            self._worker.rank,
+            group,
+            rank,
+            tag=_REQUESTS,
         )
 
     def receive(self) -> Update:
@@ -277,67 +315,75 @@ class ShardSync:
         written.
         """
         header: Header = p2p.follow_broadcast(self._src, lambda: None)
-        if header.tables is not None:
-            self._route(header.tables)
-        return Update(header.version, True, self._arriving(header.version, header.tables is not None), proven=True)
+        if header.layouts is not None:
+            self._set_plan(header.layouts)
+        return Update(header.version, True, self._iter_tensors(header.version, header.layouts is not None), proven=True)
 
-    def _route(self, tables: Tables) -> None:
-        request_index = tables.of[self._me]
-        self._routes = routes = tables.routes()[request_index]
-        self._order = tables.in_order(routes)
-        self._kept_pieces = [piece for piece in self._order if tables.keeps(routes, piece)]
-        self._moving = self._order[: len(self._order) - len(self._kept_pieces)]
-        for rank in {piece.source for piece in self._order}:
+    def _set_plan(self, layouts: ShardLayouts) -> None:
+        request_index = layouts.request_index[self._address]
+        self._plan = plan = layouts.plans()[request_index]
+        self._ordered_slices = layouts.ordered_slices(plan)
+        self._retained_slices = [
+            source_slice for source_slice in self._ordered_slices if layouts.is_retained(plan, source_slice)
+        ]
+        self._moving_slices = self._ordered_slices[: len(self._ordered_slices) - len(self._retained_slices)]
+        for rank in {source_slice.source for source_slice in self._ordered_slices}:
             if rank not in self._sources:
                 self._sources[rank] = WeightReceiver(
-                    self._worker, (self._src[0], rank), complete_updates=True, road=SEVERAL
+                    self._worker, (self._src[0], rank), complete_updates=True, transport=SEVERAL
                 )
         if self._collective is not None:
             self._collective.end()
-        self._collective = tables.open_collective(self._src[0], self._me)
-        self._lines = [tables.line(request_index, routes, _load())] if self._collective else []
+        self._collective = layouts.open_collective(self._src[0], self._address)
+        self._reader_groups = [layouts.readers(request_index, plan, _round_bytes())] if self._collective else []
 
-    def _arriving(self, version: int, new: bool) -> NamedUpdates:
+    def _iter_tensors(self, version: int, new: bool) -> NamedUpdates:
         """Yields full tensors, each as soon as all its slices have arrived."""
         yielded_names = set[str]()
         if collective := None if new else self._collective:
-            line, dtypes = self._lines[0], self._routes.dtypes
-            rounds = functools.partial(take, line=line, me=collective.rank, dtypes=dtypes, version=version)
-            for name, tensor in self._put_together(self._moving, collective.run(version, rounds)):
+            readers, dtypes = self._reader_groups[0], self._plan.dtypes
+            rounds = functools.partial(
+                receive_rounds, readers=readers, rank=collective.rank, dtypes=dtypes, version=version
+            )
+            for name, tensor in self._assemble(self._moving_slices, collective.run(version, rounds)):
                 yielded_names.add(name)
                 yield name, tensor
-        is_received = collective is not None and collective.went
-        is_last = collective is None or self._lines[0].ranks[-1] == collective.rank
-        self.sent = sum(piece.nbytes for piece in self._moving) if is_received and not is_last else 0
-        order = self._kept_pieces if is_received else self._order
-        for name, tensor in self._put_together(order, self._streamed(version, order)):
+        is_received = collective is not None and collective.succeeded
+        is_last = collective is None or self._reader_groups[0].ranks[-1] == collective.rank
+        self.sent = (
+            sum(source_slice.nbytes for source_slice in self._moving_slices) if is_received and not is_last else 0
+        )
+        order = self._retained_slices if is_received else self._ordered_slices
+        for name, tensor in self._assemble(order, self._iter_streamed(version, order)):
             if name not in yielded_names:
                 yield name, tensor
 
-    def _streamed(self, version: int, order: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yields pieces from the streams of the ranks that hold them."""
-        updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in order})}
+    def _iter_streamed(self, version: int, order: Sequence[SourceSlice]) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
+        """Yields slices from the streams of the ranks that hold them."""
+        updates = {
+            rank: self._sources[rank].receive() for rank in sorted({source_slice.source for source_slice in order})
+        }
         other_versions = {update.version for update in updates.values()} - {version}
         if other_versions:
             raise RlhpcError(f"parts of version {version} of the weights came with parts of {sorted(other_versions)}")
-        verifications = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
+        verifications = {rank: UpdateVerification(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
         streams = {rank: verification.complete_tensors() for rank, verification in verifications.items()}
-        early_pieces = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
-        for piece in order:
-            yield piece, _next(streams[piece.source], early_pieces[piece.source], piece)
+        early_tensors = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
+        for source_slice in order:
+            yield source_slice, _next(streams[source_slice.source], early_tensors[source_slice.source], source_slice)
         for rank, stream in streams.items():
             for label, _ in stream:
                 raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
         for verification in verifications.values():
             verification.check()
 
-    def _put_together(
-        self, order: Sequence[Piece], pieces: Iterator[tuple[Piece, torch.Tensor]]
+    def _assemble(
+        self, order: Sequence[SourceSlice], slices: Iterator[tuple[SourceSlice, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields full tensors, each as soon as it has all its pieces."""
-        num_missing, shapes = collections.Counter(piece.name for piece in order), self._routes.shapes
+        """Yields full tensors, each as soon as it has all its slices."""
+        num_missing, shapes = collections.Counter(source_slice.name for source_slice in order), self._plan.shapes
         tensors = dict[str, torch.Tensor]()
-        for (name, box, *_), values in pieces:
+        for (name, box, *_), values in slices:
             num_missing[name] -= 1
             if box.sizes == shapes[name]:
                 yield name, values
@@ -357,8 +403,8 @@ class ShardSync:
         raise RlhpcError("the strategy shards sends what each rank holds (send_shards)")
 
     def forget(self) -> None:
-        """Makes the next version a complete one (`WeightSync.forget`), by new routes, since receivers may have changed."""
-        self._tables = None
+        """Makes the next version a complete one (`WeightSync.forget`), by a new plan, since receivers may have changed."""
+        self._layouts = None
         if self._collective is not None:
             self._collective.end()
         for stream in self._streams:
@@ -369,35 +415,32 @@ class ShardSync:
             self.want(self._requested)  # the request may have been lost
 
 
-def _next(stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """Returns a piece from its stream. Only kept pieces, which stay mapped, may arrive before their turn."""
-    while piece.label not in early:
+def _next(
+    stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], source_slice: SourceSlice
+) -> torch.Tensor:
+    """Returns a slice from its stream. Only retained slices, which stay mapped, may arrive before their turn."""
+    while source_slice.label not in early:
         label_and_tensor = next(stream, None)
         if label_and_tensor is None:
-            raise RlhpcError(f"{piece.label} of the weights did not come from rank {piece.source} of the trainer")
+            raise RlhpcError(
+                f"{source_slice.label} of the weights did not come from rank {source_slice.source} of the trainer"
+            )
         early[label_and_tensor[0]] = label_and_tensor[1]
-    return early.pop(piece.label)
+    return early.pop(source_slice.label)
 
 
-def _load() -> int:
+def _round_bytes() -> int:
     """Returns the bytes of one transfer over a group to receivers of the same slices, from all trainer ranks."""
-    return max(_LEAST_PART, PART_BYTES // 4)
+    return max(_MIN_CHUNK_BYTES, CHUNK_BYTES // 4)
 
 
-def _holding(shards: Sequence[Shard], piece: Piece) -> int:
-    """Returns the index of the shard that contains a piece."""
+def _index_of_shard(shards: Sequence[Shard], source_slice: SourceSlice) -> int:
+    """Returns the index of the shard that contains a slice."""
     return next(
         index
         for index, shard in enumerate(shards)
-        if shard.name == piece.name and shard.box.meet(piece.box) == piece.box
+        if shard.name == source_slice.name and shard.box.meet(source_slice.box) == source_slice.box
     )
-
-
-def _group_ranks(receivers: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
-    ranks_by_group = dict[str, list[int]]()
-    for group, rank in receivers:
-        ranks_by_group.setdefault(group, []).append(rank)
-    return list(ranks_by_group.items())
 
 
 def _received_requests(worker: Worker) -> dict[RankAddress, tuple[str, RequestedSlices]]:

@@ -2,7 +2,7 @@
 
 The first trainer rank checks which receivers are ready. A version is sent over the group only if all are, because the group's
 ranks wait for each other and a receiver may be busy with a call that waits for the trainer. When the rounds are done, or a
-rank is lost, each rank reports whether it has received its pieces. The first rank tells all others whether all pieces arrived;
+rank is lost, each rank reports whether it has received its slices. The first rank tells all others whether all slices arrived;
 otherwise the version is sent by another transport.
 """
 
@@ -12,6 +12,7 @@ import logging
 import queue
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,8 +24,17 @@ from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.weights.process_group import GroupLost, Presence, RankAddress, WeightProcessGroup
-from rlhpc.weights.transfer_plan import DIGEST, Held, Load, Piece, Routes, SliceReaders, loads, route
+from rlhpc.weights.process_group import GroupLost, Presence, RankAddress, WeightProcessGroup, group_ranks
+from rlhpc.weights.transfer_plan import (
+    DIGEST,
+    ShardMetadata,
+    SliceReaders,
+    SourceSlice,
+    TransferPlan,
+    TransferRound,
+    plan_rounds,
+    plan_transfer,
+)
 from rlhpc.weights.transport_select import HOST
 from rlhpc.weights.verification import COST, WeightsDiffer, digests
 
@@ -33,7 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Seconds in which the receivers must be ready; otherwise the version takes another transport.
 READY_S = 2.0
-_PAUSE_S, _LOOK_S = 0.001, 0.5
+_POLL_INTERVAL_S, _CHECK_INTERVAL_S = 0.001, 0.5
 _READY, _DONE = "ready", "done"
 
 
@@ -44,29 +54,37 @@ class CollectiveReshard:
         kind: `nccl` or `gloo`.
         members: The trainer's ranks, then the receivers.
         senders: Number of trainer ranks.
-        me: The member that this process is.
+        local_member: The member that this process is.
         name: Name that all members share.
 
     Attributes:
         rank: This rank's number in the group.
-        went: Whether all ranks have received the last version.
+        succeeded: Whether all ranks have received the last version.
     """
 
-    def __init__(self, kind: str, members: tuple[RankAddress, ...], senders: int, me: RankAddress, name: str) -> None:
-        self._kind, self._members, self._senders, self._me, self._key = kind, members, senders, me, f"shards/{name}"
-        self.rank = members.index(me)
-        self._presence = Presence(members, me)
+    def __init__(
+        self, kind: str, members: tuple[RankAddress, ...], senders: int, local_member: RankAddress, name: str
+    ) -> None:
+        self._kind, self._members, self._senders, self._local_member, self._key = (
+            kind,
+            members,
+            senders,
+            local_member,
+            f"shards/{name}",
+        )
+        self.rank = members.index(local_member)
+        self._presence = Presence(members, local_member)
         self._group: WeightProcessGroup | None = None
-        self.went = False
+        self.succeeded = False
 
     def run(self, version: int, rounds: Callable[[WeightProcessGroup], Iterator[T]]) -> Iterator[T]:
-        """Yields the results of a version's rounds. Afterwards `went` says whether all ranks have received it."""
-        self.went = False
+        """Yields the results of a version's rounds. Afterwards `succeeded` says whether all ranks have received it."""
+        self.succeeded = False
         if not (name := self._agree_on_group(version)):
             return
         if self._group is None or self._group.name != name:
             self.end()
-            self._group = WeightProcessGroup(self._kind, self._members, self._me, name)
+            self._group = WeightProcessGroup(self._kind, self._members, self._local_member, name)
         try:
             yield from rounds(self._group)
             received_all = True
@@ -74,37 +92,37 @@ class CollectiveReshard:
             log.warning("%s; version %d goes through the host", error, version)
             received_all = False
         except GeneratorExit:
-            self.end(tell=True)
-            self._say(_DONE, version, False)
+            self.end(notify=True)
+            self._report(_DONE, version, False)
             raise
-        self.went = self._agreed(version, received_all)
-        if not self.went:
+        self.succeeded = self._agree_on_success(version, received_all)
+        if not self.succeeded:
             self.end()
 
-    def end(self, *, tell: bool = False) -> None:
-        """Ends the group; `tell` notifies the other ranks, which may be in the middle of an operation."""
+    def end(self, *, notify: bool = False) -> None:
+        """Ends the group; `notify` informs the other ranks, which may be in the middle of an operation."""
         group, self._group = self._group, None
         if group is not None:
-            group.end(tell=tell)
+            group.end(notify=notify)
 
     def _agree_on_group(self, version: int) -> str:
         """Returns the name of the group for a version; empty if a receiver is not ready."""
         local_name = "" if self._group is None else self._group.name
         if self.rank:
             if self.rank >= self._senders:
-                self._say(_READY, version, local_name)
+                self._report(_READY, version, local_name)
             return str(p2p.follow_broadcast(self._members[0], lambda: None))
         names_by_rank = self._collect_reports(_READY, version, range(self._senders, len(self._members)), READY_S)
         if missing := [rank for rank in range(self._senders, len(self._members)) if rank not in names_by_rank]:
             log.info("version %d goes through the host: %s not at it", version, self._presence.names(missing))
-            return self._tell("")
+            return self._broadcast("")
         is_common = local_name and {*names_by_rank.values()} == {local_name}
-        return self._tell(local_name if is_common else f"shards-{uuid.uuid4().hex}")
+        return self._broadcast(local_name if is_common else f"shards-{uuid.uuid4().hex}")
 
-    def _agreed(self, version: int, received_all: bool) -> bool:
+    def _agree_on_success(self, version: int, received_all: bool) -> bool:
         """Returns whether all ranks have received a version."""
         if self.rank:
-            self._say(_DONE, version, received_all)
+            self._report(_DONE, version, received_all)
             return bool(p2p.follow_broadcast(self._members[0], lambda: None))
         peers = range(1, len(self._members))
         context = current()
@@ -115,18 +133,15 @@ class CollectiveReshard:
                 f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(silent)} to have version "
                 f"{version} of the weights"
             )
-        return bool(self._tell(received_all and not missing and all(received_by_rank.values())))
+        return bool(self._broadcast(received_all and not missing and all(received_by_rank.values())))
 
     # -- messages to and from the first rank ------------------------------------------------------------------------
 
-    def _say(self, topic: str, version: int, value: Any) -> None:
+    def _report(self, topic: str, version: int, value: Any) -> None:
         p2p.post((topic, version, self.rank, value), self._key, *self._members[0])
 
-    def _tell(self, value: T) -> T:
-        groups: dict[str, list[int]] = {}
-        for group, rank in self._members[1:]:
-            groups.setdefault(group, []).append(rank)
-        p2p.begin_broadcast(value, *self._members[0], list(groups.items()))()
+    def _broadcast(self, value: T) -> T:
+        p2p.begin_broadcast(value, *self._members[0], group_ranks(self._members[1:]))()
         return value
 
     def _collect_reports(self, topic: str, version: int, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
@@ -136,121 +151,126 @@ class CollectiveReshard:
         while {*ranks} - reports.keys() - missing and (now := time.monotonic()) - start < timeout_s:
             context.check()
             if now >= next_check:
-                missing, next_check = {*self._presence.missing_ranks()}, now + _LOOK_S
+                missing, next_check = {*self._presence.missing_ranks()}, now + _CHECK_INTERVAL_S
             try:
                 reported_topic, reported_version, rank, report = p2p.poll(self._key)
             except queue.Empty:
-                time.sleep(_PAUSE_S)
+                time.sleep(_POLL_INTERVAL_S)
                 continue
             if (reported_topic, reported_version) == (topic, version):
                 reports[rank] = report
         return reports
 
 
-def give(
+def send_rounds(
     group: WeightProcessGroup,
-    lines: Sequence[SliceReaders],
-    me: int,
-    values: Callable[[Piece], torch.Tensor],
+    reader_groups: Sequence[SliceReaders],
+    rank: int,
+    values: Callable[[SourceSlice], torch.Tensor],
     version: int,
 ) -> Iterator[None]:
     """Runs a version's rounds on a trainer rank.
 
     Args:
         group: Group with the trainer's ranks first.
-        lines: Readers of all receivers.
-        me: This rank.
-        values: Returns a piece's values, as they are sent.
+        reader_groups: Readers of all receivers.
+        rank: This rank.
+        values: Returns a slice's values, as they are sent.
         version: Version of the weights.
     """
-    for round_index in range(max((len(line.loads) for line in lines), default=0)):
+    for round_index in range(max((len(readers.rounds) for readers in reader_groups), default=0)):
         sends = [
-            (line.ranks[0], packed(line.loads[round_index], me, values, version, group.memory))
-            for line in lines
-            if round_index < len(line.loads) and me in line.loads[round_index].spans
+            (readers.ranks[0], pack_round(readers.rounds[round_index], rank, values, version, group.memory))
+            for readers in reader_groups
+            if round_index < len(readers.rounds) and rank in readers.rounds[round_index].spans
         ]
         if sends:
             group.exchange(sends, [])
-    group.settle()
+    group.wait()
     yield from ()
 
 
-def take(
-    group: WeightProcessGroup, line: SliceReaders, me: int, dtypes: Mapping[str, str], version: int
-) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Runs a version's rounds on a receiving rank and yields its pieces, which are not written to afterwards.
+def receive_rounds(
+    group: WeightProcessGroup, readers: SliceReaders, rank: int, dtypes: Mapping[str, str], version: int
+) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
+    """Runs a version's rounds on a receiving rank and yields its slices, which are not written to afterwards.
 
     Args:
-        group: See `give`.
-        line: Readers that this rank belongs to.
-        me: This rank's number in the group.
+        group: See `send_rounds`.
+        readers: Readers that this rank belongs to.
+        rank: This rank's number in the group.
         dtypes: Dtypes of the tensors.
         version: Version of the weights.
 
     Raises:
-        WeightsDiffer: A received piece differs from the one that was sent.
+        WeightsDiffer: A received slice differs from the one that was sent.
     """
-    position = line.ranks.index(me)
-    next_ranks = line.ranks[position + 1 : position + 2]
-    previous_load: tuple[Load, torch.Tensor] | None = None
-    for load in (*line.loads, None):
-        sends = [(rank, previous_load[1]) for rank in next_ranks] if previous_load is not None else []
-        receives, current_load = [], None
-        if load is not None:
-            flat = group.memory(load.size)
-            current_load = load, flat
-            sources = {line.ranks[position - 1]: (0, load.size)} if position else load.spans
-            receives = [(rank, flat[start:end]) for rank, (start, end) in sources.items()]
+    position = readers.ranks.index(rank)
+    next_ranks = readers.ranks[position + 1 : position + 2]
+    previous_round: tuple[TransferRound, torch.Tensor] | None = None
+    for transfer_round in (*readers.rounds, None):
+        sends = [(next_rank, previous_round[1]) for next_rank in next_ranks] if previous_round is not None else []
+        receives, current_round = [], None
+        if transfer_round is not None:
+            flat = group.memory(transfer_round.size)
+            current_round = transfer_round, flat
+            sources = {readers.ranks[position - 1]: (0, transfer_round.size)} if position else transfer_round.spans
+            receives = [(source, flat[start:end]) for source, (start, end) in sources.items()]
         if sends or receives:
             group.exchange(sends, receives)
-        if previous_load is not None:
-            yield from opened(*previous_load, dtypes, version)
-        group.settle()
-        previous_load = current_load
+        if previous_round is not None:
+            yield from unpack_round(*previous_round, dtypes, version)
+        group.wait()
+        previous_round = current_round
 
 
-def packed(
-    load: Load,
-    me: int,
-    values: Callable[[Piece], torch.Tensor],
+def pack_round(
+    transfer_round: TransferRound,
+    rank: int,
+    values: Callable[[SourceSlice], torch.Tensor],
     version: int,
     memory: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Packs a trainer rank's pieces of a load, with a digest of each; the arguments are those of `give`."""
-    start, end = load.spans[me]
+    """Packs a trainer rank's slices of a round, with a digest of each; the arguments are those of `send_rounds`."""
+    start, end = transfer_round.spans[rank]
     flat, named_tensors = memory(end - start), list[tuple[str, torch.Tensor]]()
-    for piece, offset in load.of(me):
-        tensor = values(piece)
-        flat[offset - start :][: piece.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        named_tensors.append((piece.label, tensor))
+    for source_slice, offset in transfer_round.slices_of(rank):
+        tensor = values(source_slice)
+        flat[offset - start :][: source_slice.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        named_tensors.append((source_slice.label, tensor))
     digests_by_label = _digests(named_tensors, version)
     packed_digests = np.array([digests_by_label[label] for label, _ in named_tensors], np.uint64).view(np.uint8)
     flat[: len(packed_digests)].copy_(torch.from_numpy(packed_digests))
     return flat
 
 
-def opened(
-    load: Load, flat: torch.Tensor, dtypes: Mapping[str, str], version: int
-) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yields the pieces of a load, after verification (see `take`)."""
+def unpack_round(
+    transfer_round: TransferRound, flat: torch.Tensor, dtypes: Mapping[str, str], version: int
+) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
+    """Yields the slices of a round, after verification (see `receive_rounds`)."""
     tensors = [
-        (piece, flat[offset:][: piece.nbytes].view(getattr(torch, dtypes[piece.name])).view(piece.box.sizes))
-        for piece, offset in zip(load.pieces, load.at, strict=True)
+        (
+            source_slice,
+            flat[offset:][: source_slice.nbytes]
+            .view(getattr(torch, dtypes[source_slice.name]))
+            .view(source_slice.box.sizes),
+        )
+        for source_slice, offset in zip(transfer_round.slices, transfer_round.offsets, strict=True)
     ]
-    digests_by_label = _digests([(piece.label, tensor) for piece, tensor in tensors], version)
-    for source, (start, _) in load.spans.items():
-        source_pieces = load.of(source)
-        sent_digests = flat[start:][: DIGEST * len(source_pieces)].cpu().numpy().view(np.uint64)
-        for (piece, _), sent_digest in zip(source_pieces, sent_digests, strict=True):
-            if digests_by_label[piece.label] != int(sent_digest):
+    digests_by_label = _digests([(source_slice.label, tensor) for source_slice, tensor in tensors], version)
+    for source, (start, _) in transfer_round.spans.items():
+        source_slices = transfer_round.slices_of(source)
+        sent_digests = flat[start:][: DIGEST * len(source_slices)].cpu().numpy().view(np.uint64)
+        for (source_slice, _), sent_digest in zip(source_slices, sent_digests, strict=True):
+            if digests_by_label[source_slice.label] != int(sent_digest):
                 raise WeightsDiffer(
-                    f"weights of version {version}: {piece.label} is another than that which rank {source} of the trainer "
-                    "handed over: nobody acts with it"
+                    f"weights of version {version}: {source_slice.label} is another than that which rank {source} of the "
+                    "trainer handed over: nobody acts with it"
                 )
     yield from tensors
 
 
-@COST.proving()
+@COST.measuring()
 def _digests(tensors: Sequence[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
     return digests(tensors, version)
 
@@ -260,55 +280,66 @@ RequestedSlices = Mapping[str, Sequence[Box]] | None
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Shard layouts from which the routes follow.
+class ShardLayouts:
+    """Shard layouts from which the transfer plans follow.
 
     Attributes:
-        held: Slices that each trainer rank holds.
+        shards: Slices that each trainer rank holds.
         requested: Distinct tables of requested slices.
-        of: Index into `requested` for each receiver.
+        request_index: Index into `requested` for each receiver.
         delta: `rollout.weight_delta`.
-        road: Transport for pieces that are not kept.
-        name: Unique name of these tables.
+        transport: Transport of the slices that are not retained.
+        name: Unique name of these layouts.
     """
 
-    held: list[list[Held]]
+    shards: list[list[ShardMetadata]]
     requested: list[RequestedSlices]
-    of: Mapping[RankAddress, int]
+    request_index: Mapping[RankAddress, int]
     delta: str
-    road: str = HOST
+    transport: str = HOST
     name: str = ""
 
-    def routes(self) -> list[Routes]:
-        """Returns the routes to the receivers of each table; a rank that sends much to some gets less for the next."""
-        routes, load = list[Routes](), dict[int, int]()
+    def plans(self) -> list[TransferPlan]:
+        """Returns the plan for the receivers of each table; a rank that sends much to some gets less for the next."""
+        plans, bytes_by_rank = list[TransferPlan](), Counter[int]()
         for table in self.requested:
-            routes.append(route(self.held, table, load))
-            for rank, nbytes in routes[-1].sent().items():
-                load[rank] = load.get(rank, 0) + nbytes
-        return routes
+            plans.append(plan_transfer(self.shards, table, bytes_by_rank))
+            bytes_by_rank.update(plans[-1].bytes_by_rank())
+        return plans
 
-    def keeps(self, routes: Routes, piece: Piece) -> bool:
-        """Returns whether a piece is kept for receivers that join later."""
-        return self.delta == "elements" or (self.delta != "off" and piece.name in routes.frozen)
+    def is_retained(self, plan: TransferPlan, source_slice: SourceSlice) -> bool:
+        """Returns whether a slice is retained for receivers that join later."""
+        return self.delta == "elements" or (self.delta != "off" and source_slice.name in plan.frozen)
 
-    def in_order(self, routes: Routes) -> list[Piece]:
-        """Returns pieces in the order in which receivers get them; kept pieces come last."""
-        return sorted(routes.pieces, key=lambda piece: self.keeps(routes, piece))
+    def ordered_slices(self, plan: TransferPlan) -> list[SourceSlice]:
+        """Returns slices in the order in which receivers get them; retained slices come last."""
+        return sorted(plan.slices, key=lambda source_slice: self.is_retained(plan, source_slice))
 
-    def line(self, number: int, routes: Routes, max_bytes: int) -> SliceReaders:
-        """Returns the receivers of a table and their loads over a group, each of at most `max_bytes` bytes."""
-        ranks = [len(self.held) + rank for rank, table_index in enumerate(self.of.values()) if table_index == number]
+    def readers(self, index: int, plan: TransferPlan, max_bytes: int) -> SliceReaders:
+        """Returns the receivers of a table and their rounds over a group, each of at most `max_bytes` bytes."""
+        ranks = [
+            len(self.shards) + rank
+            for rank, table_index in enumerate(self.request_index.values())
+            if table_index == index
+        ]
         return SliceReaders(
-            loads([piece for piece in self.in_order(routes) if not self.keeps(routes, piece)], max_bytes), tuple(ranks)
+            plan_rounds(
+                [
+                    source_slice
+                    for source_slice in self.ordered_slices(plan)
+                    if not self.is_retained(plan, source_slice)
+                ],
+                max_bytes,
+            ),
+            tuple(ranks),
         )
 
-    def open_collective(self, trainer: str, me: RankAddress) -> CollectiveReshard | None:
+    def open_collective(self, trainer: str, local_member: RankAddress) -> CollectiveReshard | None:
         """Returns a rank's end of the collective reshard; None if everything goes through the host."""
-        if self.road == HOST:
+        if self.transport == HOST:
             return None
-        senders = [(trainer, rank) for rank in range(len(self.held))]
-        return CollectiveReshard(self.road, (*senders, *self.of), len(senders), me, self.name)
+        senders = [(trainer, rank) for rank in range(len(self.shards))]
+        return CollectiveReshard(self.transport, (*senders, *self.request_index), len(senders), local_member, self.name)
 
 
 @dataclass(frozen=True)
@@ -317,8 +348,8 @@ class Header:
 
     Attributes:
         version: Version of the weights.
-        tables: New tables, with which everything goes through the host once; None if the last tables still hold.
+        layouts: New layouts, with which everything goes through the host once; None if the last ones still hold.
     """
 
     version: int
-    tables: Tables | None
+    layouts: ShardLayouts | None

@@ -1,6 +1,6 @@
-"""Sender of weight updates: writes what changed once per host, in parts, and announces each part.
+"""Sender of weight updates: writes what changed once per host, in chunks, and announces each chunk.
 
-A part is a shared-memory segment with a table of its contents. Parts that later versions build upon are kept. Together
+A chunk is a shared-memory segment with a table of its contents. Chunks that later versions build upon are kept. Together
 they form a log, from which a receiver without valid weights reads all weights without a request to another rank.
 
     off         every version holds all tensors; nothing is kept
@@ -13,54 +13,40 @@ When the changes in the log have grown larger than the weights, a new copy of th
 from __future__ import annotations
 
 import ctypes
-import functools
+import itertools
 import pickle
 import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rlhpc.runtime.comm.device_memory import Crossing
+from rlhpc.runtime.comm.payload import dtype_name
 from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, SegmentPool, ShmSegment, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.base import DELTAS, NamedTensors, Receipt
 from rlhpc.weights.delta import Elements, Shadow
-from rlhpc.weights.transport_select import Cargo, Carries
+from rlhpc.weights.transport_select import DevicePayload, TransportSender
 from rlhpc.weights.verification import COST, digests
 
-#: Destination and source of each copy: flat, uint8, of the same size.
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-
-class HostCopies(Protocol):
-    """Asynchronous copies into host memory."""
-
-    def begin(self, pairs: Pairs) -> Callable[[], None]:
-        """Starts to copy; the returned function waits until all is copied. Until then the sources must not change."""
-
-
-class Carrier:
-    """Writer of parts from tensors that are not on the CPU.
+class DeviceChunkWriter:
+    """Writer of chunks from tensors that are not on the CPU.
 
     Args:
         pool: Segment pool of this process.
-        copies: Copies to host memory.
+        copies: Asynchronous copies to host memory; their sources must not change until they are waited for.
     """
 
-    def __init__(self, pool: SegmentPool, copies: HostCopies) -> None:
+    def __init__(self, pool: SegmentPool, copies: SideCopies) -> None:
         self._pool, self._copies = pool, copies
 
-    @classmethod
-    def of(cls, pool: SegmentPool, device: str) -> Carrier:
-        """Returns a carrier for tensors of a kind of device."""
-        return cls(pool, SideCopies(device))
-
     def begin(
-        self, tensors: Sequence[torch.Tensor], table: bytes, readers: int, *, keep: bool
+        self, tensors: Sequence[torch.Tensor], table: bytes, readers: int, *, retain: bool
     ) -> tuple[str, tuple[int, int], Callable[[], None]]:
         """Starts to write a segment, as `SegmentPool.write` would.
 
@@ -68,13 +54,13 @@ class Carrier:
             tensors: Contiguous.
             table: Bytes that follow the tensors.
             readers: Number of readers.
-            keep: See `SegmentPool.write`.
+            retain: See `keep` of `SegmentPool.write`.
 
         Returns:
             Path of the segment, (offset, size) of the table, and a function that waits until all is written.
         """
         spans = spans_of([*(tensor.nbytes for tensor in tensors), len(table)])
-        segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=keep)
+        segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=retain)
         memory = _lock_pages(segment)
         start, size = spans[-1]
         segment.memory[start : start + size] = table
@@ -91,61 +77,54 @@ def _lock_pages(segment: ShmSegment) -> torch.Tensor:
     return memory
 
 
-#: Unread parts allowed for a reader that has started: one in transit, and one being written. With fewer, a sender would wait
-#: for readers of a part that it has not announced yet.
-PARTS = 2
+#: Unread chunks allowed for a reader that has started: one in transit, and one being written. With fewer, a sender would wait
+#: for readers of a chunk that it has not announced yet.
+MAX_UNREAD_CHUNKS = 2
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
-class ChunkLocation(Protocol):
-    """Interface of a memory that holds parts."""
-
-    def awaited(self, path: str) -> list[bool]:
-        """Returns which readers of a part have not read it yet; empty once no reader is missing."""
-
-
 class ChunkWindow:
-    """Flow control of a version's parts: bounds the number of unread parts.
+    """Flow control of a version's chunks: bounds the number of unread chunks.
 
     Args:
-        pool: Holds the parts.
+        awaited: Returns which readers of a chunk, by its path, have not read it yet; empty once no reader is missing.
         readers: Names of the readers, by number.
         check: Called while waiting; raises when the run has failed.
         is_present: Returns whether a reader is still the process that the version was announced to.
         deadline: Seconds after which a wait gives up.
-        parts: Maximum number of unread parts of a reader that has started.
+        max_unread: Maximum number of unread chunks of a reader that has started.
     """
 
     def __init__(
         self,
-        pool: ChunkLocation,
+        awaited: Callable[[str], list[bool]],
         readers: Sequence[str],
         *,
         check: Callable[[], None] = lambda: None,
         is_present: Callable[[int], bool] = lambda reader: True,
         deadline: float = 1800.0,
-        parts: int = PARTS,
+        max_unread: int = MAX_UNREAD_CHUNKS,
     ) -> None:
-        self._pool, self._readers, self._parts = pool, list(readers), parts
+        self._awaited, self._readers, self._max_unread = awaited, list(readers), max_unread
         self._check, self._is_present, self._deadline = check, is_present, deadline
-        self._open: list[str] = []
+        self._unread: list[str] = []
         self._started: set[int] = set()
 
-    def wrote(self, path: str) -> None:
-        """Counts a part that was written for all readers."""
-        if path in self._open:  # all readers have read the previous part of this path
-            self._open.remove(path)
+    def record(self, path: str) -> None:
+        """Counts a chunk that was written for all readers."""
+        if path in self._unread:  # all readers have read the previous chunk of this path
+            self._unread.remove(path)
             self._started.update(range(len(self._readers)))
-        self._open.append(path)
+        self._unread.append(path)
 
     def wait(self) -> None:
-        """Returns when another part may be written.
+        """Returns when another chunk may be written.
 
         Raises:
             DeadlineExceeded: The wait took too long; names the readers that did not read.
         """
         started, pause = time.monotonic(), _SHORTEST_S
-        while lagging_readers := self._behind():
+        while lagging_readers := self._lagging_readers():
             self._check()
             replaced = {reader for reader in lagging_readers if not self._is_present(reader)}
             if replaced:
@@ -159,22 +138,22 @@ class ChunkWindow:
 
     def all_started(self) -> bool:
         """Returns whether all readers have started, and continue to the version's end."""
-        self._behind()
+        self._lagging_readers()
         return len(self._started) == len(self._readers)
 
-    def _behind(self) -> set[int]:
-        """Returns the readers that have started and have the maximum number of unread parts."""
-        awaited = {path: self._pool.awaited(path) for path in self._open}
-        self._open = [path for path in self._open if any(awaited[path])]
+    def _lagging_readers(self) -> set[int]:
+        """Returns the readers that have started and have the maximum number of unread chunks."""
+        awaited = {path: self._awaited(path) for path in self._unread}
+        self._unread = [path for path in self._unread if any(awaited[path])]
         for states in awaited.values():
             readers_started = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
             self._started.update(readers_started)
-        counts = [sum(awaited[path][reader] for path in self._open) for reader in range(len(self._readers))]
-        return {reader for reader in self._started if counts[reader] >= self._parts}
+        counts = [sum(awaited[path][reader] for path in self._unread) for reader in range(len(self._readers))]
+        return {reader for reader in self._started if counts[reader] >= self._max_unread}
 
 
-#: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
-PART_BYTES = 256 << 20
+#: Bytes of a chunk: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
+CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -183,13 +162,13 @@ class WeightChunk:
 
     Attributes:
         stream: The stream it belongs to.
-        serial: Number in the stream; a receiver that has read all parts up to a number needs those beyond it.
+        serial: Number in the stream; a receiver that has read all chunks up to a number needs those beyond it.
         path: Path of the segment.
         table: (offset, size) of the pickled table of `Entry`.
-        retained: True if other receivers may need the part later, so that every reader maps it privately.
+        retained: True if other receivers may need the chunk later, so that every reader maps it privately.
         nbytes: Bytes of the tensors.
         fixed: True if it never changes after a receiver has loaded it: its tensors are not trained.
-        cargo: Location of its tensors if they are in no segment (`transport_select`), and their names.
+        payload: Location of its tensors if they are in no segment (`transport_select`), and their names.
     """
 
     stream: str
@@ -199,11 +178,11 @@ class WeightChunk:
     retained: bool
     nbytes: int
     fixed: bool = False
-    cargo: tuple[Cargo, tuple[str, ...]] | None = None
+    payload: tuple[DevicePayload, tuple[str, ...]] | None = None
 
     @property
     def name(self) -> str:
-        """Unique name of the part."""
+        """Unique name of the chunk."""
         return f"{self.stream}-{self.serial}"
 
     @property
@@ -219,16 +198,16 @@ Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Announcement:
-    """Announcement of a piece of one version; pieces come in order.
+    """Announcement of a chunk of one version; announcements come in order.
 
     Attributes:
         stream: The stream it belongs to; serials of two streams are unrelated.
         version: Version of the weights.
-        number: Number of the piece within the version, from 0.
-        serial: Serial of the stream's newest part.
-        part: The new part; None if there is no new part.
-        last: Whether this is the version's last piece.
-        log: The kept parts from before this version, in order; in the first announcement only.
+        number: Number of the announcement within the version, from 0.
+        serial: Serial of the stream's newest chunk.
+        chunk: The new chunk; None if there is no new chunk.
+        last: Whether this is the version's last announcement.
+        log: The kept chunks from before this version, in order; in the first announcement only.
         receipt: Digests of the version; in the last announcement only.
     """
 
@@ -236,14 +215,14 @@ class Announcement:
     version: int
     number: int
     serial: int
-    part: WeightChunk | None
+    chunk: WeightChunk | None
     last: bool
     log: tuple[WeightChunk, ...] = ()
     receipt: Receipt | None = None
 
 
 class _Bucket:
-    """Tensors that go into one part."""
+    """Tensors that go into one chunk."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -253,23 +232,18 @@ class _Bucket:
     def add(self, name: str, value: torch.Tensor | Elements) -> None:
         sizes: tuple[int, ...]
         if isinstance(value, Elements):
-            index, sizes = _name(value.index.dtype), (value.index.nbytes, value.values.nbytes)
+            index, sizes = dtype_name(value.index.dtype), (value.index.nbytes, value.values.nbytes)
             self.tensors += [value.index, value.values]
         else:
             index, sizes = "", (value.nbytes,)
             self.tensors.append(value)
-        self.entries.append((name, tuple(value.shape), _name(value.dtype), sizes, index))
+        self.entries.append((name, tuple(value.shape), dtype_name(value.dtype), sizes, index))
         self.nbytes += sum(sizes)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
     """Returns a contiguous tensor's memory. This is ten times as fast as views and numpy, for hundreds of tensors."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Publisher:
@@ -279,9 +253,9 @@ class Publisher:
         pool: This process's pool.
         readers: Number of receivers.
         delta: One of `DELTAS`.
-        part_bytes: Size of a part.
-        carrier: Writes parts while the next tensors are gathered; by default used for tensors on an accelerator.
-        roads: Carries parts that are not kept, where it can.
+        chunk_bytes: Size of a chunk.
+        device_writer: Writes chunks while the next tensors are gathered; by default used for tensors on an accelerator.
+        transport: Stages chunks that are not retained on the accelerator, where it can.
     """
 
     def __init__(
@@ -289,29 +263,29 @@ class Publisher:
         pool: SegmentPool,
         readers: int,
         delta: str = "frozen",
-        part_bytes: int = PART_BYTES,
-        carrier: Carrier | None = None,
-        roads: Carries | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        device_writer: DeviceChunkWriter | None = None,
+        transport: TransportSender | None = None,
     ) -> None:
         if delta not in DELTAS:
             raise ValueError(f"delta is {delta!r}; allowed: {', '.join(DELTAS)}")
-        self._pool, self._readers, self._delta, self._part_bytes = pool, readers, delta, part_bytes
-        self._carrier, self._roads = carrier, roads
+        self._pool, self._readers, self._delta, self._chunk_bytes = pool, readers, delta, chunk_bytes
+        self._device_writer, self._transport = device_writer, transport
         self._frozen: list[WeightChunk] = []
         self._base: list[WeightChunk] = []
         self._changes: list[WeightChunk] = []
-        self._dropping: list[WeightChunk] = []
+        self._replaced: list[WeightChunk] = []
         self.forget()
 
     def forget(self) -> None:
         """Starts a new stream: whatever the receivers hold, the next version contains all tensors."""
-        for chunk in [*self._frozen, *self._base, *self._changes, *self._dropping]:
+        for chunk in [*self._frozen, *self._base, *self._changes, *self._replaced]:
             self._pool.drop(chunk.path)
         self._stream, self._serial = uuid.uuid4().hex, -1
-        self._frozen, self._base, self._changes, self._dropping = [], [], [], []
+        self._frozen, self._base, self._changes, self._replaced = [], [], [], []
         #: Frozen tensors that were sent, with torch's count of in-place changes; and those that changed nevertheless.
         self._frozen_counts: dict[str, int] = {}
-        self._moved: set[str] = set()
+        self._changed_frozen: set[str] = set()
         self._shadow = Shadow()
 
     def publish(
@@ -322,30 +296,27 @@ class Publisher:
 
         Args:
             version: Version of the weights.
-            tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
+            tensors: Names and tensors; each is dropped before the next chunk begins. Tensors in `frozen` that have been
                 in the stream before may be left out.
             frozen: Names of tensors that are not trained. An in-place change of one is detected.
-            window: Flow control; without it, parts are written without a wait.
+            window: Flow control; without it, chunks are written without a wait.
         """
         pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
         try:
-            for announcement, wait_written in self._announcements(version, tensors, frozen, window):
+            announcements = self._announcements(version, tensors, frozen, window)
+            for announcement, wait_written in itertools.chain(announcements, [(None, None)]):
                 if pending is not None:
                     (announced, wait_started), pending = pending, None
                     wait_started()
                     yield announced
-                if wait_written is None:
-                    yield announcement
-                else:
+                if announcement is not None and wait_written is not None:
                     pending = announcement, wait_written
-            if pending is not None:
-                (announced, wait_started), pending = pending, None
-                wait_started()
-                yield announced
+                elif announcement is not None:
+                    yield announcement
         finally:
-            if pending is not None:  # the version was aborted: this part is not announced
+            if pending is not None:  # the version was aborted: this chunk is not announced
                 pending[1]()
-                if (chunk := pending[0].part) is not None and not chunk.retained:
+                if (chunk := pending[0].chunk) is not None and not chunk.retained:
                     for reader in range(self._readers):
                         self._pool.release(chunk.path, reader)
 
@@ -353,34 +324,34 @@ class Publisher:
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
         """Yields each announcement with the function to wait for before sending it; None if no wait is needed."""
-        self._settle()
+        self._drop_replaced()
         log, sent_frozen = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
         sequence_number = 0
-        frozen_bucket, trained_bucket = _Bucket(), _Bucket()
-        undigested: list[
-            tuple[str, torch.Tensor]
-        ] = []  # not digested yet: in batches, since there are hundreds of small ones
+        buckets = {is_frozen: _Bucket() for is_frozen in (True, False)}
+        # Digests are computed in batches, since there are hundreds of small tensors.
+        undigested: list[tuple[str, torch.Tensor]] = []
         digests_by_name: dict[str, int] = {}
 
-        @COST.proving()
-        def prove() -> None:
+        @COST.measuring()
+        def compute_digests() -> None:
             digests_by_name.update(digests(undigested, version))
             undigested.clear()
 
-        def announce(bucket: _Bucket | None, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
+        def announce(is_frozen: bool, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
+            """Writes the tensors of a bucket, if it has any, and starts another bucket."""
             nonlocal sequence_number
             chunk, wait_written = None, None
-            prove()
-            if bucket is not None:
-                is_kept = bucket is frozen_bucket or self._delta == "elements"
+            compute_digests()
+            bucket, buckets[is_frozen] = buckets[is_frozen], _Bucket()
+            if bucket.entries:
                 if window is not None:
                     window.wait()
                 chunk, wait_written = self._write(
-                    bucket, keep=is_kept, readers=self._readers, fixed=bucket is frozen_bucket
+                    bucket, retain=is_frozen or self._delta == "elements", readers=self._readers, fixed=is_frozen
                 )
                 if window is not None and chunk.path:
-                    window.wrote(chunk.path)
-                if bucket is frozen_bucket:
+                    window.record(chunk.path)
+                if is_frozen:
                     self._frozen.append(chunk)
                 elif self._delta == "elements":
                     (self._changes if log else self._base).append(chunk)
@@ -399,79 +370,75 @@ class Publisher:
             return announcement, wait_written
 
         for name, tensor in tensors:
-            is_frozen = self._delta != "off" and name in frozen and name not in self._moved
+            is_frozen = self._delta != "off" and name in frozen and name not in self._changed_frozen
             if is_frozen and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
-                self._moved.add(name)  # a moving average, for example
+                self._changed_frozen.add(name)  # a moving average, for example
                 is_frozen = False
             elif is_frozen and name in sent_frozen:
                 continue
-            update: torch.Tensor | Elements | None = self._gathered(tensor)
+            update: torch.Tensor | Elements | None = self._prepare(tensor)
             assert isinstance(update, torch.Tensor)
             undigested.append((name, update))
             if self._delta == "elements" and not is_frozen:
-                prove()  # the delta may be empty, so the digests must not wait for it
+                compute_digests()  # the delta may be empty, so the digests must not wait for it
                 update = self._shadow.changes(name, update)
             if update is None:
                 continue
-            bucket = frozen_bucket if is_frozen else trained_bucket
-            if bucket.entries and bucket.nbytes + _size(update) > self._part_bytes:
-                yield announce(bucket, last=False)
-                bucket = _Bucket()
-                frozen_bucket, trained_bucket = (bucket, trained_bucket) if is_frozen else (frozen_bucket, bucket)
-            bucket.add(name, update)
-        if frozen_bucket.entries and trained_bucket.entries:
-            yield announce(frozen_bucket, last=False)
-            frozen_bucket = _Bucket()
-        yield announce(
-            frozen_bucket if frozen_bucket.entries else trained_bucket if trained_bucket.entries else None, last=True
-        )
-        if sum(part.nbytes for part in self._changes) > sum(part.nbytes for part in self._base):
+            if buckets[is_frozen].entries and buckets[is_frozen].nbytes + _size(update) > self._chunk_bytes:
+                yield announce(is_frozen, last=False)
+            buckets[is_frozen].add(name, update)
+        if buckets[True].entries and buckets[False].entries:
+            yield announce(True, last=False)
+        yield announce(bool(buckets[True].entries), last=True)
+        if sum(chunk.nbytes for chunk in self._changes) > sum(chunk.nbytes for chunk in self._base):
             self._compact()
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in the form in which it is written: on its device, unless elements are compared."""
         if tensor.is_cpu:
             tensor = tensor.detach() if tensor.requires_grad else tensor
             return tensor if tensor.is_contiguous() else tensor.contiguous()
         if self._delta != "elements":
-            self._carrier = self._carrier or Carrier.of(self._pool, tensor.device.type)
+            self._device_writer = self._device_writer or DeviceChunkWriter(self._pool, SideCopies(tensor.device.type))
             return tensor.detach().contiguous()
         return tensor.detach().cpu().contiguous()
 
     def _write(
-        self, bucket: _Bucket, *, keep: bool, readers: int, serial: int | None = None, fixed: bool = False
+        self, bucket: _Bucket, *, retain: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[WeightChunk, Callable[[], None] | None]:
-        """Returns a part, and a function that waits until it is fully written; None if it is."""
-        cargo = None if keep or self._roads is None or serial is not None else self._roads.carry(bucket.tensors)
-        if cargo is not None:
+        """Returns a chunk, and a function that waits until it is fully written; None if it is."""
+        payload = (
+            None if retain or self._transport is None or serial is not None else self._transport.stage(bucket.tensors)
+        )
+        if payload is not None:
             self._serial += 1
-            path = cargo.path if isinstance(cargo, Crossing) else ""
+            path = payload.path if isinstance(payload, Crossing) else ""
             names = tuple(tensor_entry[0] for tensor_entry in bucket.entries)
             return WeightChunk(
-                self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)
+                self._stream, self._serial, path, (0, 0), False, bucket.nbytes, payload=(payload, names)
             ), None
         table, wait_written = pickle.dumps(bucket.entries), None
-        if self._carrier is not None:
-            path, span, wait_written = self._carrier.begin(bucket.tensors, table, readers, keep=keep)
+        if self._device_writer is not None:
+            path, span, wait_written = self._device_writer.begin(bucket.tensors, table, readers, retain=retain)
         else:
-            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=keep)
+            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=retain)
             span = spans[-1]
         if serial is None:
             self._serial += 1
         return WeightChunk(
-            self._stream, self._serial if serial is None else serial, path, span, keep, bucket.nbytes, fixed
+            self._stream, self._serial if serial is None else serial, path, span, retain, bucket.nbytes, fixed
         ), wait_written
 
-    def again(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
-        """Announces a part again from the data that was sent. It was in no segment, and some receivers did not get it."""
-        lost_chunk, bucket = announcement.part, _Bucket()
-        assert lost_chunk is not None and lost_chunk.cargo is not None
-        for name, tensor in zip(lost_chunk.cargo[1], tensors, strict=True):
-            bucket.add(name, self._gathered(tensor))
-        chunk, wait_written = self._write(bucket, keep=False, readers=self._readers, serial=lost_chunk.serial)
+    def republish(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
+        """Announces a chunk again from the data that was sent. It was in no segment, and some receivers did not get it."""
+        lost_chunk, bucket = announcement.chunk, _Bucket()
+        assert lost_chunk is not None and lost_chunk.payload is not None
+        for name, tensor in zip(lost_chunk.payload[1], tensors, strict=True):
+            bucket.add(name, self._prepare(tensor))
+        chunk, wait_written = self._write(bucket, retain=False, readers=self._readers, serial=lost_chunk.serial)
         if wait_written is not None:
             wait_written()
-        return replace(announcement, part=chunk)
+        return replace(announcement, chunk=chunk)
 
     # -- the log ----------------------------------------------------------------------------------------------------
 
@@ -483,31 +450,31 @@ class Publisher:
         bucket = _Bucket()
 
         def write() -> None:
-            chunk, wait_written = self._write(bucket, keep=True, readers=0, serial=self._serial)
+            chunk, wait_written = self._write(bucket, retain=True, readers=0, serial=self._serial)
             if wait_written is not None:
                 wait_written()
             base.append(chunk)
 
         for name, tensor in self._shadow.tensors():
-            if bucket.entries and bucket.nbytes + _size(tensor) > self._part_bytes:
+            if bucket.entries and bucket.nbytes + _size(tensor) > self._chunk_bytes:
                 write()
                 bucket = _Bucket()
             bucket.add(name, tensor)
         write()
-        self._dropping += [*self._base, *self._changes]
+        self._replaced += [*self._base, *self._changes]
         self._base, self._changes = base, []
 
-    def _settle(self) -> None:
+    def _drop_replaced(self) -> None:
         """Drops what compaction has replaced, once no announcement that names it is in transit: every receiver has read
-        the last part of it or, if it was restarted, something newer.
+        the last chunk of it or, if it was restarted, something newer.
         """
-        if not self._dropping:
+        if not self._replaced:
             return
-        newer = [self._dropping[-1], *self._changes]
+        newer = [self._replaced[-1], *self._changes]
         if not any(all(states) for states in zip(*(self._pool.awaited(chunk.path) for chunk in newer), strict=True)):
-            for chunk in self._dropping:
+            for chunk in self._replaced:
                 self._pool.drop(chunk.path)
-            self._dropping = []
+            self._replaced = []
 
 
 def _changes_in_place(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ long as the same ranks take part. This module imports no torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +21,7 @@ _BLOCKS_PER_RANK = 24
 _MIN_BLOCK_BYTES = 1 << 12
 
 
-class Held(NamedTuple):
+class ShardMetadata(NamedTuple):
     """Slice of a tensor that a rank holds.
 
     Attributes:
@@ -40,7 +41,7 @@ class Held(NamedTuple):
     dtype: str = ""
 
 
-class Piece(NamedTuple):
+class SourceSlice(NamedTuple):
     """Slice of a tensor that one rank sends.
 
     Attributes:
@@ -62,40 +63,40 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Routes:
+class TransferPlan:
     """Transfer plan for receivers that request the same slices.
 
     Attributes:
-        pieces: Slices in the order in which they are sent: layer by layer.
+        slices: Slices in the order in which they are sent: layer by layer.
         shapes: Shapes of the full tensors.
         frozen: Names of tensors that never change.
         dtypes: Dtypes of the tensors, as they are sent.
     """
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[SourceSlice, ...]
     shapes: Mapping[str, tuple[int, ...]]
     frozen: frozenset[str] = frozenset()
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
-    def sent(self) -> dict[int, int]:
+    def bytes_by_rank(self) -> dict[int, int]:
         """Returns the bytes that each rank sends in a complete update."""
-        bytes_by_rank = dict[int, int]()
-        for piece in self.pieces:
-            bytes_by_rank[piece.source] = bytes_by_rank.get(piece.source, 0) + piece.nbytes
+        bytes_by_rank = Counter[int]()
+        for source_slice in self.slices:
+            bytes_by_rank[source_slice.source] += source_slice.nbytes
         return bytes_by_rank
 
 
-def route(
-    held: Sequence[Sequence[Held]],
+def plan_transfer(
+    shards: Sequence[Sequence[ShardMetadata]],
     requested: Mapping[str, Sequence[Box]] | None,
-    load: Mapping[int, int] | None = None,
-) -> Routes:
+    other_bytes: Mapping[int, int] | None = None,
+) -> TransferPlan:
     """Plans an update.
 
     Args:
-        held: Slices that each rank holds.
+        shards: Slices that each rank holds.
         requested: Slices that the receivers request; None requests all tensors. Overlaps of boxes are sent once.
-        load: Bytes that each rank sends to other receivers.
+        other_bytes: Bytes that each rank sends to other receivers.
 
     Raises:
         RlhpcError: No rank holds a requested slice; names the tensor.
@@ -103,7 +104,7 @@ def route(
     holders = dict[str, list[tuple[int, Box]]]()
     shapes, sizes, frozen = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
     dtypes = dict[str, str]()
-    for rank, entries in enumerate(held):
+    for rank, entries in enumerate(shards):
         for name, shape, itemsize, box, is_frozen, dtype in entries:
             holders.setdefault(name, []).append((rank, box))
             if shapes.setdefault(name, shape) != shape:
@@ -115,15 +116,15 @@ def route(
     if unknown := sorted(atoms.keys() - shapes.keys()):
         raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
     total = sum(box.numel * sizes[name] for name, boxes in atoms.items() for box in boxes)
-    block = max(_MIN_BLOCK_BYTES, total // max(1, len(held)) // _BLOCKS_PER_RANK)
-    loads, pieces = dict(load or {}), list[Piece]()
+    block = max(_MIN_BLOCK_BYTES, total // max(1, len(shards)) // _BLOCKS_PER_RANK)
+    bytes_by_rank, slices = Counter(other_bytes or {}), list[SourceSlice]()
     for name in sorted(atoms, key=_natural):
         for atom in atoms[name]:
             rows = block // max(1, sizes[name] * atom.numel // max(1, atom.sizes[0] if atom.sizes else 1))
-            for row_block in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
-                pieces += _from(name, row_block, holders[name], sizes[name], loads)
+            for row_block in _cut_rows(atom, max(1, rows)) if _has_copies(holders[name], atom) else [atom]:
+                slices += _assign_sources(name, row_block, holders[name], sizes[name], bytes_by_rank)
     shapes = {name: shapes[name] for name in atoms}
-    return Routes(tuple(_join_blocks(pieces, sizes)), shapes, frozenset(frozen), dtypes)
+    return TransferPlan(tuple(_join_blocks(slices, sizes)), shapes, frozenset(frozen), dtypes)
 
 
 def _atoms(
@@ -140,13 +141,13 @@ def _atoms(
     return boxes_by_name
 
 
-def _many(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
+def _has_copies(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
     """Returns whether several ranks hold the same elements."""
     overlaps = [overlap for _, box in holders if (overlap := atom.meet(box)) is not None]
     return sum(overlap.numel for overlap in overlaps) > atom.numel
 
 
-def _rows(atom: Box, rows: int) -> list[Box]:
+def _cut_rows(atom: Box, rows: int) -> list[Box]:
     """Cuts a box along its first dimension."""
     if not atom.sizes or atom.sizes[0] <= rows:
         return [atom]
@@ -154,39 +155,40 @@ def _rows(atom: Box, rows: int) -> list[Box]:
     return [Box((start + offset, *starts), (min(rows, size - offset), *sizes)) for offset in range(0, size, rows)]
 
 
-def _from(
-    name: str, part: Box, holders: Sequence[tuple[int, Box]], itemsize: int, loads: dict[int, int]
-) -> list[Piece]:
+def _assign_sources(
+    name: str, target: Box, holders: Sequence[tuple[int, Box]], itemsize: int, bytes_by_rank: Counter[int]
+) -> list[SourceSlice]:
     """Assigns a slice to the ranks that hold it and have the fewest bytes to send."""
-    remaining, pieces = [part], list[Piece]()
-    for rank, box in sorted(holders, key=lambda holder: (loads.get(holder[0], 0), holder[0])):
-        overlaps = [(missing_box, missing_box.meet(box)) for missing_box in remaining]
-        remaining = [
-            remainder
-            for missing_box, overlap in overlaps
-            for remainder in ([missing_box] if overlap is None else missing_box.without(overlap))
-        ]
-        for _, overlap in overlaps:
-            if overlap is not None:
-                pieces.append(Piece(name, overlap, rank, overlap.numel * itemsize))
-                loads[rank] = loads.get(rank, 0) + overlap.numel * itemsize
+    remaining, slices = [target], list[SourceSlice]()
+    for rank, box in sorted(holders, key=lambda holder: (bytes_by_rank[holder[0]], holder[0])):
+        for overlap in filter(None, (missing_box.meet(box) for missing_box in remaining)):
+            slices.append(SourceSlice(name, overlap, rank, overlap.numel * itemsize))
+            bytes_by_rank[rank] += overlap.numel * itemsize
+        remaining = [remainder for missing_box in remaining for remainder in uncovered(missing_box, [box])]
         if not remaining:
-            return pieces
+            return slices
     raise RlhpcError(f"no rank of the trainer has {remaining[0]} of {name}, which an engine wants")
 
 
-def _join_blocks(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piece]:
-    """Joins neighbouring row blocks of one rank into one piece."""
-    joined = list[Piece]()
-    for piece in pieces:
+def _join_blocks(slices: Sequence[SourceSlice], sizes: Mapping[str, int]) -> list[SourceSlice]:
+    """Joins neighbouring row blocks of one rank into one slice."""
+    joined = list[SourceSlice]()
+    for source_slice in slices:
         previous = joined[-1] if joined else None
-        if previous is not None and previous.name == piece.name and previous.source == piece.source and piece.box.sizes:
+        if (
+            previous is not None
+            and previous.name == source_slice.name
+            and previous.source == source_slice.source
+            and source_slice.box.sizes
+        ):
             (start, *starts), (size, *row_sizes) = previous.box
-            if (start + size, *starts) == piece.box.starts and tuple(row_sizes) == piece.box.sizes[1:]:
-                joined_box = Box(previous.box.starts, (size + piece.box.sizes[0], *row_sizes))
-                joined[-1] = Piece(previous.name, joined_box, previous.source, joined_box.numel * sizes[previous.name])
+            if (start + size, *starts) == source_slice.box.starts and tuple(row_sizes) == source_slice.box.sizes[1:]:
+                joined_box = Box(previous.box.starts, (size + source_slice.box.sizes[0], *row_sizes))
+                joined[-1] = SourceSlice(
+                    previous.name, joined_box, previous.source, joined_box.numel * sizes[previous.name]
+                )
                 continue
-        joined.append(piece)
+        joined.append(source_slice)
     return joined
 
 
@@ -201,68 +203,71 @@ DIGEST = 8
 
 
 @dataclass(frozen=True)
-class Load:
+class TransferRound:
     """Pieces that are transferred together, from all ranks that send some of them.
 
     Attributes:
-        pieces: In the order of the routes.
-        at: Offset of each piece, in bytes.
-        spans: By trainer rank, start and end of the bytes it sends. The digests of its pieces come before the pieces.
+        slices: In the order of the plan.
+        offsets: Offset of each slice, in bytes.
+        spans: By trainer rank, start and end of the bytes it sends. The digests of its slices come before the slices.
         size: Total bytes.
     """
 
-    pieces: tuple[Piece, ...]
-    at: tuple[int, ...]
+    slices: tuple[SourceSlice, ...]
+    offsets: tuple[int, ...]
     spans: dict[int, tuple[int, int]]
     size: int
 
-    def of(self, source: int) -> list[tuple[Piece, int]]:
-        """Returns the pieces that a trainer rank sends, with their offsets."""
+    def slices_of(self, source: int) -> list[tuple[SourceSlice, int]]:
+        """Returns the slices that a trainer rank sends, with their offsets."""
         return [
-            piece_and_offset
-            for piece_and_offset in zip(self.pieces, self.at, strict=True)
-            if piece_and_offset[0].source == source
+            slice_and_offset
+            for slice_and_offset in zip(self.slices, self.offsets, strict=True)
+            if slice_and_offset[0].source == source
         ]
 
 
 @dataclass(frozen=True)
 class SliceReaders:
-    """Receivers that request the same slices, and the loads sent to them.
+    """Receivers that request the same slices, and the rounds in which they are sent.
 
     Attributes:
-        loads: In the order of the transfer.
+        rounds: In the order of the transfer.
         ranks: Ranks in the group; each one forwards to the next.
     """
 
-    loads: tuple[Load, ...]
+    rounds: tuple[TransferRound, ...]
     ranks: tuple[int, ...]
 
 
-def loads(pieces: Sequence[Piece], max_bytes: int) -> tuple[Load, ...]:
-    """Cuts the pieces for one group of readers into loads.
+def plan_rounds(slices: Sequence[SourceSlice], max_bytes: int) -> tuple[TransferRound, ...]:
+    """Cuts the slices for one group of readers into rounds.
 
     Args:
-        pieces: In order.
-        max_bytes: Maximum bytes of a load, unless a single piece is larger.
+        slices: In order.
+        max_bytes: Maximum bytes of a round, unless a single slice is larger.
     """
-    full_loads, batch, nbytes = list[Load](), list[Piece](), 0
-    for piece in pieces:
-        if batch and nbytes + piece.nbytes > max_bytes:
-            full_loads.append(_load(batch))
-            batch, nbytes = [], 0
-        batch.append(piece)
-        nbytes += piece.nbytes
-    return (*full_loads, *([_load(batch)] if batch else []))
+    batches, nbytes = list[list[SourceSlice]](), 0
+    for source_slice in slices:
+        if not batches or nbytes + source_slice.nbytes > max_bytes:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append(source_slice)
+        nbytes += source_slice.nbytes
+    return tuple(map(_build_round, batches))
 
 
-def _load(pieces: Sequence[Piece]) -> Load:
+def _build_round(slices: Sequence[SourceSlice]) -> TransferRound:
     offsets, spans, size = dict[int, int](), dict[int, tuple[int, int]](), 0
-    for source in sorted({piece.source for piece in pieces}):
-        start, piece_indices = size, [piece_index for piece_index, piece in enumerate(pieces) if piece.source == source]
-        size += DIGEST * len(piece_indices)
-        for piece_index in piece_indices:
-            offsets[piece_index] = size + -size % _ALIGN
-            size = offsets[piece_index] + pieces[piece_index].nbytes
+    for source in sorted({source_slice.source for source_slice in slices}):
+        start, slice_indices = (
+            size,
+            [slice_index for slice_index, source_slice in enumerate(slices) if source_slice.source == source],
+        )
+        size += DIGEST * len(slice_indices)
+        for slice_index in slice_indices:
+            offsets[slice_index] = size + -size % _ALIGN
+            size = offsets[slice_index] + slices[slice_index].nbytes
         size += -size % _ALIGN
         spans[source] = (start, size)
-    return Load(tuple(pieces), tuple(offsets[piece_index] for piece_index in range(len(pieces))), spans, size)
+    return TransferRound(tuple(slices), tuple(offsets[slice_index] for slice_index in range(len(slices))), spans, size)

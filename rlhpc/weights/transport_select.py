@@ -1,6 +1,6 @@
-"""Transport selection for the parts of a version.
+"""Transport selection for the chunks of a version.
 
-    host    shared memory on one host, TCP to other hosts (`transport`): for kept parts, and for receivers that are not ready
+    host    shared memory on one host, TCP to other hosts (`transport`): for kept chunks, and for receivers that are not ready
     ipc     all ends compute on the sender's accelerator or on its peers: a device buffer that receivers open and copy from
             (`comm.device_memory`)
     nccl    each end computes on its own accelerator: buckets, over a process group of sender and receivers
@@ -11,7 +11,7 @@ version, without a request to the receivers. Until all have published it, or whe
 do not, a version takes the host transport.
 
 The ranks of a group have to meet, and a receiver may be busy with a call that waits for the sender. So buckets are sent only
-after all receivers have started on the version, which they then read to its end: its first parts take the host transport.
+after all receivers have started on the version, which they then read to its end: its first chunks take the host transport.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhpc.runtime.comm import device_memory as crossings
 from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import Crossing, current_device
-from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.comm.payload import Origin, dtype_name
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
 from rlhpc.weights.process_group import GroupLost, RankAddress, WeightProcessGroup
@@ -39,7 +39,7 @@ AUTO, HOST, IPC, NCCL, GLOO = "auto", "host", "ipc", "nccl", "gloo"
 SEVERAL = "several"
 
 
-class End(NamedTuple):
+class EndpointDevice(NamedTuple):
     """Device that one end computes on.
 
     Attributes:
@@ -57,7 +57,7 @@ class End(NamedTuple):
     reads: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, context: Context, member: RankAddress) -> End:
+    def of_process(cls, context: Context, member: RankAddress) -> EndpointDevice:
         """Returns the device of this process."""
         device = current_device()
         card, reads = ("", ()) if device is None else (device.address, device.reads)
@@ -78,14 +78,14 @@ class Bucket(NamedTuple):
         kind: `nccl` or `gloo`.
         members: Ranks of the group, the sender first.
         size: Size in bytes.
-        parts: Layout of the tensors.
+        views: Layout of the tensors.
     """
 
     group: str
     kind: str
     members: tuple[RankAddress, ...]
     size: int
-    parts: list[crossings.TensorView]
+    views: list[crossings.TensorView]
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of the tensors in the bucket's memory."""
@@ -93,22 +93,17 @@ class Bucket(NamedTuple):
 
         return [
             flat[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
-            for view in self.parts
+            for view in self.views
         ]
 
 
-#: Location of a part that is in no segment, as an announcement gives it.
-Cargo = Crossing | Bucket
+#: Location of a chunk that is in no segment, as an announcement gives it.
+DevicePayload = Crossing | Bucket
 
 
-class Carries(Protocol):
-    """Carrier of parts for a `Publisher`."""
-
-    def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
-        """Takes the tensors of a part; returns None if the part has to be written to a segment."""
-
-
-def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) -> tuple[str, str]:
+def choose(
+    sender: EndpointDevice, receivers: Sequence[EndpointDevice | None], requested: str = AUTO
+) -> tuple[str, str]:
     """Returns the transport of a version, and the reason.
 
     Args:
@@ -146,31 +141,31 @@ def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) 
     return transport, reason
 
 
-class Sending:
+class TransportSender:
     """The sender's side of the transport.
 
     Args:
-        me: Group and rank of the sender.
+        local_member: Group and rank of the sender.
         requested: See `choose`.
 
     Attributes:
-        road: Transport of the current version.
-        carried: Number of parts that were in no segment.
+        transport: Transport of the current version.
+        num_staged: Number of chunks that were in no segment.
         lost_bucket: The last bucket and its memory, if some receivers did not get it.
     """
 
-    def __init__(self, me: RankAddress, requested: str) -> None:
-        self._me, self._requested = me, requested
+    def __init__(self, local_member: RankAddress, requested: str) -> None:
+        self._local_member, self._requested = local_member, requested
         self._receivers: tuple[RankAddress, ...] = ()
         self._all_started: Callable[[], bool] = lambda: False
-        self.road, self._why, self.carried = HOST, "", 0
+        self.transport, self._reason, self.num_staged = HOST, "", 0
         self._group: WeightProcessGroup | None = None
-        self._ends: tuple[End, ...] = ()
+        self._ends: list[EndpointDevice | None] = []
         self._sent: tuple[Bucket, torch.Tensor] | None = None
-        self._waits = False
+        self._is_unsent = False
         self.lost_bucket: tuple[Bucket, torch.Tensor] | None = None
 
-    def open(self, receivers: Sequence[RankAddress], all_started: Callable[[], bool]) -> None:
+    def begin_version(self, receivers: Sequence[RankAddress], all_started: Callable[[], bool]) -> None:
         """Chooses the transport of a version, since receivers may have joined or changed.
 
         Args:
@@ -181,55 +176,54 @@ class Sending:
         self._receivers, self._all_started = tuple(receivers), all_started
         if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
             return
-        sender_end, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
-        transport, reason = choose(sender_end, ends, self._requested)
-        if (transport, reason) != (self.road, self._why):
-            log.info("weights of %s-%d take the road %s: %s", *self._me, transport, reason)
-            self.road, self._why = transport, reason
-        if tuple(filter(None, ends)) != self._ends or transport not in (NCCL, GLOO):
+        ends = [find_device(context, receiver) for receiver in self._receivers]
+        transport, reason = choose(EndpointDevice.of_process(context, self._local_member), ends, self._requested)
+        if (transport, reason) != (self.transport, self._reason):
+            log.info("weights of %s-%d take the transport %s: %s", *self._local_member, transport, reason)
+            self.transport, self._reason = transport, reason
+        if ends != self._ends or transport not in (NCCL, GLOO):
             self.forget()
-        self._ends = tuple(filter(None, ends))
+        self._ends = ends
 
-    def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
-        """Takes the tensors of a part (`Carries.carry`)."""
-        carried: Cargo | None = None
-        if self.road == IPC:
-            device = current_device()
-            if device is not None and all(map(device.holds, tensors)):
-                carried = current().service.lane.pool.write(tensors, len(self._receivers))
-        elif self.road in (NCCL, GLOO) and self._all_started():
-            self.settle()  # at most one bucket is in transit while the next is gathered
-            carried = self._bucket(tensors) if self.road != HOST else None
-        self.carried += carried is not None
-        return carried
+    def stage(self, tensors: Sequence[torch.Tensor]) -> DevicePayload | None:
+        """Takes the tensors of a chunk; returns None if the chunk has to be written to a segment."""
+        payload: DevicePayload | None = None
+        device = current_device()
+        if self.transport == IPC and device is not None and all(map(device.holds, tensors)):
+            payload = current().service.lane.pool.write(tensors, len(self._receivers))
+        elif self.transport in (NCCL, GLOO) and self._all_started():
+            self.wait_delivered()  # at most one bucket is in transit while the next is gathered
+            payload = self._bucket(tensors) if self.transport != HOST else None
+        self.num_staged += payload is not None
+        return payload
 
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
-            self._group = WeightProcessGroup(self.road, (self._me, *self._receivers), self._me)
+            self._group = WeightProcessGroup(self.transport, (self._local_member, *self._receivers), self._local_member)
         views, size = crossings.layout_tensors(
-            [(_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
+            [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
-        bucket = Bucket(self._group.name, self.road, self._group.members, size, views)
+        bucket = Bucket(self._group.name, self.transport, self._group.members, size, views)
         flat = self._group.memory(size)
         for target, tensor in zip(bucket.tensors(flat), tensors, strict=True):
             target.copy_(tensor.detach())
-        self._sent, self._waits = (bucket, flat), True
+        self._sent, self._is_unsent = (bucket, flat), True
         return bucket
 
-    def depart(self) -> None:
+    def broadcast_bucket(self) -> None:
         """Broadcasts the bucket, after it was announced to all receivers, which meet there."""
-        if self._sent is not None and self._group is not None and self._waits:
-            self._waits = False
+        if self._sent is not None and self._group is not None and self._is_unsent:
+            self._is_unsent = False
             with self._or_lost():
                 self._group.broadcast(self._sent[1])
 
-    def settle(self) -> None:
-        """Waits until all receivers have the last bucket. If a receiver was lost, later parts use the host transport."""
-        if self._group is not None and self._sent is not None and not self._waits:
+    def wait_delivered(self) -> None:
+        """Waits until all receivers have the last bucket. If a receiver was lost, later chunks use the host transport."""
+        if self._group is not None and self._sent is not None and not self._is_unsent:
             with self._or_lost():
-                self._group.settle()
+                self._group.wait()
                 self._group.confirm()
-                self._group.settle()
+                self._group.wait()
                 self._sent = None
 
     @contextlib.contextmanager
@@ -238,94 +232,92 @@ class Sending:
             yield
         except GroupLost as error:
             log.warning("%s; what is left of this version goes through the host", error)
-            self.road, self._why, self._group = HOST, "the group has ended", None
+            self.transport, self._reason, self._group = HOST, "the group has ended", None
             self.lost_bucket, self._sent = self._sent, None
 
     def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
         """Returns the last bucket and its memory if some receivers did not get it, and forgets it."""
-        retry, self.lost_bucket = self.lost_bucket, None
-        return retry
+        lost_bucket, self.lost_bucket = self.lost_bucket, None
+        return lost_bucket
 
-    def forget(self, *, tell: bool = False) -> None:
-        """Ends the group, since its members may change; `tell` makes them abort what they are doing."""
+    def forget(self, *, notify: bool = False) -> None:
+        """Ends the group, since its members may change; `notify` makes them abort what they are doing."""
         group, self._group, self._sent, self.lost_bucket = self._group, None, None, None
         if group is not None:
-            group.end(tell=tell)
+            group.end(notify=notify)
 
 
-class Receiving:
+class TransportReceiver:
     """A receiver's side of the transport.
 
     Args:
-        me: Group and rank of the receiver.
+        local_member: Group and rank of the receiver.
         requested: See `choose`.
     """
 
-    def __init__(self, me: RankAddress, requested: str) -> None:
-        self._me, self._requested, self._published = me, requested, False
+    def __init__(self, local_member: RankAddress, requested: str) -> None:
+        self._local_member, self._requested, self._published = local_member, requested, False
         self._group: WeightProcessGroup | None = None
         self._left_group = ""  # the group that this process has left
 
-    def tell(self) -> None:
+    def publish_device(self) -> None:
         """Publishes the device of this process, as soon as it computes."""
         if self._published or self._requested == HOST or (current_device() is None and self._requested != GLOO):
             return
         context = current()
-        context.registry.put(WEIGHTS, _named(self._me), End.of(context, self._me)._asdict())
+        context.registry.put(
+            WEIGHTS, _member_name(self._local_member), EndpointDevice.of_process(context, self._local_member)._asdict()
+        )
         self._published = True
 
-    def take(self, cargo: Cargo, origin: Origin, reader: int) -> list[torch.Tensor]:
-        """Returns the tensors of a part, in this process's own memory.
+    def receive(self, payload: DevicePayload, origin: Origin, reader: int) -> list[torch.Tensor]:
+        """Returns the tensors of a chunk, in this process's own memory.
 
         Raises:
-            GroupLost: The part did not arrive. If the other ranks continue, it is announced again.
+            GroupLost: The chunk did not arrive. If the other ranks continue, it is announced again.
         """
-        if isinstance(cargo, Crossing):
-            return current().service.lane.land(cargo, origin, reader)
-        if cargo.group == self._left_group:
-            self.refuse(cargo)
-            raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
-        if self._group is None or self._group.name != cargo.group:
+        if isinstance(payload, Crossing):
+            return current().service.lane.land(payload, origin, reader)
+        if payload.group == self._left_group:
+            self.refuse(payload)
+            raise GroupLost(f"{_member_name(self._local_member)} has left the group {payload.group}")
+        if self._group is None or self._group.name != payload.group:
             self._leave()
-            self._group = WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group)
-        flat = self._group.memory(cargo.size)
+            self._group = WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group)
+        flat = self._group.memory(payload.size)
         try:
             self._group.broadcast(flat)
-            self._group.settle()
+            self._group.wait()
         except GroupLost:
-            self._group, self._left_group = None, cargo.group
+            self._group, self._left_group = None, payload.group
             raise
         with contextlib.suppress(GroupLost):  # it has arrived here, and the sender announces it again for others
             self._group.confirm()
-        return cargo.tensors(flat)
+        return payload.tensors(flat)
 
-    def refuse(self, cargo: Cargo) -> None:
-        """Declines a part of a version that this process has aborted."""
-        if isinstance(cargo, Bucket):
-            WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
+    def refuse(self, payload: DevicePayload) -> None:
+        """Declines a chunk of a version that this process has aborted."""
+        if isinstance(payload, Bucket):
+            WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group).end(notify=True)
 
     def forget(self) -> None:
         """Ends the group. A rank in the middle of a version aborts it."""
-        self._leave(tell=True)
+        self._leave(notify=True)
 
-    def _leave(self, *, tell: bool = False) -> None:
+    def _leave(self, *, notify: bool = False) -> None:
         group, self._group = self._group, None
         if group is not None:
             self._left_group = group.name
-            group.end(tell=tell)
+            group.end(notify=notify)
 
 
-def find_end(context: Context, receiver: RankAddress) -> End | None:
+def find_device(context: Context, receiver: RankAddress) -> EndpointDevice | None:
     """Returns the device that a receiver has published; None if it has not, or was restarted since."""
-    record = context.registry.get(WEIGHTS, _named(receiver))
+    record = context.registry.get(WEIGHTS, _member_name(receiver))
     if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
         return None
-    return End(*(record[field] for field in End._fields))
+    return EndpointDevice(*(record[field] for field in EndpointDevice._fields))
 
 
-def _named(member: RankAddress) -> str:
+def _member_name(member: RankAddress) -> str:
     return f"{member[0]}-{member[1]}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -49,7 +49,7 @@ def digest(tensor: torch.Tensor, version: int) -> int:
     if not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
         if num_samples > 1 and not tensor.is_cpu:  # so that only the sample leaves the accelerator
-            return _of(
+            return _digest_of(
                 *(sampled.cpu().numpy() for sampled in _sample(tensor.view(-1).view(torch.uint8), version, num_samples))
             )
         tensor = tensor.cpu()
@@ -57,7 +57,9 @@ def digest(tensor: torch.Tensor, version: int) -> int:
     if num_samples <= 1:
         return _digest(memory)
     # numpy copies whole pages, torch single bytes.
-    return _of(*map(np.ascontiguousarray, _sample(np.frombuffer(memoryview(memory), np.uint8), version, num_samples)))
+    return _digest_of(
+        *map(np.ascontiguousarray, _sample(np.frombuffer(memoryview(memory), np.uint8), version, num_samples))
+    )
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
@@ -78,9 +80,9 @@ def _sample(data: Any, version: int, every: int) -> tuple[Any, Any]:
     return data[pages * _PAGE :], data[: pages * _PAGE].reshape(pages, _PAGE)[version % every :: every]
 
 
-def _of(*parts: Any) -> int:
+def _digest_of(*buffers: Any) -> int:
     hasher = xxhash.xxh3_64()
-    for buffer in parts:
+    for buffer in buffers:
         hasher.update(buffer)
     return int(hasher.intdigest())
 
@@ -89,30 +91,30 @@ class Cost:
     """CPU seconds of this process since the last `pop`."""
 
     def __init__(self) -> None:
-        self._proof, self._since, self._at_it = 0.0, time.process_time(), False
+        self._verification_s, self._since, self._is_measuring = 0.0, time.process_time(), False
 
     @contextlib.contextmanager
-    def proving(self, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
+    def measuring(self, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
         """Counts the CPU time of a block; a nested block is not counted twice.
 
         Args:
             clock: Clock of this thread, which computes the digests alone; `time.process_time` where torch's threads take part.
         """
-        if self._at_it:
+        if self._is_measuring:
             yield
             return
-        self._at_it, start = True, clock()
+        self._is_measuring, start = True, clock()
         try:
             yield
         finally:
-            self._at_it = False
-            self._proof += clock() - start
+            self._is_measuring = False
+            self._verification_s += clock() - start
 
     def pop(self) -> dict[str, float]:
         """Returns and resets `proof_s` and, for everything the process did, `cpu_s`."""
         now = time.process_time()
-        seconds = {"proof_s": self._proof, "cpu_s": now - self._since}
-        self._proof, self._since = 0.0, now
+        seconds = {"proof_s": self._verification_s, "cpu_s": now - self._since}
+        self._verification_s, self._since = 0.0, now
         return seconds
 
 
@@ -128,29 +130,29 @@ class WeightsDiffer(RlhpcError):
     """Received weights that differ from the weights sent. No worker may act with them."""
 
 
-class Proof:
+class UpdateVerification:
     """Verification of one update from its arrival until it has been applied.
 
     Args:
         update: Update returned by a `WeightSync`.
         source: Name of the sender, for messages.
-        look: Digest the tensors as they pass; False if all applied tensors are digested afterwards.
+        digest_on_arrival: Digest the tensors as they pass; False if all applied tensors are digested afterwards.
     """
 
-    def __init__(self, update: Update, source: str = "the sender", *, look: bool = True) -> None:
-        self._update, self._source, self._look = update, source, look
+    def __init__(self, update: Update, source: str = "the sender", *, digest_on_arrival: bool = True) -> None:
+        self._update, self._source, self._digest_on_arrival = update, source, digest_on_arrival
         self._passed_digests: dict[str, int] = {}
-        self._twice: list[str] = []
+        self._duplicates: list[str] = []
 
     def tensors(self) -> NamedUpdates:
         """Yields the update's tensors, each digested as it passes."""
         version = self._update.version
         for name, tensor in self._update.tensors:
             if name in self._passed_digests:
-                self._twice.append(name)
+                self._duplicates.append(name)
             self._passed_digests[name] = 0
-            if self._look and not isinstance(tensor, Elements):
-                with COST.proving():
+            if self._digest_on_arrival and not isinstance(tensor, Elements):
+                with COST.measuring():
                     self._passed_digests[name] = digest(tensor, version)
             yield name, tensor
 
@@ -160,13 +162,13 @@ class Proof:
             assert not isinstance(tensor, Elements), "whole updates were asked for"
             yield name, tensor
 
-    @COST.proving()
-    def check(self, held: Callable[[str], torch.Tensor | None] | None = None) -> None:
+    @COST.measuring()
+    def check(self, current_tensor: Callable[[str], torch.Tensor | None] | None = None) -> None:
         """Compares the digests, after all tensors have been applied.
 
         Args:
-            held: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so the digest
-                of the received tensor counts.
+            current_tensor: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so the
+                digest of the received tensor counts.
 
         Raises:
             WeightsDiffer: Names the tensors that differ, are missing, or came twice.
@@ -174,7 +176,7 @@ class Proof:
         receipt = self._update.receipt()
         if receipt is None:  # a user's strategy without digests
             return
-        changed = self._differing_names(receipt, held)
+        changed = self._differing_names(receipt, current_tensor)
         missing = (
             [name for name in receipt.digests if name not in self._passed_digests] if self._update.complete else []
         )
@@ -186,7 +188,7 @@ class Proof:
         for names, relation in (
             (changed, "are others than"),
             (missing, "did not come from"),
-            (self._twice, "came twice from"),
+            (self._duplicates, "came twice from"),
         ):
             if names:
                 omitted = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -196,11 +198,13 @@ class Proof:
                     "nobody acts with them"
                 )
 
-    def _differing_names(self, receipt: Receipt, held: Callable[[str], torch.Tensor | None] | None) -> list[str]:
+    def _differing_names(
+        self, receipt: Receipt, current_tensor: Callable[[str], torch.Tensor | None] | None
+    ) -> list[str]:
         """Returns the names of tensors whose digest differs from the receipt: of the current tensor or, without one, as it
         passed.
         """
-        current = [] if held is None else [(name, held(name)) for name in receipt.digests]
+        current = [] if current_tensor is None else [(name, current_tensor(name)) for name in receipt.digests]
         actual = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
         if actual == receipt.digests:
             return []

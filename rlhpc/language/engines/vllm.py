@@ -413,7 +413,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
-        with COST.proving():
+        with COST.measuring():
             require_all_loaded(loaded, self._expected, version)
         self._finish_load(version)
 

@@ -33,7 +33,7 @@ from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync, sends_shards
 from rlhpc.weights.reshard import SendsShards
-from rlhpc.weights.verification import Proof
+from rlhpc.weights.verification import UpdateVerification
 
 Result = TypeVar("Result")
 #: Topic of the leader's commands to the followers (`p2p.post`).
@@ -298,7 +298,7 @@ class EngineWeights:
     def _take(self, probe: Probe | None) -> None:
         engine, rollout = self._engine, self._cfg.rollout
         weight_update = self._sync.receive()
-        proof = Proof(weight_update, self._sender, look=not weight_update.proven)
+        proof = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
         if weight_update.proven and engine.takes_shards:
             engine.update_shards(weight_update.version, proof.complete_tensors())
         elif not self._in_parts:

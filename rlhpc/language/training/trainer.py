@@ -473,7 +473,7 @@ class ModelTrainer:
             elif self.worker.rank == 0:
                 host_weights = ((name, tensor.cpu()) for name, tensor in self.named_weights())
                 export_model(folder, host_weights, model, backend.dtype, self.blueprint.load)
-            else:
+            elif backend.lockstep:
                 for _ in self.named_weights():  # takes part in the gather
                     pass
         self.worker.barrier()

@@ -195,7 +195,7 @@ class Prober:
         self._rounding = 0.0
         self._num_probes = 0
 
-    @COST.proving(time.process_time)
+    @COST.measuring(time.process_time)
     def ask(self, policy: int | None = None, role: int = 0) -> Probe:
         """Returns the probe by the present weights; all ranks call it, awake. With several policies, `policy` and `role`
         select one. In half precision it also measures the effect of rounding, at the first two probes and then
@@ -206,7 +206,7 @@ class Prober:
         self._num_probes += 1
         return Probe(tuple(self._text), tuple(logprobs), self.dtype, self._rounding, policy)
 
-    @COST.proving(time.process_time)
+    @COST.measuring(time.process_time)
     def score(self, text: Sequence[int], role: int = 0, *, perturbed: bool = False) -> tuple[list[float], float]:
         """Returns the log-probs of a text's tokens except the first by the present weights, and their change by rounding
         (`Probe.rounding`) in half precision, or with perturbed weights, for which deep models amplify rounding; all ranks
@@ -233,7 +233,7 @@ class Prober:
         return logprobs[1:]
 
 
-@COST.proving(time.process_time)
+@COST.measuring(time.process_time)
 def check_probe(
     engine: RolloutBackend, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
     device: str = "cpu",
@@ -357,8 +357,8 @@ def reference_sync_of(cfg: GrpoConfig) -> str:
 
 
 class ActorWeights:
-    """Sender of an actor's weights; all of its ranks call each method. With most strategies all ranks gather each tensor,
-    and the first sends it; with those that send shards, each rank sends its shards.
+    """Sender of an actor's weights; all of its ranks call each method. With most strategies the ranks of a sharded backend
+    gather each tensor, and the first rank sends it; with those that send shards, each rank sends its shards.
 
     Args:
         worker: This rank of the actor.
@@ -392,12 +392,7 @@ class ActorWeights:
         if self._by_shards:
             self._send_shards(self._sync, version)
             return
-        weights = self._weights(self._sent)
-        if self._sync is None:
-            for _ in weights:  # a sharded backend gathers each with all ranks
-                pass
-        else:
-            self._sync.send(version, _as(self._dtype, weights), frozen=frozen_names)
+        self._send_full(self._sync, version, self._weights(self._sent), self._dtype, frozen_names)
         self._sent = frozen_names
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
@@ -407,21 +402,12 @@ class ActorWeights:
         if self._by_shards:
             self._send_shards(self._make_sync(receivers, "off"), version)
             return
-        weights = self._weights(())
-        if self._worker.rank:
-            for _ in weights:
-                pass
-            return
-        self._make_sync(receivers, "off").send(version, _as(self._dtype, weights))
+        sync = None if self._worker.rank else self._make_sync(receivers, "off")
+        self._send_full(sync, version, self._weights(()), self._dtype)
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks."""
-        weights = self._backend.named_weights()
-        if self._reference is None:
-            for _ in weights:
-                pass
-        else:
-            self._reference.send(version, weights)
+        self._send_full(self._reference, version, self._backend.named_weights(), None)
 
     def forget(self) -> None:
         """Sends frozen weights again with the next version."""
@@ -431,10 +417,24 @@ class ActorWeights:
                 sync.forget()
 
     def _weights(self, without: Container[str]) -> Named:
-        """Returns the weights that engines receive."""
-        if not self._apart:
-            return self._backend.named_weights(without)
-        return iter(self._backend.adapters().items())
+        """Yields the weights that engines receive."""
+        yield from self._backend.adapters().items() if self._apart else self._backend.named_weights(without)
+
+    def _send_full(
+        self,
+        sync: WeightSync | None,
+        version: int,
+        weights: Named,
+        dtype: torch.dtype | None,
+        frozen: frozenset[str] = frozenset(),
+    ) -> None:
+        """Sends full tensors from the first rank, the only one with a `sync`. The others iterate them if the ranks hold
+        different parts of the weights, because each tensor is then gathered with all ranks."""
+        if sync is not None:
+            sync.send(version, _as(dtype, weights), frozen=frozen)
+        elif self._backend.backend.lockstep:
+            for _ in weights:
+                pass
 
     def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
         if self._worker.rank == 0:

@@ -35,7 +35,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
 from rlhpc.weights.delta import Elements
-from rlhpc.weights.verification import Proof
+from rlhpc.weights.verification import UpdateVerification
 
 
 class GroupInbox:
@@ -308,7 +308,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         weight_update = self._sync.receive()
         parameters = self.scorer.model.state_dict()
         with torch.no_grad():
-            proof = Proof(weight_update, f"{self.prompts.actor_name}-0")
+            proof = UpdateVerification(weight_update, f"{self.prompts.actor_name}-0")
             for name, tensor in proof.tensors():
                 if isinstance(tensor, Elements) or name not in parameters:
                     raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")

@@ -35,7 +35,7 @@ _BY_REFERENCE = (type, FunctionType)
 _MAIN = ("__main__", "__mp_main__")
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -72,7 +72,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
     flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     parameter = isinstance(tensor, torch.nn.Parameter)
-    args = (pickle.PickleBuffer(flat_bytes), _dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
+    args = (pickle.PickleBuffer(flat_bytes), dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
     return rebuild_tensor, (*args, parameter, tensor.requires_grad)
 
 

@@ -25,7 +25,7 @@ from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.common import UpdateFailed
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.vllm_launch import cores_are_apart
-from rlhpc.weights.transfer_plan import Held, route
+from rlhpc.weights.transfer_plan import ShardMetadata, plan_transfer
 from tests.accelerators import OTHERS_ON_CARD
 from tests.extras import need_extra
 from tests.forked import Rank
@@ -96,11 +96,11 @@ class Several(Leader):
 def take_shards(engine: Any, version: int, weights: list[tuple[str, torch.Tensor]], layout: str) -> None:
     """What the routes from four ranks of a trainer bring to a rank of an engine."""
     held = [
-        [Held(n, tuple(t.shape), 4, box) for n, t in weights for box in part_of(n, t.shape, rank, layout)]
+        [ShardMetadata(n, tuple(t.shape), 4, box) for n, t in weights for box in part_of(n, t.shape, rank, layout)]
         for rank in range(4)
     ]
-    routes, given = route(held, engine.wants()), dict[str, torch.Tensor]()
-    for piece in routes.pieces:
+    routes, given = plan_transfer(held, engine.wants()), dict[str, torch.Tensor]()
+    for piece in routes.slices:
         tensor = dict(weights)[piece.name]
         spoilt = given.setdefault(piece.name, torch.full_like(tensor, torch.nan))
         cut(spoilt, piece.box).copy_(cut(tensor, piece.box))

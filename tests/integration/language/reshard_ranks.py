@@ -90,14 +90,14 @@ class Begun(ChunkWindow):
 
 
 def small_parts(part: int = PART) -> None:
-    reshard.PART_BYTES = reshard._LEAST_PART = part
+    reshard.CHUNK_BYTES = reshard._MIN_CHUNK_BYTES = part
     transport.ChunkWindow = Begun  # type: ignore[misc]
 
 
 class ByGroup(ShardSync):
     """Over a process group, as between accelerators, and in many loads."""
 
-    road = GLOO
+    transport = GLOO
 
     def __init__(self, *args: Any) -> None:  # what `make_sync` gives
         super().__init__(*args)

@@ -28,7 +28,7 @@ RECEIVERS: list[tuple[str, list[int]]] = [("near", [0, 1]), ("far", [0, 1])]
 class InParts(BroadcastSync):
     """In parts of which these networks have several."""
 
-    part_bytes = 64 << 10
+    chunk_bytes = 64 << 10
 
 
 class ByGroup(InParts, GlooSync):
@@ -93,7 +93,7 @@ class Trainer(Worker):
 
     def carried(self) -> tuple[int, int]:
         """Parts that were in no segment; bytes of the buffers on the card."""
-        return self.sync._sender.roads.carried, current().service.lane.pool.bytes  # type: ignore[attr-defined]
+        return self.sync._endpoint.transport.num_staged, current().service.lane.pool.bytes  # type: ignore[attr-defined]
 
 
 class Actor(Worker):
@@ -115,7 +115,7 @@ class Actor(Worker):
     def fall(self, how: str) -> None:
         """Begins with a version, and in the middle of it breaks off, dies, or does nothing more."""
         if how == "stalls":
-            self.sync._receiver._roads.take = lambda *_: time.sleep(10)  # type: ignore[attr-defined]
+            self.sync._endpoint._transport.receive = lambda *_: time.sleep(10)  # type: ignore[attr-defined]
         for number, _ in enumerate(self.sync.receive().tensors):
             if number == 0:  # the sender does not get far without it, and the others begin, too
                 time.sleep(1)

@@ -15,7 +15,7 @@ from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.base import Update, frozen_names
 from rlhpc.weights.delta import Elements
 from rlhpc.weights.receiver import Subscriber, UpdateTarget
-from rlhpc.weights.sender import Announcement, Carrier, Publisher, WeightChunk
+from rlhpc.weights.sender import Announcement, DeviceChunkWriter, Publisher, WeightChunk
 from tests.late_copies import LateCopies
 
 
@@ -50,7 +50,7 @@ class Receiver:
     def apply(self) -> int:
         adopt = self.module if self.adopt else None
         update = self.take()
-        UpdateTarget(self.module.state_dict().items(), adopt).take(update)
+        UpdateTarget(self.module.state_dict().items(), adopt).apply(update)
         return update.version
 
 
@@ -154,17 +154,17 @@ def test_weights_of_another_model_change_nothing(scratch: Scratch, adopt: bool) 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize("part_bytes", [200, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [200, 1 << 20])
 @pytest.mark.parametrize("carried", [False, True])
 def test_many_versions_equal_complete_ones_bit_for_bit(
-    scratch: Scratch, delta: str, whole: bool, part_bytes: int, carried: bool
+    scratch: Scratch, delta: str, whole: bool, chunk_bytes: int, carried: bool
 ) -> None:
     """Written at once, or beside what is gathered next. Small and large changes, none, NaN and −0; with a receiver that is
     started anew, one that comes late, and one that lags behind."""
     sender = network(1, width=50)
     sender[0].requires_grad_(False)
     pool = SegmentPool(scratch)
-    publisher = Publisher(pool, 3, delta, part_bytes, Carrier(pool, LateCopies()) if carried else None)
+    publisher = Publisher(pool, 3, delta, chunk_bytes, DeviceChunkWriter(pool, LateCopies()) if carried else None)
     receivers = [Receiver(i, network(2 + i, width=50), adopt=i == 1 and not whole, whole=whole) for i in range(2)]
     lagging = Receiver(2, network(9, width=50), whole=whole)
     for version in range(60):
@@ -196,7 +196,7 @@ def test_many_versions_equal_complete_ones_bit_for_bit(
             assert same(lagging.module, sender)
     # What the log holds stays within a few copies of the weights (segments are whole pages).
     files = len(list(scratch.shm.iterdir()))
-    assert files < (150 if part_bytes == 200 else 80)
+    assert files < (150 if chunk_bytes == 200 else 80)
 
 
 def test_frozen_weights_travel_once(scratch: Scratch) -> None:
@@ -281,7 +281,7 @@ def test_the_log_does_not_grow_without_end(scratch: Scratch) -> None:
 def test_what_is_left_of_a_version_that_broke_off_is_skipped(scratch: Scratch) -> None:
     sender, receiver = network(1, width=50), Receiver(0, network(2, width=50))
     pool = SegmentPool(scratch)
-    publisher = Publisher(pool, 1, part_bytes=200)
+    publisher = Publisher(pool, 1, chunk_bytes=200)
     send(publisher, 0, sender, [receiver])
     update = receiver.take()
     next(update.tensors)  # the engine failed after the first tensor

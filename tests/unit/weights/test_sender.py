@@ -15,7 +15,7 @@ from rlhpc.runtime.comm.remote_fetch import Landing
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use
 from rlhpc.runtime.devices import SideCopies, host_memory, lock_pages
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.sender import Carrier, Publisher
+from rlhpc.weights.sender import DeviceChunkWriter, Publisher
 from tests.late_copies import LateCopies
 
 
@@ -32,7 +32,7 @@ def named(count: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_two_parts_are_under_way_at_most_and_none_is_announced_before_it_is_there(scratch: Scratch) -> None:
     pool, copies = SegmentPool(scratch), LateCopies()
-    publisher = Publisher(pool, 1, "off", 4000, Carrier(pool, copies))
+    publisher = Publisher(pool, 1, "off", 4000, DeviceChunkWriter(pool, copies))
     gathered = []
 
     def gathering() -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,8 +41,8 @@ def test_two_parts_are_under_way_at_most_and_none_is_announced_before_it_is_ther
             yield name, tensor
 
     for number, announcement in enumerate(publisher.publish(0, gathering())):
-        assert announcement.part is not None
-        held = pool.memory(announcement.part.path)
+        assert announcement.chunk is not None
+        held = pool.memory(announcement.chunk.path)
         assert held is not None
         assert torch.frombuffer(held, dtype=torch.float32, count=1000, offset=mmap.PAGESIZE).eq(number).all()
     # The third and those after it are gathered while the part before is on its way.
@@ -51,7 +51,7 @@ def test_two_parts_are_under_way_at_most_and_none_is_announced_before_it_is_ther
 
 def test_a_version_that_breaks_off_leaves_nothing_behind(scratch: Scratch) -> None:
     pool, copies = SegmentPool(scratch), LateCopies()
-    publisher = Publisher(pool, 2, "off", 4000, Carrier(pool, copies))
+    publisher = Publisher(pool, 2, "off", 4000, DeviceChunkWriter(pool, copies))
 
     def breaking() -> Iterator[tuple[str, torch.Tensor]]:
         yield from named(2)
@@ -95,11 +95,11 @@ def test_pages_are_locked_once_and_released_before_they_are_unmapped(
     scratch: Scratch, calls: list[tuple[str, int]]
 ) -> None:
     pool = SegmentPool(scratch)
-    publisher = Publisher(pool, 1, "off", 4000, Carrier(pool, LateCopies()))
+    publisher = Publisher(pool, 1, "off", 4000, DeviceChunkWriter(pool, LateCopies()))
     for version in range(4):
         for announcement in publisher.publish(version, named(1)):
-            assert announcement.part is not None
-            pool.release(announcement.part.path, 0)
+            assert announcement.chunk is not None
+            pool.release(announcement.chunk.path, 0)
     assert [what for what, _ in calls] == ["lock"]
     pool.close()
     publisher = None

@@ -15,7 +15,7 @@ from rlhpc.runtime.comm.shared_memory import Mappings, SegmentGone, SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.receiver import Subscriber
-from rlhpc.weights.sender import PARTS, Announcement, Carrier, ChunkWindow, Publisher
+from rlhpc.weights.sender import MAX_UNREAD_CHUNKS, Announcement, ChunkWindow, DeviceChunkWriter, Publisher
 from tests.eventually import wait_until
 from tests.late_copies import LateCopies
 
@@ -64,12 +64,12 @@ class Sending:
     ) -> None:
         self.written: int = 0
         self.error: Exception | None = None
-        carrier = Carrier(pool, LateCopies()) if carried else None
+        carrier = DeviceChunkWriter(pool, LateCopies()) if carried else None
         publisher = Publisher(pool, len(NAMES), "off", PART, carrier)
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for i in range(TENSORS):
-                if after and i == PARTS + carried:
+                if after and i == MAX_UNREAD_CHUNKS + carried:
                     assert all(loader.begun.wait(20) for loader in loaders)
                 yield str(i), torch.full((ELEMENTS,), float(i))
 
@@ -101,9 +101,9 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
     """Both have begun, one is slower: the sender follows it."""
     loaders = [Loader(0), Loader(1)]
     threads = [started(loader) for loader in loaders]
-    sending = Sending(pool, ChunkWindow(pool, NAMES), loaders, carried=carried)
+    sending = Sending(pool, ChunkWindow(pool.awaited, NAMES), loaders, carried=carried)
     loaders[0].let.release(TENSORS)
-    wait_until(lambda: sending.written >= PARTS, timeout=10)
+    wait_until(lambda: sending.written >= MAX_UNREAD_CHUNKS, timeout=10)
     most = 0
     for count in range(TENSORS):
         loaders[1].let.release()
@@ -114,13 +114,13 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
         thread.join(20)
     assert sending.written == TENSORS and [loader.taken for loader in loaders] == [TENSORS] * 2
     # Those that nobody has come for, one in use, and one that is written.
-    assert most <= PARTS + 3 < TENSORS / 4
+    assert most <= MAX_UNREAD_CHUNKS + 3 < TENSORS / 4
 
 
 def test_who_has_not_begun_is_not_waited_for(pool: SegmentPool) -> None:
     """As where trainer and engine have an accelerator in turn: the version is there before anybody takes it."""
     loaders = [Loader(0), Loader(1)]
-    sending = Sending(pool, ChunkWindow(pool, NAMES), loaders, after=False)
+    sending = Sending(pool, ChunkWindow(pool.awaited, NAMES), loaders, after=False)
     sending.thread.join(20)
     assert sending.written == TENSORS == in_memory(pool)
     for loader in loaders:
@@ -133,10 +133,12 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     """A receiver begins, and dies."""
     loaders, there = [Loader(0), Loader(1)], {0: True, 1: True}
     threads = [started(loader) for loader in loaders]
-    window = ChunkWindow(pool, NAMES, is_present=lambda reader: there[reader], deadline=0.5 if not anew else 20.0)
+    window = ChunkWindow(
+        pool.awaited, NAMES, is_present=lambda reader: there[reader], deadline=0.5 if not anew else 20.0
+    )
     sending = Sending(pool, window, loaders)
     loaders[0].let.release(TENSORS)
-    wait_until(lambda: sending.written >= PARTS, timeout=10)
+    wait_until(lambda: sending.written >= MAX_UNREAD_CHUNKS, timeout=10)
     if anew:
         wait_until(lambda: 1 in window._started, timeout=10)
         there[1] = False

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlhpc.checkpoint.tensor_slice import Box, cut, full_box, uncovered
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.transfer_plan import Held, route
+from rlhpc.weights.transfer_plan import ShardMetadata, plan_transfer
 from tests.unit.weights.boxes import boxes
 
 
@@ -24,7 +24,11 @@ def test_whoever_wants_gets_it_once_from_those_who_have_it(data: st.DataObject) 
     }
     ranks = data.draw(st.integers(1, 4))
     held = [
-        [Held(n, s, 4, part) for n, s in shapes.items() for part in _rows_of(s, rank, ranks, data.draw(st.booleans()))]
+        [
+            ShardMetadata(n, s, 4, part)
+            for n, s in shapes.items()
+            for part in _rows_of(s, rank, ranks, data.draw(st.booleans()))
+        ]
         for rank in range(ranks)
     ]
     everything = {name: [full_box(shape)] for name, shape in shapes.items()}
@@ -34,13 +38,15 @@ def test_whoever_wants_gets_it_once_from_those_who_have_it(data: st.DataObject) 
     wanted = {n: (data.draw(boxes(s)), data.draw(boxes(s))) for n, s in shapes.items()}
     if not complete:
         with pytest.raises(RlhpcError, match="no rank of the trainer has"):
-            route(held, everything)
+            plan_transfer(held, everything)
         return
-    found = route(held, wanted)
-    assert found == route(held, wanted) and sum(found.sent().values()) == sum(p.nbytes for p in found.pieces)
+    found = plan_transfer(held, wanted)
+    assert found == plan_transfer(held, wanted) and sum(found.bytes_by_rank().values()) == sum(
+        p.nbytes for p in found.slices
+    )
     for name, shape in shapes.items():
         got = torch.zeros(shape, dtype=torch.int)
-        for piece in found.pieces:
+        for piece in found.slices:
             if piece.name == name:
                 cut(got, piece.box).add_(1)
                 assert any(h.box.meet(piece.box) == piece.box for h in held[piece.source] if h.name == name)
@@ -62,21 +68,23 @@ def _rows_of(shape: tuple[int, ...], rank: int, ranks: int, all_of_it: bool) -> 
 def test_copies_share_what_there_is_to_send(ranks: int) -> None:
     """A model of which one matrix is most: no rank sends more than a tenth above its share."""
     shapes = {"embed": (50_000, 64), **{f"layers.{i}.w": (256, 256) for i in range(12)}, "norm": (64,)}
-    held = [[Held(name, shape, 2, full_box(shape)) for name, shape in shapes.items()] for _ in range(ranks)]
-    sent = route(held, None).sent()
+    held = [[ShardMetadata(name, shape, 2, full_box(shape)) for name, shape in shapes.items()] for _ in range(ranks)]
+    sent = plan_transfer(held, None).bytes_by_rank()
     assert max(sent.values()) <= 1.1 * sum(sent.values()) / ranks
 
 
 def test_layers_go_out_in_the_order_in_which_they_are() -> None:
     names = [f"model.layers.{i}.w" for i in (10, 2, 0, 1)]
-    found = route([[Held(name, (4, 4), 4, full_box((4, 4))) for name in names]], None)
-    assert [key for key, _ in itertools.groupby(p.name for p in found.pieces)] == sorted(
+    found = plan_transfer([[ShardMetadata(name, (4, 4), 4, full_box((4, 4))) for name in names]], None)
+    assert [key for key, _ in itertools.groupby(p.name for p in found.slices)] == sorted(
         names, key=lambda n: int(n.split(".")[2])
     )
 
 
 def test_what_nobody_has_is_named() -> None:
     with pytest.raises(RlhpcError, match="the engine wants lm_head, and no rank"):
-        route([[Held("embed", (4,), 4, full_box((4,)))]], {"lm_head": (full_box((4,)),)})
+        plan_transfer([[ShardMetadata("embed", (4,), 4, full_box((4,)))]], {"lm_head": (full_box((4,)),)})
     with pytest.raises(RlhpcError, match="ranks of the trainer have w of shape"):
-        route([[Held("w", (4,), 4, full_box((4,)))], [Held("w", (5,), 4, full_box((5,)))]], None)
+        plan_transfer(
+            [[ShardMetadata("w", (4,), 4, full_box((4,)))], [ShardMetadata("w", (5,), 4, full_box((5,)))]], None
+        )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.transport_select import AUTO, GLOO, HOST, IPC, NCCL, SEVERAL, End, choose
+from rlhpc.weights.transport_select import AUTO, GLOO, HOST, IPC, NCCL, SEVERAL, EndpointDevice, choose
 
 
-def end(host: str = "a", card: str = "0", nccl: bool = True, peers: str = "") -> End:
-    return End("1", host, card, nccl, (card, *peers))
+def end(host: str = "a", card: str = "0", nccl: bool = True, peers: str = "") -> EndpointDevice:
+    return EndpointDevice("1", host, card, nccl, (card, *peers))
 
 
 CASES = [
@@ -40,11 +40,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("receivers", "wanted", "road"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_the_road_follows_from_where_all_compute(receivers: list[End | None], wanted: str, road: str) -> None:
+def test_the_road_follows_from_where_all_compute(
+    receivers: list[EndpointDevice | None], wanted: str, road: str
+) -> None:
     assert choose(end(), receivers, wanted)[0] == road
 
 
 @pytest.mark.parametrize(("wanted", "receiver"), [(NCCL, end()), (IPC, end("b"))])
-def test_a_road_that_is_not_there_is_refused(wanted: str, receiver: End) -> None:
+def test_a_road_that_is_not_there_is_refused(wanted: str, receiver: EndpointDevice) -> None:
     with pytest.raises(ConfigError, match=f"rollout.weight_sync is '{wanted}'"):
         choose(end(), [receiver], wanted)

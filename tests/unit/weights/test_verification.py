@@ -14,7 +14,7 @@ from rlhpc.weights import sender as publish
 from rlhpc.weights import verification as proof
 from rlhpc.weights.base import Receipt, Update
 from rlhpc.weights.sender import Publisher
-from rlhpc.weights.verification import COST, Cost, Proof
+from rlhpc.weights.verification import COST, Cost, UpdateVerification
 
 from .test_verification_digest import pool, scratch  # noqa: F401 (fixtures)
 
@@ -26,9 +26,9 @@ def test_what_is_within_counts_once() -> None:
         return float(next(ticks))
 
     for _ in range(2):
-        with cost.proving(clock), cost.proving(clock):
+        with cost.measuring(clock), cost.measuring(clock):
             pass
-    with pytest.raises(ValueError, match="broke"), cost.proving(clock):
+    with pytest.raises(ValueError, match="broke"), cost.measuring(clock):
         raise ValueError("broke")
     found = cost.pop()
     assert found["proof_s"] == 3.0 and found["cpu_s"] >= 0.0
@@ -52,7 +52,7 @@ def test_digests_count_at_both_ends(monkeypatch: pytest.MonkeyPatch, pool: Segme
     COST.pop()
     (announcement,) = Publisher(pool, 1).publish(1, named.items())
     assert announcement.receipt == Receipt(1, dict.fromkeys(named, 1)) and COST.pop()["proof_s"] >= 0.04
-    taken = Proof(Update(1, True, iter(named.items()), lambda: announcement.receipt))
+    taken = UpdateVerification(Update(1, True, iter(named.items()), lambda: announcement.receipt))
     assert len(list(taken.tensors())) == 4 and COST.pop()["proof_s"] >= 0.04
     taken.check(named.get)
     assert COST.pop()["proof_s"] >= 0.04

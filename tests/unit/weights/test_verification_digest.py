@@ -14,7 +14,7 @@ from rlhpc.weights import receiver as target
 from rlhpc.weights.base import NamedUpdates, Update
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Publisher
-from rlhpc.weights.verification import Proof, WeightsDiffer, digest, digests
+from rlhpc.weights.verification import UpdateVerification, WeightsDiffer, digest, digests
 
 from .test_receiver import Receiver, scratch  # noqa: F401 (a fixture)
 
@@ -75,7 +75,7 @@ def test_sound_updates_never_raise(pool: SegmentPool, delta: str, dtype: torch.d
         published(publisher, version, trainer.named(), receivers)
         for receiver in receivers[:2]:
             assert receiver.apply() == version
-        proof = Proof(receivers[2].take())
+        proof = UpdateVerification(receivers[2].take())
         taken = {name: tensor.clone() for name, tensor in proof.complete_tensors()}
         proof.check()
         assert all(torch.equal(taken[name], one) for name, one in trainer.named().items())
@@ -127,7 +127,7 @@ def test_a_fault_is_noticed_at_the_first_update(
     published(publisher, 1, trainer.named(), [receiver])
     update = receiver.take()
     broken = Update(update.version, update.complete, fault(update.tensors, before), update.receipt)
-    proof = Proof(broken, "actor-0")
+    proof = UpdateVerification(broken, "actor-0")
     for _ in proof.tensors():
         pass
     with pytest.raises(

@@ -11,9 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhpc.config.typed import untouched
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Completion
 from rlhpc.language.models.logprobs import token_scores
-from rlhpc.language.training.weight_sync import Probe, Prober, check_probe, draw, long_text, probe_text
+from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.training.weight_sync import (
+    ActorWeights,
+    Probe,
+    Prober,
+    check_probe,
+    draw,
+    long_text,
+    probe_text,
+)
 from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
 
@@ -139,3 +150,38 @@ def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_seque
     assert all(1 <= len(one.drawn) <= response and len(one.token_ids) <= longest for one in draws)
     if longest > max(window, chunk) + 64 and prompt > max(window, chunk) + 64:
         assert max(engine.lengths) > max(window, chunk)
+
+
+class Weights:
+    """A trainer's weights, and which of them were gathered.
+
+    Attributes:
+        backend: Says whether the ranks hold different parts of the weights.
+        gathered: Names in the order in which they were requested.
+    """
+
+    def __init__(self, lockstep: bool) -> None:
+        self.backend = SimpleNamespace(lockstep=lockstep)
+        self.gathered: list[str] = []
+
+    def named_weights(self, without=()):
+        for name in ("embed.weight", "layer.weight"):
+            if name not in without:
+                self.gathered.append(name)
+                yield name, torch.zeros(2)
+
+    def frozen_names(self) -> frozenset[str]:
+        return frozenset({"embed.weight"})
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_rank_that_does_not_send_gathers_weights_only_if_the_ranks_hold_parts_of_them(lockstep: bool) -> None:
+    weights = Weights(lockstep)
+    worker: Any = SimpleNamespace(rank=1)
+    sender = ActorWeights(worker, untouched(GrpoConfig), PromptMap(1, 1, 1, 2), weights)  # type: ignore[arg-type]
+    sender.send(0, [0], None)
+    sender.send(1, [0], None)
+    sender.welcome(1, [1])
+    sender.refresh_reference(1)
+    every = ["embed.weight", "layer.weight"]
+    assert weights.gathered == ([*every, "layer.weight", *every, *every] if lockstep else [])
