@@ -25,13 +25,13 @@ from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
 #: safetensors' names of dtypes, in the reverse of their order in a file.
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
     torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64",
     torch.uint64: "U64",
 }  # fmt: skip
-_ORDER = list(_DTYPES)
+_ORDER = list(SAFETENSORS_DTYPES)
 
 
 def dump_state(state: Any) -> bytes:
@@ -109,22 +109,33 @@ def stream_tensors(
         metadata: Metadata of the file, in addition to torch's format entry.
     """
     ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    entries: dict[str, Any] = {}
     tensor_end = 0
     for name, tensor in ordered:
         tensor_start, tensor_end = tensor_end, tensor_end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+        entries[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [tensor_start, tensor_end],
         }
-    header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    header_json += b" " * (-len(header_json) % 8)
-    file.write(struct.pack("<Q", len(header_json)) + header_json)
+    file.write(safetensors_header(entries, metadata))
     for _, tensor in ordered:
         if tensor.numel():
             # By its address: memory that numpy has seen is never emptied again (`training.parking`).
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def safetensors_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Returns the bytes of a safetensors file before the tensors.
+
+    Args:
+        entries: Dtype, shape and offsets of each tensor.
+        metadata: Metadata of the file, in addition to torch's format entry.
+    """
+    header = {"__metadata__": {"format": "pt", **(metadata or {})}, **entries}
+    header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    header_json += b" " * (-len(header_json) % 8)
+    return struct.pack("<Q", len(header_json)) + header_json
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -12,15 +12,17 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhpc.config.parallel import MeshSizes, undivided
-from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
+from rlhpc.runtime.devices import collective_backends, empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.runtime.text import first_line
@@ -213,7 +215,7 @@ class TrainingBackend(abc.ABC):
     @property
     def models(self) -> list[nn.Module]:
         """The module and, if it exists, the reference: settings of forward passes apply to both."""
-        return [self.module, *([] if self._reference is None else [self._reference])]
+        return [self.module] if self._reference is None else [self.module, self._reference]
 
     @property
     def parameters_trained(self) -> int:
@@ -365,13 +367,11 @@ class TrainingBackend(abc.ABC):
 
     def write_identity(self, folder: Path) -> None:
         """Records the backend and model of the checkpoint, and writes the files that accompany its weights, on rank 0."""
-        if self.rank != 0:
-            return
-        identity_json = json.dumps(
-            {**self._identity(), "about": self.blueprint.about(self.module)}, indent=2, sort_keys=True
-        )
-        write_durably(folder / self.blueprint.identity_file, identity_json.encode() + b"\n")
-        self.blueprint.write_beside(folder, self.module)
+        if self.rank == 0:
+            identity = {**self._identity(), "about": self.blueprint.about(self.module)}
+            identity_json = json.dumps(identity, indent=2, sort_keys=True)
+            write_durably(folder / self.blueprint.identity_file, identity_json.encode() + b"\n")
+            self.blueprint.write_beside(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
         """Rejects a checkpoint from another backend or model.
@@ -420,14 +420,14 @@ class TrainingBackend(abc.ABC):
     def awake(self) -> Iterator[None]:
         """Undoes `offload` while the block runs, and offloads again at its end. Checkpoints and weights may be
         requested while another role is about to take the accelerator."""
-        if not self.away:
-            yield
-            return
-        self.reload()
+        was_away = self.away
+        if was_away:
+            self.reload()
         try:
             yield
         finally:
-            self.offload()
+            if was_away:
+                self.offload()
 
 
 def _about_value(identity: Mapping[str, Any], key: str) -> Any:
@@ -449,16 +449,13 @@ def _explain_out_of_memory(knobs: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        is_out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(
-            error
-        )
-        if not is_out_of_memory:
+        is_allocation = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_allocation and "can't allocate memory" not in str(error):
             raise
-        reason = first_line(error)
         raise ConfigError(
             f"out of memory in a forward or backward pass: {knobs}, set actor.model.gradient_checkpointing=true, or with "
             "actor.training_backend=fsdp set actor.fsdp.cpu_offload=true, with deepspeed actor.deepspeed.cpu_offload=true "
-            f"({reason})"
+            f"({first_line(error)})"
         ) from error
 
 
@@ -588,6 +585,27 @@ class ParkingBackend(TrainingBackend):
 
     def returned(self) -> None:
         """Recreates the tensors that were not kept."""
+
+
+def ensure_process_group(worker: TrainingRanks, device: str) -> None:
+    """Forms torch's default process group, also for a single rank, which the worker has none for."""
+    worker.init_process_group()
+    if not dist.is_initialized():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses tensors that replace others of these shapes, by name.
+
+    Raises:
+        RuntimeError: Names or shapes differ.
+    """
+    if current.keys() != tensors.keys():
+        raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+    for name, shape in current.items():
+        if list(shape) != list(tensors[name].shape):
+            raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(shape)} here")
 
 
 def tensors_of(*modules: torch.nn.Module | None) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import stream_state
-from rlhpc.runtime.devices import collective_backends, moved
+from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.runtime.plugins import required
@@ -30,6 +30,8 @@ from rlhpc.training.backend import (
     Named,
     ParkingBackend,
     TrainingRanks,
+    ensure_process_group,
+    require_same_shapes,
     tensors_in,
     tensors_of,
 )
@@ -148,12 +150,7 @@ class DeepSpeedBackend(ParkingBackend):
         if not on_gpu:
             # Its first use would compile it for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.worker.init_process_group()
-        if not torch.distributed.is_initialized():  # a single rank has no group, but DeepSpeed wants one all the same
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            torch.distributed.init_process_group(
-                collective_backends(self.device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
-            )
+        ensure_process_group(self.worker, self.device.type)
         # DeepSpeed calls some collectives by their old names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():
@@ -236,11 +233,7 @@ class DeepSpeedBackend(ParkingBackend):
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`); the optimizer's float32 copies follow."""
         current = self.module.state_dict(keep_vars=True)
-        if current.keys() != tensors.keys():
-            raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
-        for name, tensor in current.items():
-            if _shape(tensor) != list(tensors[name].shape):
-                raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {_shape(tensor)} here")
+        require_same_shapes({name: _shape(tensor) for name, tensor in current.items()}, tensors)
         with self.awake():
             for name, tensor in current.items():
                 replacement = tensors[name].to(self.device)
@@ -367,13 +360,7 @@ class DeepSpeedBackend(ParkingBackend):
     def _impose_options(self) -> None:
         optimizer = self.engine.optimizer
         for group in optimizer.param_groups:
-            options = self.optim
-            group.update(
-                lr=options.lr,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                weight_decay=options.weight_decay,
-            )
+            group.update(self.optim.torch_options())
         optimizer.clip_grad = self.optim.clip_grad
         for state in optimizer.optimizer.state.values():
             if torch.is_tensor(state.get("step")):  # the parts from the universal format would share one counter

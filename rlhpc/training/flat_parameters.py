@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = ("adam", "adamw")
 #: Maximum number of elements per fused kernel, well within the range of a 32-bit index.
-_PIECE = 1 << 30
+_MAX_KERNEL_ELEMENTS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ class AdamOptions:
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Returns torch's own optimizer, fused: the other variants need temporary tensors as large as the trained weights."""
         optimizer_class = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
-        return optimizer_class(
-            parameters,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
+        return optimizer_class(parameters, **self.torch_options(), fused=True)
+
+    def torch_options(self) -> dict[str, Any]:
+        """Returns the options by torch's names."""
+        betas = self.beta1, self.beta2
+        return {"lr": self.lr, "betas": betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 class FlatAdam:
@@ -84,8 +82,7 @@ class FlatAdam:
     """
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
-        self.name, self.lr, self.eps = options.name, options.lr, options.eps
-        self.beta1, self.beta2, self.weight_decay = options.beta1, options.beta2, options.weight_decay
+        self.options, self.lr = options, options.lr
         self.parameter, self.gradient = parameter, gradient
         self.steps = 0
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(parameter), torch.zeros_like(parameter)
@@ -99,15 +96,15 @@ class FlatAdam:
         if self.fuses:
             self._fused_step()
             return
-        gradient = self.gradient
-        if self.weight_decay and self.name == "adamw":
-            self.parameter.mul_(1 - self.lr * self.weight_decay)
-        elif self.weight_decay:
-            gradient = gradient.add(self.parameter, alpha=self.weight_decay)
-        self.exp_avg.lerp_(gradient, 1 - self.beta1)
-        self.exp_avg_sq.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        correction1, correction2 = 1 - self.beta1**self.steps, 1 - self.beta2**self.steps
-        denominator = self.exp_avg_sq.sqrt().mul_(correction2**-0.5).add_(self.eps)
+        gradient, beta1, beta2 = self.gradient, self.options.beta1, self.options.beta2
+        if self.options.weight_decay and self.options.name == "adamw":
+            self.parameter.mul_(1 - self.lr * self.options.weight_decay)
+        elif self.options.weight_decay:
+            gradient = gradient.add(self.parameter, alpha=self.options.weight_decay)
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        correction1, correction2 = 1 - beta1**self.steps, 1 - beta2**self.steps
+        denominator = self.exp_avg_sq.sqrt().mul_(correction2**-0.5).add_(self.options.eps)
         self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / correction1)
 
     def resume_at(self, steps: int) -> None:
@@ -120,10 +117,9 @@ class FlatAdam:
         return self.parameter.device.type != "cpu"
 
     def _fused_step(self) -> None:
-        update = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
-        parameters, gradients, exp_avgs, exp_avg_sqs = (
-            list(flat.split(_PIECE)) for flat in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
-        )
+        update = torch._fused_adamw_ if self.options.name == "adamw" else torch._fused_adam_
+        flat_tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
+        parameters, gradients, exp_avgs, exp_avg_sqs = (list(flat.split(_MAX_KERNEL_ELEMENTS)) for flat in flat_tensors)
         step_count = torch.full((), float(self.steps), device=self.parameter.device)
         update(
             parameters,
@@ -133,10 +129,10 @@ class FlatAdam:
             [],
             [step_count] * len(parameters),
             lr=self.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
+            beta1=self.options.beta1,
+            beta2=self.options.beta2,
+            weight_decay=self.options.weight_decay,
+            eps=self.options.eps,
             amsgrad=False,
             maximize=False,
         )
@@ -292,7 +288,7 @@ class FlatModule:
             self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
         )
         state = {name: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq} for name, exp_avg, exp_avg_sq in averages}
-        return {"optimizer": self.optimizer.name, "steps": self.optimizer.steps, "state": state}
+        return {"optimizer": self.optimizer.options.name, "steps": self.optimizer.steps, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhpc.algorithms.nonfinite import bad_tensors
-from rlhpc.checkpoint.tensor_slice import cut
-from rlhpc.runtime.devices import collective_backends, empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.training.backend import (
@@ -35,6 +33,8 @@ from rlhpc.training.backend import (
     Outputs,
     ParkingBackend,
     TrainingRanks,
+    ensure_process_group,
+    require_same_shapes,
     tensors_in,
     tensors_of,
 )
@@ -42,7 +42,7 @@ from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
 from rlhpc.training.mesh import Mesh, shared_by
 from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.safetensors_writer import fill, missing
-from rlhpc.training.shard_layout import Region, boxes, pieces
+from rlhpc.training.shard_layout import Region, copy_full, local_part, pieces
 from rlhpc.training.tensor_parallel import make_buffers
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class FsdpBackend(ParkingBackend):
         # The results of a forward pass go into losses, which change no tensor in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
-        self.mesh: Mesh = self._mesh()
+        ensure_process_group(worker, self.device.type)
+        self.mesh: Mesh = Mesh(self.sizes, self.rank, self.device.type)
         #: Device of a rank's shards between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
         mixed = self.dtype != torch.float32
@@ -84,14 +85,6 @@ class FsdpBackend(ParkingBackend):
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
-    def _mesh(self) -> Mesh:
-        self.worker.init_process_group()
-        if not dist.is_initialized():  # a single rank has no group, but FSDP wants one all the same
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            backends = collective_backends(self.device.type)
-            dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
-        return Mesh(self.sizes, self.rank, self.device.type)
-
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
@@ -106,8 +99,7 @@ class FsdpBackend(ParkingBackend):
         """
         blueprint = self.blueprint
         module, slices = self._empty(build)
-        source: dict[str, torch.Tensor] = {}
-        buffers: dict[str, torch.Tensor] = {}
+        source, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if slices is None:
             module = build(empty=self.rank != 0)
             if self.rank == 0:
@@ -158,10 +150,7 @@ class FsdpBackend(ParkingBackend):
     def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
         """Returns a model without weights and the files to read them from; None for both if rank 0 has to read them."""
         slices = self.blueprint.slices()
-        has_files_by_rank = (
-            [slices is not None] if self.ranks == 1 else self.worker.all_gather_object(slices is not None)
-        )
-        if slices is None or not all(has_files_by_rank):
+        if not all(self.worker.all_gather_object(slices is not None)) or slices is None:
             return None, None
         module = build(empty=True)
         if missing_names := missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
@@ -194,7 +183,7 @@ class FsdpBackend(ParkingBackend):
         """
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
-                _take(parameter, self._from_first(source.pop(name, None), parameter))
+                copy_full(parameter, self._from_first(source.pop(name, None), parameter))
         for name, buffer in module.named_buffers():
             full_buffer = self._from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
             self._set_buffer(module, name, full_buffer)
@@ -311,12 +300,9 @@ class FsdpBackend(ParkingBackend):
         with self.awake():
             self._reshard()
             current = self.module.state_dict(keep_vars=True)
-            if current.keys() != tensors.keys():
-                raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+            require_same_shapes({name: tensor.shape for name, tensor in current.items()}, tensors)
             for name, tensor in current.items():
-                if tensor.shape != tensors[name].shape:
-                    raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
-                _take(tensor, tensors[name])
+                copy_full(tensor, tensors[name])
 
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
         """Yields this rank's boxes (`TrainingBackend.pieces`)."""
@@ -328,19 +314,13 @@ class FsdpBackend(ParkingBackend):
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         self._reshard()
-        edit(
-            [
-                parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-                for parameter in self.module.parameters()
-                if parameter.requires_grad
-            ]
-        )
+        edit([local_part(parameter) for parameter in self.module.parameters() if parameter.requires_grad])
 
     def held_tensors(self) -> Named:
         """Yields this rank's shards."""
         with self.awake():
             for name, parameter in self.module.named_parameters():
-                yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+                yield name, local_part(parameter)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Returns everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
@@ -392,25 +372,13 @@ class FsdpBackend(ParkingBackend):
 
     def park(self) -> int:
         """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
-        for module in (self.module, self._reference):
-            for submodule in () if module is None else _parts(module):
-                submodule.reshard()
+        for submodule in (submodule for module in self.models for submodule in _parts(module)):
+            submodule.reshard()
         return super().park()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to keep (`ParkingBackend.belongings`). Gradients exist only between the two halves of a step."""
-        local_tensors = (
-            t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference)
-        )
-        return (*local_tensors, *tensors_in(self._moments)), ()
-
-
-@torch.no_grad()
-def _take(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies a full tensor's values into a tensor of which this rank may hold a shard."""
-    local_tensor = target.to_local() if isinstance(target, DTensor) else target
-    for box, local_box in boxes(target):
-        cut(local_tensor.detach(), local_box).copy_(cut(full, box))
+        return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

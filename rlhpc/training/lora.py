@@ -20,6 +20,7 @@ from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.plugins import required
 from rlhpc.training.blueprint import Full
+from rlhpc.training.parameter_names import PEFT_PREFIX, plain
 from rlhpc.training.targets import is_all_linear, is_target
 
 #: Start of a part of a weight, by dimension.
@@ -123,7 +124,6 @@ def _is_sum(
 
 #: Name of a single adapter, also within peft's tensor names; peft's files omit it.
 ADAPTER = "default"
-_PREFIX = "base_model.model."
 
 
 def peft() -> Any:
@@ -285,9 +285,9 @@ def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -
     """
     names: dict[int, list[str]] = {}
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(_plain(name).rpartition(".")[0])
+        names.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
     for layer_name, layer in _layers(adapted):
-        name, base = _plain(layer_name), layer.base_layer
+        name, base = plain(layer_name), layer.base_layer
         if not _is_linear(base):
             raise _no_targets(lora, allowed, f"{name} is a {type(base).__name__}; adapters go on linear layers")
         if shared_with := [other_name for other_name in names[id(base.weight)] if other_name != name]:
@@ -382,7 +382,7 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     ids: set[int] = set()
     for state_name, tensor in module.state_dict(keep_vars=True).items():
-        name = _plain(state_name)
+        name = plain(state_name)
         if id(tensor) in ids or ".lora_" in state_name or name in without:
             continue
         ids.add(id(tensor))
@@ -398,15 +398,10 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     """Returns the names, as in `full_weights`, of the parameters that are not trained and have no adapter merged into them."""
     adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
-        _plain(name)
+        plain(name)
         for name, tensor in module.named_parameters()
         if not tensor.requires_grad and id(tensor) not in adapted and ".lora_" not in name
     )
-
-
-def _plain(name: str) -> str:
-    """Returns the Hugging Face name of a tensor of an adapted model."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 @torch.no_grad()
@@ -417,7 +412,7 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     named_tensors = module.state_dict(keep_vars=True).items()
     adapter = chosen(_layers(module)[0][1])
     config: Any = module.peft_config[adapter]  # type: ignore[index]
-    heads = tuple(f"{_PREFIX}{head_name}." for head_name in config.modules_to_save or ())
+    heads = tuple(f"{PEFT_PREFIX}{head_name}." for head_name in config.modules_to_save or ())
     adapter_tensors = [
         (name, tensor) for name, tensor in named_tensors if is_of(name, adapter) or name.startswith(heads)
     ]

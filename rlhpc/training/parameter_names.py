@@ -19,7 +19,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.torch_adapter import class_before_fsdp
 
 #: Prefix that peft gives the names of a wrapped module.
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,15 @@ class ParameterView:
 
 def plain(name: str) -> str:
     """Returns the name that a tensor of a model with adapters has without them."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+
+
+def model_in(module: nn.Module) -> Any:
+    """Returns the outermost model of transformers in a module; None without one."""
+    package = sys.modules.get("transformers")
+    if package is None:
+        return None
+    return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
 
 
 def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[ParameterView]]:
@@ -56,11 +64,7 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
         module: A model of transformers, with adapters or without, or any other module, whose names are all kept.
         shapes: Full shapes by the module's own names.
     """
-    package = sys.modules.get("transformers")
-    model = next(
-        (submodule for submodule in module.modules() if package and isinstance(submodule, package.PreTrainedModel)),
-        None,
-    )
+    model = model_in(module)
     # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
     wrapper: Any = module
     base_model = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
@@ -113,17 +117,11 @@ class _Reverse:
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
             )
         # The renamed tensor has the first pattern in its name; the other names differ only there.
-        first_name = self._converted(name, sources[0], pattern)
+        first_name = name.replace(pattern, sources[0], 1)
         size = shape[1] // len(sources)
         for expert in range(shape[0]):
             for source_index, source in enumerate(sources):
                 expert_name = first_name.replace(sources[0], source).replace("*", str(expert), 1)
                 rows = (source_index * size, (source_index + 1) * size) if is_concatenated else (0, shape[1])
-                yield ParameterView(self._named(expert_name), (expert, rows, *full_range[2:]))
-
-    @staticmethod
-    def _converted(name: str, source: str, pattern: str) -> str:
-        return name.replace(pattern, source, 1)
-
-    def _named(self, name: str) -> str:
-        return str(self._rename(name, self._renamings, [], reverse=True)[0])
+                renamed, _ = self._rename(expert_name, self._renamings, [], reverse=True)
+                yield ParameterView(renamed, (expert, rows, *full_range[2:]))

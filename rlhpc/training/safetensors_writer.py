@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.tensor_slice import Box, cut
+from rlhpc.checkpoint.state import SAFETENSORS_DTYPES, safetensors_header
+from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.parameter_names import checkpoint_parts
+from rlhpc.training.parameter_names import checkpoint_parts, model_in
 from rlhpc.training.safetensors_reader import Slices
-from rlhpc.training.shard_layout import boxes, held, named_tensor, regions
-from rlhpc.training.tensor_parallel import model_in
+from rlhpc.training.shard_layout import copy_full, held, named_tensor, regions
 
 #: Maximum bytes of tensors in a file, unless one is larger: transformers' own limit.
 MAX_FILE_BYTES = 5 * 10**9
 #: Bytes copied at a time from a tensor to be written.
 CHUNK = 1 << 24
-_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,23 +76,19 @@ class Layout:
         self._headers: dict[str, tuple[bytes, int]] = {}
         for file_number, names in enumerate(groups, 1):
             file = f"model-{file_number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
-            entries, data_offset = {}, 0
+            entries, data_offset = dict[str, Any](), 0
             for name in names:
                 shape, dtype = tensors[name]
                 entries[name] = {
-                    "dtype": _NAMES[dtype],
+                    "dtype": SAFETENSORS_DTYPES[dtype],
                     "shape": list(shape),
                     "data_offsets": [data_offset, data_offset + sizes[name]],
                 }
                 data_offset += sizes[name]
-            header_json = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-            header_json += b" " * (-len(header_json) % 8)
-            header = struct.pack("<Q", len(header_json)) + header_json
+            header = safetensors_header(entries)
             self._headers[file] = header, len(header) + data_offset
-            for name in names:
-                shape, dtype = tensors[name]
-                tensor_offset: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
-                self.places[name] = TensorLocation(file, len(header) + tensor_offset, shape, dtype)
+            for name, entry in entries.items():
+                self.places[name] = TensorLocation(file, len(header) + entry["data_offsets"][0], *tensors[name])
 
     def begin(self, folder: Path) -> None:
         """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""
@@ -211,10 +202,7 @@ def fill(
     created_names = set[str]()
     for name, tensor in created:
         created_names.add(name)
-        target = named_tensor(module, name)
-        local_tensor: Any = target.to_local() if hasattr(target, "to_local") else target
-        for box, local_box in boxes(target):
-            cut(local_tensor.detach(), local_box).copy_(cut(tensor, box))
+        copy_full(named_tensor(module, name), tensor)
     checked = set[str]()
     with slices:
         for region in regions(module, mesh, adapters=True):
@@ -232,8 +220,7 @@ def fill(
 def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:
     """Returns the names of a module's tensors that are neither in the files nor created."""
     created_names = set(created)
-    model = model_in(module)
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+    if getattr(getattr(model_in(module), "config", None), "quantization_config", None) is not None:
         return ["weight that is not quantized"]
     shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
     views_by_tensor = checkpoint_parts(module, shapes)

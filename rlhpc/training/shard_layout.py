@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from rlhpc.checkpoint.tensor_slice import Box, between, full_box
+from rlhpc.checkpoint.tensor_slice import Box, between, cut, full_box
 from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
@@ -42,20 +42,26 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     """
     if not isinstance(tensor, DTensor):
         return [(full_box(tensor.shape), full_box(tensor.shape))]
-    runs_by_dim: list[list[tuple[int, int, int]]] = []
-    for dim, size in enumerate(tensor.shape):
-        placements_of_dim = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
-        runs_by_dim.append(_runs(size, tensor.device_mesh, placements_of_dim))
+    runs_by_dim = [
+        _runs(size, tensor.device_mesh, tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements))
+        for dim, size in enumerate(tensor.shape)
+    ]
     pairs = []
     for runs in product(*runs_by_dim):
-        sizes = tuple(size for _, size, _ in runs)
-        pairs.append(
-            (
-                Box(tuple(start for start, _, _ in runs), sizes),
-                Box(tuple(local_start for _, _, local_start in runs), sizes),
-            )
-        )
+        starts, sizes, local_starts = zip(*runs, strict=True) if runs else ((), (), ())
+        pairs.append((Box(starts, sizes), Box(local_starts, sizes)))
     return pairs
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, detached: a view of its memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies a full tensor's values into a tensor of which this rank may hold a shard."""
+    for box, local_box in boxes(target):
+        cut(local_part(target), local_box).copy_(cut(full, box))
 
 
 def _along(placement: Placement, dim: int, ndim: int) -> Placement:
@@ -112,8 +118,7 @@ class Region:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the same view of another tensor that is cut like the parameter, such as a moment of its optimizer."""
-        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local_tensor.detach()[self.index]
+        return local_part(tensor)[self.index]
 
 
 def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
@@ -150,14 +155,24 @@ def regions(
     Raises:
         ConfigError: See `checkpoint_parts`.
     """
+    frozen_tensors = frozen_names(module)
+    return [
+        region
+        for name, tensor, views in _checkpoint_views(module, is_included, adapters=adapters)
+        for region in regions_of(name, tensor, views, mesh, frozen=plain(name) in frozen_tensors)
+    ]
+
+
+def _checkpoint_views(
+    module: nn.Module, is_included: Callable[[str], bool], *, adapters: bool = False
+) -> list[tuple[str, torch.Tensor, list[ParameterView]]]:
+    """Returns name and tensor of each of a module's tensors, with the included ones of its tensors in a checkpoint."""
     tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    frozen_tensors = frozen_names(module)
-    selected_regions = list[Region]()
-    for name, tensor in tensors.items():
-        included_views = [view for view in views_by_tensor[name] if is_included(view.name)]
-        selected_regions += regions_of(name, tensor, included_views, mesh, frozen=plain(name) in frozen_tensors)
-    return selected_regions
+    return [
+        (name, tensor, [view for view in views_by_tensor[name] if is_included(view.name)])
+        for name, tensor in tensors.items()
+    ]
 
 
 def regions_of(
@@ -173,24 +188,12 @@ def regions_of(
         frozen: Whether it never changes.
     """
     copy_index, num_copies = (0, 1) if mesh is None else mesh.copies(tensor)
-    tensor_regions = []
-    for view in parts:
-        for box, local_box in boxes(tensor):
-            if (overlap := within(view.index, box, local_box)) is not None:
-                tensor_regions.append(
-                    Region(
-                        view.name,
-                        view.shape,
-                        tensor.dtype,
-                        overlap[0],
-                        name,
-                        overlap[1],
-                        copy_index,
-                        num_copies,
-                        frozen,
-                    )
-                )
-    return tensor_regions
+    return [
+        Region(view.name, view.shape, tensor.dtype, overlap[0], name, overlap[1], copy_index, num_copies, frozen)
+        for view in parts
+        for box, local_box in boxes(tensor)
+        if (overlap := within(view.index, box, local_box)) is not None
+    ]
 
 
 def within(
@@ -214,21 +217,14 @@ def within(
     return between(starts, stops), tuple(local_index)
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in held(module) if ".lora_" not in name}
-
-
 def names_and_shapes(
     module: nn.Module, is_included: Callable[[str], bool] = lambda name: True
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of every tensor in a checkpoint of a module, in the module's order, without adapters' own."""
-    tensors = _own_tensors(module)
-    views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return {
         view.name: (view.shape, tensor.dtype)
-        for name, tensor in tensors.items()
-        for view in views_by_tensor[name]
-        if is_included(view.name)
+        for _, tensor, views in _checkpoint_views(module, is_included)
+        for view in views
     }
 
 
@@ -258,23 +254,18 @@ def pieces(
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()  # gathered weights are not shards
-    tensors = _own_tensors(module)
-    views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     frozen_tensors, layers = frozen_names(module), layers_by_weight(module)
-    for name, tensor in tensors.items():
-        included_views = [view for view in views_by_tensor[name] if is_included(view.name)]
-        if not included_views:
+    for name, tensor, views in _checkpoint_views(module, is_included):
+        if not views:
             continue
         layer = layers.get(id(tensor))
         adapted = None if layer is None else factors_of(layer, full)
         sharded = _rows_of(tensor) if rows else tensor
-        for region in regions_of(name, sharded, included_views, mesh, frozen=plain(name) in frozen_tensors):
-            yield (
-                region,
-                partial(region.view, sharded)
-                if adapted is None
-                else partial(_merge_adapters, region, sharded, adapted),
-            )
+        for region in regions_of(name, sharded, views, mesh, frozen=plain(name) in frozen_tensors):
+            if adapted is None:
+                yield region, partial(region.view, sharded)
+            else:
+                yield region, partial(_merge_adapters, region, sharded, adapted)
 
 
 @torch.no_grad()

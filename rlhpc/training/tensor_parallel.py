@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.torch_adapter import replace_forward
 from rlhpc.training.lora import ADAPTER, adapted_layers
-from rlhpc.training.parameter_names import plain
+from rlhpc.training.parameter_names import model_in, plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,7 +127,7 @@ class _Divider:
 
     def __init__(self, model: Any, key: str) -> None:
         self._model, self._key = model, key
-        self._cut: dict[int, nn.Parameter] = {}
+        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def apply(
         self, plan: dict[str, str], tensor: DeviceMesh | None, experts: dict[str, str], expert: DeviceMesh | None
@@ -183,7 +182,7 @@ class _Divider:
         original = module._parameters[name]
         assert original is not None
         if id(original) in self._cut:  # tied
-            module._parameters[name] = self._cut[id(original)]
+            module._parameters[name] = self._cut[id(original)][1]
             return
         style.validate_param(module, name, mesh, parameter_name=full)
         style.shard_param(module, name, mesh)
@@ -196,8 +195,7 @@ class _Divider:
                 raise ConfigError(
                     f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(original.shape)} evenly"
                 )
-        self._cut[id(original)] = sharded
-        self._replaced = [*getattr(self, "_replaced", []), original]  # keeps its id from being reused
+        self._cut[id(original)] = original, sharded  # the original, so that its id is not reused
 
 
 def summed_gradient() -> Any:
@@ -228,14 +226,6 @@ def summed_gradient() -> Any:
             return module
 
     return SummedGradient()
-
-
-def model_in(module: nn.Module) -> Any:
-    """Returns the outermost model of transformers in a module; None without one."""
-    package = sys.modules.get("transformers")
-    if package is None:
-        return None
-    return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
 
 
 def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

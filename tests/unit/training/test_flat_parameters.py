@@ -45,7 +45,7 @@ def test_the_device_decides() -> None:
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as the CPU has it; and several of it."""
     monkeypatch.setattr(FlatAdam, "fuses", True)
-    monkeypatch.setattr(adam, "_PIECE", 400)
+    monkeypatch.setattr(adam, "_MAX_KERNEL_ELEMENTS", 400)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
