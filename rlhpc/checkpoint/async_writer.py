@@ -26,11 +26,11 @@ from rlhpc.runtime.os_resources import free_memory
 from rlhpc.runtime.worker import Worker
 
 #: Bytes that are written and summed at a time, while they are in the processor's cache.
-_PIECE = 1 << 20
+_WRITE_BYTES = 1 << 20
 #: A file of fewer bytes is written at once, which takes no longer than a later request.
-_SMALL = 16 << 20
+_MIN_ASYNC_BYTES = 16 << 20
 #: Factor of free memory over the size of the copies: training needs memory, too.
-_SPARE = 1.25
+_MEMORY_FACTOR = 1.25
 
 Value = TypeVar("Value")
 #: Size in bytes and SHA-256 of each file, by its name in the checkpoint; None for a file that was not summed on the way.
@@ -56,8 +56,8 @@ class SummedFile:
         """
         remaining = memoryview(data).cast("B")
         try:
-            for start in range(0, len(remaining), _PIECE):
-                piece = remaining[start : start + _PIECE]
+            for start in range(0, len(remaining), _WRITE_BYTES):
+                piece = remaining[start : start + _WRITE_BYTES]
                 self._sum.update(piece)
                 while piece:
                     piece = piece[self._file.write(piece) or 0 :]
@@ -81,12 +81,12 @@ class SummedFile:
         return self.size, self._sum.hexdigest()
 
 
-def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, str]:
+def write_summed(path: Path, write: Callable[[SummedFile], None]) -> tuple[int, str]:
     """Writes a new file durably.
 
     Args:
         path: The file.
-        how: Function that writes the content.
+        write: Function that writes the content.
 
     Returns:
         Size and SHA-256.
@@ -97,7 +97,7 @@ def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, st
     try:
         file = SummedFile(path)
         try:
-            how(file)
+            write(file)
             return file.end()
         except BaseException:
             if file.failure is not None:
@@ -131,17 +131,19 @@ class HostBuffers:
             value: Tensors in dicts, lists and tuples. Other values in there are not copied.
         """
         tensors = list(_tensors(value, name))
-        if sum(tensor.nbytes for _, tensor in tensors) < _SMALL:
+        if sum(tensor.nbytes for _, tensor in tensors) < _MIN_ASYNC_BYTES:
             return None
         missing_bytes = sum(tensor.nbytes for key, tensor in tensors if not self._fits(key, tensor))
-        if missing_bytes and missing_bytes * _SPARE > free_memory():
+        if missing_bytes and missing_bytes * _MEMORY_FACTOR > free_memory():
             return None
         for key, tensor in tensors:
             if not self._fits(key, tensor):
                 pinned = tensor.device.type != "cpu"  # then the copy does not wait for the accelerator
                 self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._buffers[key].copy_(tensor, non_blocking=True)
-        return self._in_place(value, name)
+        copies = iter([self._buffers[key] for key, _ in tensors])
+        copied: Value = map_tensors(value, lambda _: next(copies))
+        return copied
 
     def ready(self) -> None:
         """Waits until the copies are made."""
@@ -152,16 +154,18 @@ class HostBuffers:
         buffer = self._buffers.get(key)
         return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
-    def _in_place(self, value: Any, key: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._buffers[key]
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # state dicts have attributes besides
-            copied.update((name, self._in_place(child, f"{key}/{name}")) for name, child in value.items())
-            return copied
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._in_place(child, f"{key}/{i}") for i, child in enumerate(value))
-        return value
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns nested dicts, lists and tuples with `change` applied to each tensor, in their order."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)  # state dicts have attributes besides
+        mapped.update((name, map_tensors(child, change)) for name, child in value.items())
+        return mapped
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(child, change) for child in value)
+    return value
 
 
 def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,14 +204,14 @@ class Writes:
         if self._copies is not None:
             self._copies.ready()
 
-    def add(self, path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+    def add(self, path: Path, value: Value, write: Callable[[SummedFile, Value], None]) -> None:
         """Adds a file; see `write_file`."""
         name = path.relative_to(self._folder).as_posix()
         copies = self._copies.of(name, value) if self._copies is not None else None
         if copies is None:
-            self._sums[name] = write_summed(path, lambda file: how(file, value))
+            self._sums[name] = write_summed(path, lambda file: write(file, value))
         else:
-            self._later.append((name, lambda file: how(file, copies)))
+            self._later.append((name, lambda file: write(file, copies)))
 
     @property
     def done(self) -> bool:
@@ -236,21 +240,21 @@ class Writes:
 _collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
 
 
-def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+def write_file(path: Path, value: Value, write: Callable[[SummedFile, Value], None]) -> None:
     """Writes a file durably, or queues it in the active save.
 
     Args:
         path: The file.
         value: Its content: tensors in dicts, lists and tuples.
-        how: Function that writes the value, or a copy of it.
+        write: Function that writes the value, or a copy of it.
 
     Raises:
         CheckpointError: The filesystem refused.
     """
     if (save := _collecting.get()) is not None:
-        save.add(path, value, how)
+        save.add(path, value, write)
     else:
-        write_summed(path, lambda file: how(file, value))
+        write_summed(path, lambda file: write(file, value))
 
 
 class SavingWorker(Worker):

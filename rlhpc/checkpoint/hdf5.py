@@ -16,8 +16,8 @@ import h5py
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import first_line
 
-_MOST_LINKS = 16
-_LARGE, _MOST_PACKED = 1 << 30, 2000
+_MAX_LINKS = 16
+_LARGE_BYTES, _MAX_COMPRESSION = 1 << 30, 2000
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def member(group: Any, name: str, links: int = 0) -> Any:
         if link is None:
             raise KeyError(location)
         if isinstance(link, h5py.SoftLink):
-            if links >= _MOST_LINKS:
+            if links >= _MAX_LINKS:
                 raise ConfigError(f"{location} is a link that leads to links only")
             node = member(node, link.path, links + 1)
         elif isinstance(link, h5py.HardLink):
@@ -104,6 +104,6 @@ def checked(dataset: Any) -> Any:
         dataset.size * dataset.dtype.itemsize if dataset.shape is not None else 0,
         dataset.id.get_storage_size(),
     )
-    if nbytes > _LARGE and nbytes > _MOST_PACKED * max(1, stored_bytes):
+    if nbytes > _LARGE_BYTES and nbytes > _MAX_COMPRESSION * max(1, stored_bytes):
         raise ConfigError(f"{location} says that it has {nbytes} bytes, but the file holds {stored_bytes} of it")
     return dataset

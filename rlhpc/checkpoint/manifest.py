@@ -25,8 +25,8 @@ T = TypeVar("T")
 FORMAT = 1
 
 #: Most threads that hash, and the number of bytes from which they are worth starting.
-_MOST_THREADS = 16
-_WORTH_THREADS = 8 << 20
+_MAX_THREADS = 16
+_MIN_THREADED_BYTES = 8 << 20
 
 
 def digest(path: Path) -> tuple[int, str]:
@@ -45,8 +45,8 @@ def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> li
         paths: The files.
         nbytes: Size of all files together.
     """
-    workers = min(len(paths), len(os.sched_getaffinity(0)), _MOST_THREADS)
-    if workers < 2 or nbytes < _WORTH_THREADS:
+    workers = min(len(paths), len(os.sched_getaffinity(0)), _MAX_THREADS)
+    if workers < 2 or nbytes < _MIN_THREADED_BYTES:
         return [work(path) for path in paths]
     with ThreadPoolExecutor(workers, thread_name_prefix="checksums") as pool:
         return list(pool.map(work, paths))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import io
 import json
+import math
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
 
-from rlhpc.checkpoint.async_writer import SummedFile, write_file
+from rlhpc.checkpoint.async_writer import SummedFile, map_tensors, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
 #: safetensors' names of dtypes, in the reverse of their order in a file.
-SAFETENSORS_DTYPES = {
+_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
     torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64",
     torch.uint64: "U64",
 }  # fmt: skip
-_ORDER = list(SAFETENSORS_DTYPES)
+_ORDER = list(_DTYPES)
 
 
 def dump_state(state: Any) -> bytes:
@@ -59,7 +60,7 @@ def save_state(path: Path, state: Any) -> None:
     Raises:
         CheckpointError: The state contains a type that `dump_state` refuses, or the filesystem refused.
     """
-    write_file(path, _encode(state, "state"), lambda file, held: stream_state(file, _dense(held)))
+    write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _dense(copies)))
 
 
 def stream_state(file: SummedFile, state: Any) -> None:
@@ -109,30 +110,27 @@ def stream_tensors(
         metadata: Metadata of the file, in addition to torch's format entry.
     """
     ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
-    entries: dict[str, Any] = {}
-    tensor_end = 0
-    for name, tensor in ordered:
-        tensor_start, tensor_end = tensor_end, tensor_end + tensor.nbytes
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [tensor_start, tensor_end],
-        }
-    file.write(safetensors_header(entries, metadata))
+    file.write(safetensors_header({name: (tensor.shape, tensor.dtype) for name, tensor in ordered}, metadata))
     for _, tensor in ordered:
         if tensor.numel():
             # By its address: memory that numpy has seen is never emptied again (`training.parking`).
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-def safetensors_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(
+    tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Returns the bytes of a safetensors file before the tensors.
 
     Args:
-        entries: Dtype, shape and offsets of each tensor.
+        tensors: Shape and dtype of each tensor, in the order in which they are stored.
         metadata: Metadata of the file, in addition to torch's format entry.
     """
-    header = {"__metadata__": {"format": "pt", **(metadata or {})}, **entries}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     header_json += b" " * (-len(header_json) % 8)
     return struct.pack("<Q", len(header_json)) + header_json
@@ -230,13 +228,7 @@ def _encode(value: Any, where: str) -> Any:
 
 def _dense(value: Any) -> Any:
     """Copies views of other tensors: a view would bring its whole storage into the file."""
-    if isinstance(value, torch.Tensor):
-        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-    if isinstance(value, dict):
-        return {key: _dense(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_dense(child) for child in value)
-    return value
+    return map_tensors(value, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
 
 
 def _decode(value: Any) -> Any:

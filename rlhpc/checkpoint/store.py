@@ -51,7 +51,7 @@ def final_folder(staging: Path) -> Path:
     return staging.with_name(step_name(match.group(2))) if match else staging
 
 
-def _entry(size: int, checksum: str) -> dict[str, Any]:
+def _file_entry(size: int, checksum: str) -> dict[str, Any]:
     """Returns a file's entry in the manifest."""
     return {"size": size, "sha256": checksum}
 
@@ -104,22 +104,16 @@ class CheckpointWriter:
         return self.staging / name
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Writes `data` as one file of the checkpoint."""
+        """Writes `data` as one file of the checkpoint, inside the writer's `with` block."""
         path = self.path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(path, data)
-        except OSError as error:
-            raise self._failed(error) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, data)
 
     def add_file(self, name: str, source: Path) -> None:
-        """Copies one file into the checkpoint."""
+        """Copies one file into the checkpoint, inside the writer's `with` block."""
         path = self.path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, path)
-        except OSError as error:
-            raise self._failed(error) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
 
     def commit(
         self, meta: dict[str, Any] | None = None, reported: Mapping[str, tuple[int, str] | None] | None = None
@@ -146,7 +140,7 @@ class CheckpointWriter:
     def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
         written_entries = {name: file_entry for name, file_entry in reported.items() if file_entry is not None}
         files: dict[str, dict[str, Any]] = {}
-        unlisted: dict[Path, str] = {}
+        unlisted: list[Path] = []
         folders = {self.staging}
         follow_umask(self.staging)
         staged_paths = {*self.staging.rglob("*")}
@@ -158,16 +152,14 @@ class CheckpointWriter:
             folders.add(path.parent)
             name = path.relative_to(self.staging).as_posix()
             if name in written_entries:
-                files[name] = _entry(*written_entries[name])
+                files[name] = _file_entry(*written_entries[name])
             elif file_entry := self._linked_entry(name, path):
                 files[name] = file_entry
             else:
-                unlisted[path] = name
+                unlisted.append(path)
         sizes = sum(path.stat().st_size for path in unlisted)
-        for name, size_and_digest in zip(
-            unlisted.values(), of_each(_durable_digest, list(unlisted), sizes), strict=True
-        ):
-            files[name] = _entry(*size_and_digest)
+        for path, size_and_digest in zip(unlisted, of_each(_durable_digest, unlisted, sizes), strict=True):
+            files[path.relative_to(self.staging).as_posix()] = _file_entry(*size_and_digest)
         if missing := [name for name, (size, _) in written_entries.items() if not self._has(name, size)]:
             raise CheckpointError(
                 f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
@@ -205,18 +197,16 @@ class CheckpointWriter:
         # A folder cannot be renamed onto one that is not empty. The replaced checkpoint keeps a name until the new one
         # has its own; `clean_leftovers` puts it back if this process dies between the two renames.
         replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
-        has_replaced = self.final.exists()
-        if has_replaced:
+        if self.final.exists():
             self.final.rename(replaced_path)
         try:
             self.staging.rename(self.final)
         except OSError:
-            if has_replaced:
+            if replaced_path.exists():
                 replaced_path.rename(self.final)
             raise
         fsync_folder(self.paths.checkpoints)
-        if has_replaced:
-            shutil.rmtree(replaced_path, ignore_errors=True)
+        shutil.rmtree(replaced_path, ignore_errors=True)
 
     def _failed(self, error: OSError) -> CheckpointError:
         failed_path = error.filename or self.staging
@@ -295,7 +285,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
         with contextlib.suppress(OSError):  # a read-only run folder can still be resumed from
             clean_leftovers(paths)
         return newest_valid(paths)
-    path = _format_names(paths, expand_home(resume_dir))
+    path = _find_requested(paths, expand_home(resume_dir))
     require_valid(path, hint="or take the newest sound checkpoint with: rlhpc train <config> runner.resume_dir=auto")
     return Resumable(path, int(read_manifest(path)["global_step"]))
 
@@ -324,11 +314,8 @@ def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -
         raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 
 
-def _format_names(paths: RunPaths, requested: Path) -> Path:
-    candidates = [requested.absolute()]
-    if len(requested.parts) == 1:
-        candidates.append(paths.checkpoints / requested)
-    for path in candidates:
+def _find_requested(paths: RunPaths, requested: Path) -> Path:
+    for path in (requested.absolute(), *([paths.checkpoints / requested] if len(requested.parts) == 1 else [])):
         if path.is_dir():
             return path
     existing_names = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
@@ -384,11 +371,6 @@ def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.
     """
-    new_paths: list[Path] = []
     timestamp = time.strftime("%Y%m%dT%H%M%S")
-    for newer, path in paths.checkpoint_steps():
-        if newer > step:
-            target = paths.checkpoints / f"superseded-{timestamp}-{path.name}"
-            path.rename(target)
-            new_paths.append(target)
-    return new_paths
+    newer_paths = [path for newer, path in paths.checkpoint_steps() if newer > step]
+    return [path.rename(paths.checkpoints / f"superseded-{timestamp}-{path.name}") for path in newer_paths]

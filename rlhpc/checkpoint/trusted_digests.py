@@ -14,7 +14,7 @@ from rlhpc.checkpoint.manifest import MANIFEST, digest, is_complete, parse_manif
 from rlhpc.runtime.host import state_folder
 
 #: Files of more bytes hold tensors, which name no code, and are not read.
-_LARGEST_TEXT = 16 << 20
+_MAX_TEXT_BYTES = 16 << 20
 
 
 def note_own(manifest: bytes) -> None:
@@ -34,7 +34,9 @@ def is_own(checkpoint: Path) -> bool:
             return False
         manifest, _ = parse_manifest(manifest_bytes)  # a noted one is sound
         small_files = [
-            (name, file_entry) for name, file_entry in manifest["files"].items() if file_entry["size"] <= _LARGEST_TEXT
+            (name, file_entry)
+            for name, file_entry in manifest["files"].items()
+            if file_entry["size"] <= _MAX_TEXT_BYTES
         ]
         return all(
             digest(checkpoint / name) == (file_entry["size"], file_entry["sha256"]) for name, file_entry in small_files

@@ -90,7 +90,7 @@ def _serve(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.joining import Key
     from rlhpc.embodied.robots.robot_env import above_0
     from rlhpc.embodied.robots.safety import safe_robot
-    from rlhpc.embodied.robots.server import BOUNDS, Served, Way, own_limits
+    from rlhpc.embodied.robots.server import BOUNDS, RobotRoute, RobotServer, machine_limits
     from rlhpc.runtime.files import read_yaml
 
     if not args.robot:
@@ -98,7 +98,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.patience < 0:
         raise ConfigError(f"--patience is {args.patience:g}; it must be 0 or more")
     key = Key.read(expand_home(args.what))
-    connection = Way(key, args.ssh, args.address)
+    connection = RobotRoute(key, args.ssh, args.address)
     try:
         kwargs = read_yaml("{" + args.kwargs + "}")
     except Exception:
@@ -108,9 +108,9 @@ def _serve(args: argparse.Namespace) -> int:
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
     bounds = {name: above_0(name, value) for name, value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
-    core = safe_robot(args.robot, "--robot", kwargs, own_limits(bounds, args.resume))
+    core = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
     try:
-        Served(core, bounds, tell).serve(key, connection, args.patience)
+        RobotServer(core, bounds, tell).serve(key, connection, args.patience)
     finally:
         core.close()
     return 0

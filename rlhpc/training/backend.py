@@ -12,17 +12,15 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rlhpc.config.parallel import MeshSizes, undivided
-from rlhpc.runtime.devices import collective_backends, empty_cache, host_memory, synchronize, torch_device
+from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.runtime.text import first_line
@@ -585,27 +583,6 @@ class ParkingBackend(TrainingBackend):
 
     def returned(self) -> None:
         """Recreates the tensors that were not kept."""
-
-
-def ensure_process_group(worker: TrainingRanks, device: str) -> None:
-    """Forms torch's default process group, also for a single rank, which the worker has none for."""
-    worker.init_process_group()
-    if not dist.is_initialized():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
-
-
-def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses tensors that replace others of these shapes, by name.
-
-    Raises:
-        RuntimeError: Names or shapes differ.
-    """
-    if current.keys() != tensors.keys():
-        raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
-    for name, shape in current.items():
-        if list(shape) != list(tensors[name].shape):
-            raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(shape)} here")
 
 
 def tensors_of(*modules: torch.nn.Module | None) -> Iterator[torch.Tensor]:

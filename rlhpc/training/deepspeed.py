@@ -30,13 +30,13 @@ from rlhpc.training.backend import (
     Named,
     ParkingBackend,
     TrainingRanks,
-    ensure_process_group,
-    require_same_shapes,
     tensors_in,
     tensors_of,
 )
 from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
 from rlhpc.training.deepspeed_config import KEY, deepspeed_config
+from rlhpc.training.mesh import form_single_rank_group
+from rlhpc.training.parameter_names import require_same_shapes
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import ActorSection
@@ -150,7 +150,8 @@ class DeepSpeedBackend(ParkingBackend):
         if not on_gpu:
             # Its first use would compile it for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        ensure_process_group(self.worker, self.device.type)
+        self.worker.init_process_group()
+        form_single_rank_group(self.device.type)
         # DeepSpeed calls some collectives by their old names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():

@@ -33,13 +33,12 @@ from rlhpc.training.backend import (
     Outputs,
     ParkingBackend,
     TrainingRanks,
-    ensure_process_group,
-    require_same_shapes,
     tensors_in,
     tensors_of,
 )
 from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
-from rlhpc.training.mesh import Mesh, shared_by
+from rlhpc.training.mesh import Mesh, form_single_rank_group, shared_by
+from rlhpc.training.parameter_names import require_same_shapes
 from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.safetensors_writer import fill, missing
 from rlhpc.training.shard_layout import Region, copy_full, local_part, pieces
@@ -65,7 +64,8 @@ class FsdpBackend(ParkingBackend):
         # The results of a forward pass go into losses, which change no tensor in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
-        ensure_process_group(worker, self.device.type)
+        worker.init_process_group()
+        form_single_rank_group(self.device.type)
         self.mesh: Mesh = Mesh(self.sizes, self.rank, self.device.type)
         #: Device of a rank's shards between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device

@@ -21,13 +21,16 @@ Interface for other modules:
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlhpc.config.parallel import MeshSizes
+from rlhpc.runtime.devices import collective_backends
 
 #: Dimensions of `MeshSizes` that each mesh dimension combines.
 _MADE_OF = {"fsdp": ("shard", "context"), "expert_fsdp": (), "expert": ()}
@@ -123,6 +126,13 @@ class Mesh:
             if name not in sharded_dims:
                 copy_index, count = copy_index * size[name] + coordinates[name], count * size[name]
         return copy_index, count
+
+
+def form_single_rank_group(device: str) -> None:
+    """Forms torch's default process group for a process without one: a single rank has none, and sharding needs one."""
+    if not dist.is_initialized():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shared_by(tensor: torch.Tensor, ranks: int) -> int:

@@ -8,7 +8,7 @@ is converted, gathered or copied: transformers' own conversion would gather all 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,19 @@ class ParameterView:
 def plain(name: str) -> str:
     """Returns the name that a tensor of a model with adapters has without them."""
     return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+
+
+def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses tensors that replace others of these shapes, by name.
+
+    Raises:
+        RuntimeError: Names or shapes differ.
+    """
+    if current.keys() != tensors.keys():
+        raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+    for name, shape in current.items():
+        if list(shape) != list(tensors[name].shape):
+            raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(shape)} here")
 
 
 def model_in(module: nn.Module) -> Any:

@@ -13,12 +13,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.state import SAFETENSORS_DTYPES, safetensors_header
+from rlhpc.checkpoint.state import safetensors_header
 from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
@@ -76,19 +75,12 @@ class Layout:
         self._headers: dict[str, tuple[bytes, int]] = {}
         for file_number, names in enumerate(groups, 1):
             file = f"model-{file_number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
-            entries, data_offset = dict[str, Any](), 0
+            header = safetensors_header({name: tensors[name] for name in names})
+            offset = len(header)
             for name in names:
-                shape, dtype = tensors[name]
-                entries[name] = {
-                    "dtype": SAFETENSORS_DTYPES[dtype],
-                    "shape": list(shape),
-                    "data_offsets": [data_offset, data_offset + sizes[name]],
-                }
-                data_offset += sizes[name]
-            header = safetensors_header(entries)
-            self._headers[file] = header, len(header) + data_offset
-            for name, entry in entries.items():
-                self.places[name] = TensorLocation(file, len(header) + entry["data_offsets"][0], *tensors[name])
+                self.places[name] = TensorLocation(file, offset, *tensors[name])
+                offset += sizes[name]
+            self._headers[file] = header, offset
 
     def begin(self, folder: Path) -> None:
         """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""

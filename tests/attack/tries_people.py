@@ -164,16 +164,16 @@ VISITORS = ("many addresses", "the robot's address", "long frames", "deep greeti
 
 
 def keep_the_robot_out(what: str) -> str:
-    from rlhpc.embodied.robots.joining import places
+    from rlhpc.embodied.robots.joining import meeting_points
     from tests.eventually import wait_until
-    from tests.unit.embodied.robots.test_remote_env import Inside, Outside, Rail
+    from tests.unit.embodied.robots.remote_robot import Inside, Outside, Rail
 
     if os.getuid():
         raise CannotRunError("needs root, to be two users")
     with tempfile.TemporaryDirectory(prefix="rlhpc-t-") as folder:
         inside = Inside(Path(folder), wait_s=30.0)
-        wait_until(lambda: bool(places(inside.folder)), 20)
-        (place,) = places(inside.folder)
+        wait_until(lambda: bool(meeting_points(inside.folder)), 20)
+        (place,) = meeting_points(inside.folder)
         threads = threading.active_count()
         visitor = subprocess.Popen(
             [sys.executable, "-S", "-c", _VISITOR, place.address, str(place.port), what], stdout=subprocess.PIPE

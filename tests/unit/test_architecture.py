@@ -138,6 +138,7 @@ WIDE_MODULES = {
         "rlhpc/weights/transport_select.py",
     ),
     "all that the package asks of one library, format or system": (
+        "rlhpc/checkpoint/state.py",
         "rlhpc/embodied/data/lerobot_reader.py",
         "rlhpc/embodied/models/vlm.py",
         "rlhpc/embodied/robots/protocol.py",

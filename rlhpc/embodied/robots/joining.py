@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.embodied.robots.protocol import LineLost, RobotConnection, greet, hear_greeting
+from rlhpc.embodied.robots.protocol import ConnectionLost, RobotConnection, receive_greeting, send_greeting
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json, replace_durably
 from rlhpc.runtime.host import node_name
@@ -76,13 +76,15 @@ class _RobotMeetingPoint:
         return {"there": fields.pop("connected"), **fields}
 
     def publish(self, folder: Path) -> None:
-        replace_durably(_place(folder, self.slot), json.dumps(self.to_json()).encode(), mode=0o600, sync=False)
+        replace_durably(
+            _meeting_point_file(folder, self.slot), json.dumps(self.to_json()).encode(), mode=0o600, sync=False
+        )
 
     def withdraw(self, folder: Path) -> None:
         """Removes the published address and all its keys."""
         for key in folder.glob(f"slot_{self.slot}.*.key"):
             key.unlink(missing_ok=True)
-        _place(folder, self.slot).unlink(missing_ok=True)
+        _meeting_point_file(folder, self.slot).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,11 @@ class Key:
         return key
 
 
-def _place(folder: Path, slot: int) -> Path:
+def _meeting_point_file(folder: Path, slot: int) -> Path:
     return folder / f"slot_{slot}.json"
 
 
-def places(folder: Path) -> list[_RobotMeetingPoint]:
+def meeting_points(folder: Path) -> list[_RobotMeetingPoint]:
     """Returns the addresses at which robots are awaited."""
     return [_RobotMeetingPoint.from_json(read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
@@ -151,7 +153,9 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists: a key is written once; name another file")
     deadline = time.monotonic() + wait_s
-    while not (matches := [meeting_point for meeting_point in places(folder) if slot in (None, meeting_point.slot)]):
+    while not (
+        matches := [meeting_point for meeting_point in meeting_points(folder) if slot in (None, meeting_point.slot)]
+    ):
         if time.monotonic() >= deadline:
             robot_text = "no robot" if slot is None else f"no robot of slot {slot}"
             raise ConfigError(
@@ -165,7 +169,7 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     [meeting_point] = matches
     key = Key(secrets.token_hex(8), secrets.token_hex(32), time.time() + 60 * minutes, meeting_point)
     key_record = {"secret": key.secret, "until": key.until, "used": False}
-    replace_durably(_entry(folder, meeting_point.slot, key.id), json.dumps(key_record).encode(), mode=0o600)
+    replace_durably(_key_file(folder, meeting_point.slot, key.id), json.dumps(key_record).encode(), mode=0o600)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(
         output, json.dumps({"form": _FORM, **asdict(key), "place": key.place.to_json()}).encode(), mode=0o600
@@ -173,39 +177,41 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     return key
 
 
-def _entry(folder: Path, slot: int, name: str) -> Path:
+def _key_file(folder: Path, slot: int, name: str) -> Path:
     return folder / f"slot_{slot}.{name}.key"
 
 
 def _secret_of(folder: Path, slot: int, name: str) -> str | None:
     """Returns the secret of a key of this slot; None if there is no such key."""
     try:
-        return str(read_json(_entry(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
+        return str(read_json(_key_file(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
     except FileNotFoundError:
         return None
 
 
-def _use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
+def _use(folder: Path, slot: int, name: str, check_fit: Callable[[], None]) -> None:
     """Marks a key as used.
 
     Args:
         folder, slot, name: The key.
-        fits: Raises if the robot cannot be accepted; the key then stays unused.
+        check_fit: Raises if the robot cannot be accepted; the key then stays unused.
 
     Raises:
         RobotRefused: The key has been used, or has expired; says when.
     """
-    path = _entry(folder, slot, name)
+    path = _key_file(folder, slot, name)
     key_record = read_json(path.read_bytes())
     if key_record["used"]:
-        raise RobotRefused(f"this key has been used {_ago(key_record['used'])} ago: one key is for one joining")
+        raise RobotRefused(
+            f"this key has been used {_elapsed_text(key_record['used'])} ago: one key is for one joining"
+        )
     if time.time() > key_record["until"]:
-        raise RobotRefused(f"this key ended {_ago(key_record['until'])} ago")
-    fits()
+        raise RobotRefused(f"this key ended {_elapsed_text(key_record['until'])} ago")
+    check_fit()
     replace_durably(path, json.dumps({**key_record, "used": time.time()}).encode(), mode=0o600)
 
 
-def _ago(when: float) -> str:
+def _elapsed_text(when: float) -> str:
     return f"{max(0.0, time.time() - when):.0f} s"
 
 
@@ -216,11 +222,11 @@ log = logging.getLogger(__name__)
 GREETING_S, _MAX_UNPROVEN = 10.0, 32
 _POLL_S = 0.2
 #: Seconds in which the closed connection of an earlier robot process is detected.
-_NOTICED_S = 2.0
+_LOSS_NOTICED_S = 2.0
 _VERSION = 2
 
 
-def _line_key(secret: str, *nonces: str) -> bytes:
+def _connection_key(secret: str, *nonces: str) -> bytes:
     """Returns the HMAC key of one connection."""
     return bytes.fromhex(proof(secret, "line", *nonces))
 
@@ -230,7 +236,7 @@ def _session_of(secret: str, *nonces: str) -> tuple[str, str]:
     return proof(secret, "session name", *nonces)[:16], proof(secret, "session", *nonces)
 
 
-class Meeting:
+class RobotListener:
     """Listener for one robot.
 
     Args:
@@ -257,23 +263,23 @@ class Meeting:
             robot, slot, address, port, node_name(), run, connected=False, since=time.time()
         )
         self._changed = threading.Condition()
-        self._strangers = ConnectionTable[socket.socket](_MAX_UNPROVEN)
+        self._unproven = ConnectionTable[socket.socket](_MAX_UNPROVEN)
         self._unproven_lock = threading.Lock()
-        self._line: RobotConnection | None = None
+        self._connection: RobotConnection | None = None
         self._fresh = False
         self._session: tuple[str, str] = ("", "")
         self.place.withdraw(folder)
         self.place.publish(folder)
-        self._acceptor = listener.serve(self._come, "robot-meeting")
+        self._acceptor = listener.serve(self._accept, "robot-meeting")
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
         """Returns the robot's connection, and whether it comes from a new process; None if there is no connection in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
-                if self._line is not None and not self._line.loss_reason:
+                if self._connection is not None and not self._connection.loss_reason:
                     is_fresh, self._fresh = self._fresh, False
-                    return self._line, is_fresh
+                    return self._connection, is_fresh
                 self._publish_presence(connected=False)
                 self._changed.wait(_POLL_S)
             check()
@@ -283,8 +289,8 @@ class Meeting:
     def close(self) -> None:
         """Closes the listener and the connection, and withdraws the address."""
         self._acceptor.close()
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
         with contextlib.suppress(OSError):
             self.place.withdraw(self._folder)
 
@@ -294,21 +300,21 @@ class Meeting:
             self.place = replace(self.place, connected=connected, since=time.time())
             self.place.publish(self._folder)
 
-    def _come(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         with self._unproven_lock:
-            oldest = self._strangers.add(sock, host_of(sock))
+            oldest = self._unproven.add(sock, host_of(sock))
         if oldest is not None:
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-        threading.Thread(target=self._met, args=(sock,), name="robot-greeting", daemon=True).start()
+        threading.Thread(target=self._handle, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
         """Removes a connection that has proven a key, or has gone, from the unproven connections."""
         with self._unproven_lock:
-            self._strangers.remove(sock)
+            self._unproven.remove(sock)
 
-    def _met(self, sock: socket.socket) -> None:
+    def _handle(self, sock: socket.socket) -> None:
         try:
             if not self._greet(sock):
                 self._forget(sock)
@@ -321,8 +327,8 @@ class Meeting:
     def _greet(self, sock: socket.socket) -> bool:
         """Runs the greeting; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
         nonce = secrets.token_hex(32)
-        greet(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
-        greeting = hear_greeting(sock, GREETING_S)
+        send_greeting(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
+        greeting = receive_greeting(sock, GREETING_S)
         name, peer_nonce, spaces_text = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
         with self._changed:
             is_rejoin = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
@@ -331,46 +337,48 @@ class Meeting:
                 str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, spaces_text)
             ):
                 log.warning("somebody who connected has no key of this run")
-                greet(sock, {"refused": "the run knows no such key"})
+                send_greeting(sock, {"refused": "the run knows no such key"})
                 return False
             self._forget(sock)
             try:
                 self._admit(name, is_rejoin, spaces_text)
             except RobotRefused as error:
-                greet(sock, {"refused": str(error), "proof": proof(secret, "no", nonce, peer_nonce, str(error))})
+                send_greeting(
+                    sock, {"refused": str(error), "proof": proof(secret, "no", nonce, peer_nonce, str(error))}
+                )
                 return False
-            greet(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
+            send_greeting(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
             if not is_rejoin:
                 self._session = _session_of(secret, nonce, peer_nonce)
                 self._fresh = True
-            self._line = RobotConnection(sock, _line_key(secret, nonce, peer_nonce), b"run", b"robot")
+            self._connection = RobotConnection(sock, _connection_key(secret, nonce, peer_nonce), b"run", b"robot")
             self._publish_presence(connected=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if is_rejoin else "has joined")
         return True
 
-    def _admit(self, name: str, again: bool, about: str) -> None:
-        if again:
-            if self._line is not None:  # the robot has lost this connection, or it would not reconnect
-                self._line.close()
+    def _admit(self, name: str, is_rejoin: bool, about: str) -> None:
+        if is_rejoin:
+            if self._connection is not None:  # the robot has lost this connection, or it would not reconnect
+                self._connection.close()
             return
 
-        deadline = time.monotonic() + _NOTICED_S
-        while self._line is not None and not self._line.loss_reason and time.monotonic() < deadline:
+        deadline = time.monotonic() + _LOSS_NOTICED_S
+        while self._connection is not None and not self._connection.loss_reason and time.monotonic() < deadline:
             self._changed.wait(_POLL_S / 4)
 
-        def fits() -> None:
-            if self._line is not None and not self._line.loss_reason:
+        def check_fit() -> None:
+            if self._connection is not None and not self._connection.loss_reason:
                 raise RobotRefused("the run has its robot already")
             if reason := self._misfit(json.loads(about)):
                 raise RobotRefused(reason)
 
-        _use(self._folder, self._slot, name, fits)
+        _use(self._folder, self._slot, name, check_fit)
 
 
 def _refuse_two(folder: Path, slot: int) -> None:
     """Raises `ConfigError` if another process waits for the same robot."""
-    for meeting_point in places(folder):
+    for meeting_point in meeting_points(folder):
         with contextlib.suppress(OSError):
             if meeting_point.slot == slot:
                 socket.create_connection((meeting_point.address, meeting_point.port), GREETING_S).close()
@@ -389,19 +397,19 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
 
     Raises:
         RobotRefused: The run rejects the robot.
-        LineLost: No answer came, or the answer does not prove knowledge of the secret.
+        ConnectionLost: No answer came, or the answer does not prove knowledge of the secret.
     """
-    greeting = hear_greeting(sock, GREETING_S)
+    greeting = receive_greeting(sock, GREETING_S)
     if greeting.get("rlhpc robot") != _VERSION:
         raise RobotRefused(f"the run speaks another version ({greeting.get('rlhpc robot')!r}): install the run's rlhpc")
     peer_nonce, nonce = str(greeting["nonce"]), secrets.token_hex(32)
     key_proof = proof(secret, "robot", peer_nonce, nonce, name, about)
-    greet(sock, {"name": name, "nonce": nonce, "about": about, "proof": key_proof})
-    greeting = hear_greeting(sock, GREETING_S)
+    send_greeting(sock, {"name": name, "nonce": nonce, "about": about, "proof": key_proof})
+    greeting = receive_greeting(sock, GREETING_S)
     if "refused" in greeting:
         raise RobotRefused(f"the run refuses this robot: {str(greeting['refused'])[:300]}")
     if not hmac.compare_digest(str(greeting.get("proof")), proof(secret, "run", peer_nonce, nonce)):
-        raise LineLost("what answers there does not know the key")
-    return RobotConnection(sock, _line_key(secret, peer_nonce, nonce), b"robot", b"run"), _session_of(
+        raise ConnectionLost("what answers there does not know the key")
+    return RobotConnection(sock, _connection_key(secret, peer_nonce, nonce), b"robot", b"run"), _session_of(
         secret, peer_nonce, nonce
     )

@@ -31,94 +31,78 @@ LOST_S, SIGN_S = 5.0, 1.0
 _HEAD = struct.Struct("!II")
 _MAC = 32
 #: Maximum bytes of a message's JSON, and of its arrays; of a greeting, before a key is proven.
-_MAX_WORDS, _MAX_BYTES, MAX_GREETING = 1 << 20, 1 << 26, 1 << 16
-_KINDS = {name: np.dtype(name) for name in (
+_MAX_JSON_BYTES, _MAX_ARRAY_BYTES, MAX_GREETING = 1 << 20, 1 << 26, 1 << 16
+_DTYPES = {name: np.dtype(name) for name in (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
 )}  # fmt: skip
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
-class LineLost(ConnectionError):
+class ConnectionLost(ConnectionError):
     """Error of a lost connection; the message says how the loss was detected."""
 
 
 class Message(NamedTuple):
     """Content of a message, and the arrays with it."""
 
-    words: dict[str, Any]
+    fields: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
-def packed(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_text_bytes: int = _MAX_WORDS) -> list[bytes]:
+def pack_message(
+    fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_json_bytes: int = _MAX_JSON_BYTES
+) -> list[bytes]:
     """Serializes a message, without its HMAC."""
     contiguous_arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     array_headers = {name: [array.dtype.name, list(array.shape)] for name, array in contiguous_arrays.items()}
     body = b"".join(array.tobytes() for array in contiguous_arrays.values())
-    header = json.dumps({"words": dict(words), "arrays": array_headers}).encode()
-    if len(header) > max_text_bytes or len(body) > _MAX_BYTES:
+    header = json.dumps({"words": dict(fields), "arrays": array_headers}).encode()
+    if len(header) > max_json_bytes or len(body) > _MAX_ARRAY_BYTES:
         raise ValueError(f"a message of {len(header)} and {len(body)} bytes is too long")
     return [_HEAD.pack(len(header), len(body)), header, body]
 
 
-def unpacked(text: bytes, body: bytes) -> Message:
+def unpack_message(text: bytes, body: bytes) -> Message:
     """Parses a message; inverse of `packed`.
 
     Raises:
         ValueError: The bytes are not a valid message.
     """
     content = read_json(text)
-    if (
-        not isinstance(content, dict)
-        or not isinstance(content.get("words"), dict)
-        or not isinstance(content.get("arrays"), dict)
-    ):
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("words", "arrays")):
         raise ValueError("no message")
     arrays, offset = {}, 0
     for name, array_header in content["arrays"].items():
         dtype_name, shape = array_header
-        if dtype_name not in _KINDS or not all(isinstance(size, int) and size >= 0 for size in shape):
+        if dtype_name not in _DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"no array of {dtype_name!r}{shape!r}")
         count = math.prod(shape)
-        if offset + count * _KINDS[dtype_name].itemsize > len(body):
+        if offset + count * _DTYPES[dtype_name].itemsize > len(body):
             raise ValueError("an array is longer than its message")
-        arrays[name] = np.frombuffer(body, _KINDS[dtype_name], count, offset).reshape(shape).copy()
+        arrays[name] = np.frombuffer(body, _DTYPES[dtype_name], count, offset).reshape(shape).copy()
         offset += arrays[name].nbytes
     return Message(content["words"], arrays)
 
 
-def take(obs: Any, name: str) -> dict[str, np.ndarray]:
-    """Returns an observation as named arrays; inverse of `give`."""
-    if isinstance(obs, Mapping):
-        return {f"{name}.{key}": np.asarray(array) for key, array in obs.items()}
-    return {name: np.asarray(obs)}
-
-
-def give(arrays: Mapping[str, np.ndarray], name: str) -> Any:
-    """Returns the observation that `take` turned into arrays."""
-    if name in arrays:
-        return arrays[name]
-    return {key[len(name) + 1 :]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
-
-
-def greet(sock: socket.socket, words: Mapping[str, Any]) -> None:
+def send_greeting(sock: socket.socket, fields: Mapping[str, Any]) -> None:
     """Sends a message of the greeting, which contains its HMACs."""
-    sock.sendall(b"".join(packed(words, {}, MAX_GREETING)))
+    sock.sendall(b"".join(pack_message(fields, {}, MAX_GREETING)))
 
 
-def hear_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Receives a message of the greeting.
 
     Raises:
-        LineLost: It did not come in time, or was invalid.
+        ConnectionLost: It did not come in time, or was invalid.
     """
     deadline = time.monotonic() + timeout_s
     sizes = _HEAD.unpack(_exactly(sock, _HEAD.size, deadline))
     if sizes[0] > MAX_GREETING or sizes[1]:
-        raise LineLost("what answers there is no robot and no run")
+        raise ConnectionLost("what answers there is no robot and no run")
     try:
-        return unpacked(_exactly(sock, sizes[0], deadline), b"").words
+        return unpack_message(_exactly(sock, sizes[0], deadline), b"").fields
     except (ValueError, TypeError):
-        raise LineLost("what answers there is no robot and no run") from None
+        raise ConnectionLost("what answers there is no robot and no run") from None
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
@@ -128,11 +112,11 @@ def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
         try:
             chunk = sock.recv(size - len(received))
         except TimeoutError:
-            raise LineLost("it did not answer in time") from None
+            raise ConnectionLost("it did not answer in time") from None
         except OSError as error:
-            raise LineLost(str(error.strerror or error)) from None
+            raise ConnectionLost(str(error.strerror or error)) from None
         if not chunk:
-            raise LineLost("it closed the connection")
+            raise ConnectionLost("it closed the connection")
         received += chunk
     return received
 
@@ -143,19 +127,19 @@ class RobotConnection:
     Args:
         sock: Connected socket, which the connection takes over.
         key: Key of this connection alone.
-        role, other: Names of this side and the other.
+        role, peer_role: Names of this side and the other.
 
     Attributes:
         loss_reason: Reason why the other side is regarded as gone; empty while it is connected.
-        trips_s: Round-trip times of signs of life, by this side's clock.
+        round_trips_s: Round-trip times of signs of life, by this side's clock.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, role: bytes, other: bytes) -> None:
-        self._sock, self._key, self._roles, self._counts = sock, key, (role, other), [0, 0]
+    def __init__(self, sock: socket.socket, key: bytes, role: bytes, peer_role: bytes) -> None:
+        self._sock, self._key, self._roles, self._counts = sock, key, (role, peer_role), [0, 0]
         self._sending = threading.Lock()
         self._received: queue.Queue[Message | None] = queue.Queue()
         self.loss_reason = ""
-        self.trips_s: list[float] = []
+        self.round_trips_s: list[float] = []
         sock.settimeout(None)
         # A peer that receives nothing must not block a sender for ever.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LOST_S), 0))
@@ -164,13 +148,13 @@ class RobotConnection:
         self._thread = threading.Thread(target=self._listen, name="robot-line", daemon=True)
         self._thread.start()
 
-    def say(self, words: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Sends a message.
 
         Raises:
-            LineLost: The other side is gone.
+            ConnectionLost: The other side is gone.
         """
-        buffers = packed(words, arrays or {})
+        buffers = pack_message(fields, arrays or {})
         with self._sending:
             if not self.loss_reason:
                 try:
@@ -178,13 +162,13 @@ class RobotConnection:
                 except OSError as error:
                     self._lose("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
         if self.loss_reason:
-            raise LineLost(self.loss_reason)
+            raise ConnectionLost(self.loss_reason)
 
-    def hear(self, timeout_s: float) -> Message | None:
+    def receive(self, timeout_s: float) -> Message | None:
         """Returns the next message; None if none comes in time.
 
         Raises:
-            LineLost: The other side is gone.
+            ConnectionLost: The other side is gone.
         """
         try:
             message = self._received.get(timeout=timeout_s)
@@ -192,7 +176,7 @@ class RobotConnection:
             return None
         if message is None:
             self._received.put(None)
-            raise LineLost(self.loss_reason)
+            raise ConnectionLost(self.loss_reason)
         return message
 
     def close(self) -> None:
@@ -221,25 +205,25 @@ class RobotConnection:
             while not self.loss_reason:
                 if time.monotonic() - last_sign > SIGN_S:
                     last_sign = time.monotonic()
-                    self.say({"sign": last_sign})
-                if poller.poll(_LOOK_S * 1000):
+                    self.send({"sign": last_sign})
+                if poller.poll(_POLL_S * 1000):
                     received = self._sock.recv(1 << 18)
                     if not received:
-                        raise LineLost("its connection ended")
+                        raise ConnectionLost("its connection ended")
                     buffer += received
                     last_received = time.monotonic()
                     while (message := self._next(buffer)) is not None:
-                        self._hear(message)
+                        self._handle(message)
                 elif time.monotonic() - last_received > LOST_S:
-                    raise LineLost(f"nothing was heard for {LOST_S:g} s")
+                    raise ConnectionLost(f"nothing was heard for {LOST_S:g} s")
         except (OSError, ValueError, TypeError) as error:
             self._lose(str(getattr(error, "strerror", None) or error))
 
-    def _hear(self, message: Message) -> None:
-        if "sign" in message.words:
-            self.say({"seen": message.words["sign"]})
-        elif "seen" in message.words:
-            self.trips_s.append(time.monotonic() - float(message.words["seen"]))
+    def _handle(self, message: Message) -> None:
+        if "sign" in message.fields:
+            self.send({"seen": message.fields["sign"]})
+        elif "seen" in message.fields:
+            self.round_trips_s.append(time.monotonic() - float(message.fields["seen"]))
         else:
             self._received.put(message)
 
@@ -247,8 +231,8 @@ class RobotConnection:
         if len(buffer) < _HEAD.size:
             return None
         header_bytes, body_bytes = _HEAD.unpack_from(buffer)
-        if header_bytes > _MAX_WORDS or body_bytes > _MAX_BYTES:
-            raise LineLost("a message is too long")
+        if header_bytes > _MAX_JSON_BYTES or body_bytes > _MAX_ARRAY_BYTES:
+            raise ConnectionLost("a message is too long")
         length = _HEAD.size + header_bytes + body_bytes + _MAC
         if len(buffer) < length:
             return None
@@ -256,8 +240,8 @@ class RobotConnection:
         del buffer[:length]
         body_start = _HEAD.size + header_bytes
         if not hmac.compare_digest(frame[-_MAC:], self._mac(1, [frame[:-_MAC]])):
-            raise LineLost("a message is not the other side's")
-        return unpacked(frame[_HEAD.size : body_start], frame[body_start:-_MAC])
+            raise ConnectionLost("a message is not the other side's")
+        return unpack_message(frame[_HEAD.size : body_start], frame[body_start:-_MAC])
 
 
 _KEY = "env.train.kwargs"

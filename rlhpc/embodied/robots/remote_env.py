@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhpc.embodied.envs.base import TIMED, Step, Timing
-from rlhpc.embodied.robots.joining import Meeting
+from rlhpc.embodied.envs.observations import rows_of
+from rlhpc.embodied.robots.joining import RobotListener
 from rlhpc.embodied.robots.protocol import (
-    LineLost,
+    ConnectionLost,
     Message,
     RobotConnection,
     action_space_of,
     describe_spaces,
-    give,
     misfit,
     observation_space_of,
 )
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 #: Settings of the section that apply on the robot's side.
 SETTINGS = ("use_fixed_reset_state_ids", "use_rel_reward", "ignore_terminations", "reward_scale", "group_size")
 _EPISODE = ("return", "length", "success_once", "success_at_end")
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class DistantRobotVectorEnv(OneRobotEnv):
@@ -82,17 +82,17 @@ class DistantRobotVectorEnv(OneRobotEnv):
         settings = {name: getattr(cfg, name) for name in SETTINGS}
         self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace.to_json()}
         self.timing = Timing()
-        self._meeting: Meeting | None = None
-        self._line: RobotConnection | None = None
+        self._listener: RobotListener | None = None
+        self._connection: RobotConnection | None = None
         self._num_requests = self._num_begins = self._trips = 0
-        self._lost_reason, self._owes_begin = "", False
-        self._waits_because = ""
+        self._lost_reason, self._needs_begin = "", False
+        self._wait_reason = ""
 
     # -- connection -----------------------------------------------------------------------------------------------
 
-    def _open_meeting(self) -> Meeting:
+    def _open_listener(self) -> RobotListener:
         """Returns the listener, which is opened at the first call: a check of the configuration opens nothing."""
-        if self._meeting is None:
+        if self._listener is None:
             from rlhpc.runtime.comm.context import installed
 
             run = installed()
@@ -103,8 +103,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 )
             folder = expand_home(self._folder).absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
             name = self._folder or run.registry.root.parent.parent.name  # type: ignore[union-attr]
-            self._meeting = Meeting(folder, self._name, self._slot, self._address(), str(name), self._misfit)
-        return self._meeting
+            self._listener = RobotListener(folder, self._name, self._slot, self._address(), str(name), self._misfit)
+        return self._listener
 
     def _address(self) -> str:
         from rlhpc.runtime.comm.context import installed
@@ -125,14 +125,14 @@ class DistantRobotVectorEnv(OneRobotEnv):
             f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
         )
 
-    def _until_there(self, deadline: float) -> tuple[RobotConnection, bool]:
-        meeting, meeting_point = self._open_meeting(), self._open_meeting().place
-        if (connection := meeting.wait(0.0, check_run)) is None:
+    def _wait_for_robot(self, deadline: float) -> tuple[RobotConnection, bool]:
+        listener, meeting_point = self._open_listener(), self._open_listener().place
+        if (connection := listener.wait(0.0, check_run)) is None:
             log.warning(
                 "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", meeting_point.run, self._name,
                 meeting_point.address, meeting_point.port, meeting_point.node,
             )  # fmt: skip
-            connection = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
+            connection = listener.wait(max(0.0, deadline - time.monotonic()), check_run)
         if connection is None:
             problem = (
                 f"it was lost ({self._lost_reason}) and has not come back" if self._lost_reason else "it has not come"
@@ -154,23 +154,23 @@ class DistantRobotVectorEnv(OneRobotEnv):
     def _begin(self, seed: int | None) -> Any:
         deadline = time.monotonic() + self._wait_s
         while True:
-            connection, is_fresh = self._until_there(deadline)
-            self._trips = 0 if connection is not self._line else self._trips
-            self._line = connection
+            connection, is_fresh = self._wait_for_robot(deadline)
+            self._trips = 0 if connection is not self._connection else self._trips
+            self._connection = connection
             try:
-                self._owes_begin |= is_fresh
-                if self._owes_begin:
+                self._needs_begin |= is_fresh
+                if self._needs_begin:
                     # with the same seed, another process would play the same episodes again
-                    entropy = [self._seed, self._num_begins] if self._num_begins else [self._seed]
+                    begin_seed = self._seed
+                    if self._num_begins:
+                        sequence = np.random.SeedSequence([self._seed, self._num_begins])
+                        begin_seed = int(sequence.generate_state(1)[0])
                     self._num_begins += 1
-                    begin_seed = (
-                        int(np.random.SeedSequence(entropy).generate_state(1)[0]) if len(entropy) > 1 else self._seed
-                    )
-                    connection.say({"begin": self._settings, "seed": begin_seed})
+                    connection.send({"begin": self._settings, "seed": begin_seed})
                 answer = self._request({"do": "reset", "seed": seed}, {}, deadline)
-                self._owes_begin, self._obs = False, self._observation_from(answer, "obs")
+                self._needs_begin, self._obs = False, self._observation_from(answer, "obs")
                 return self._obs
-            except LineLost as error:
+            except ConnectionLost as error:
                 self._lose(error)
 
     def refresh(self) -> Any:
@@ -179,7 +179,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             self._obs = self._observation_from(
                 self._request({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs"
             )
-        except LineLost as error:
+        except ConnectionLost as error:
             self._lose(error)
         return self._obs
 
@@ -190,7 +190,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         try:
             answer = self._request({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
             return self._stepped(answer)
-        except LineLost as error:
+        except ConnectionLost as error:
             self._lose(error)
         final_obs, obs = self._obs, self._begin(None)
         mask = np.array([False])
@@ -213,58 +213,58 @@ class DistantRobotVectorEnv(OneRobotEnv):
             infos |= {"lost": np.array([True])} if fields["lost"] is True else {}
         return self._obs, rewards, terminations, truncations, infos
 
-    def _request(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
+    def _request(self, fields: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
         """Sends a request to the robot and returns its answer.
 
         Raises:
-            LineLost: The robot is gone, or does not finish.
+            ConnectionLost: The robot is gone, or does not finish.
         """
-        connection = self._line
+        connection = self._connection
         assert connection is not None
         self._num_requests += 1
-        connection.say({**words, "number": self._num_requests}, arrays)
+        connection.send({**fields, "number": self._num_requests}, arrays)
         while True:
-            answer = connection.hear(_LOOK_S)
-            round_trips_s = connection.trips_s[self._trips :]
+            answer = connection.receive(_POLL_S)
+            round_trips_s = connection.round_trips_s[self._trips :]
             self._trips += len(round_trips_s)
             self.timing.record_round_trips(round_trips_s)
-            if answer is not None and answer.words.get("number") == self._num_requests:
-                if "waits" in answer.words:  # for a person, without a deadline
+            if answer is not None and answer.fields.get("number") == self._num_requests:
+                if "waits" in answer.fields:  # for a person, without a deadline
                     deadline = time.monotonic() + self._wait_s
-                    self._note_wait(str(answer.words["waits"]))
+                    self._note_wait(str(answer.fields["waits"]))
                     continue
-                self._waits_because = ""
-                if reason := answer.words.get("broken"):
-                    raise LineLost(f"it said: {reason}")
+                self._wait_reason = ""
+                if reason := answer.fields.get("broken"):
+                    raise ConnectionLost(f"it said: {reason}")
                 return answer
             if answer is not None:  # an answer to an earlier request
                 continue
             check_run()
             if time.monotonic() > deadline:
-                raise LineLost(f"it is there, and has not finished its {words['do']} in {self._wait_s:g} s")
+                raise ConnectionLost(f"it is there, and has not finished its {fields['do']} in {self._wait_s:g} s")
 
     def _note_wait(self, reason: str) -> None:
-        if reason != self._waits_because:
-            self._waits_because = reason
+        if reason != self._wait_reason:
+            self._wait_reason = reason
             log.warning(
                 "%s of slot %d is stopped (%s), and the run waits for a person at the robot: rlhpc robot resume, there",
                 self._name, self._slot, reason,
             )  # fmt: skip
 
-    def _lose(self, error: LineLost) -> None:
+    def _lose(self, error: ConnectionLost) -> None:
         self._lost_reason = str(error)
         self.timing.record_loss()
         log.warning("%s of slot %d was lost: %s", self._name, self._slot, error)
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _observation_from(self, answer: Message, name: str) -> Any:
-        obs, space = give(answer.arrays, name), self.observation_space
+        obs, space = rows_of(answer.arrays, name), self.observation_space
         subspaces = space.spaces if hasattr(space, "spaces") else {"": space}
         obs_parts = obs if isinstance(obs, dict) else {"": obs}
         for key, subspace in subspaces.items():
             if key not in obs_parts or obs_parts[key].shape != subspace.shape:
-                raise LineLost(
+                raise ConnectionLost(
                     f"it showed { ({key: array.shape for key, array in obs_parts.items()})!r}, which is not what it said"
                 )
         rows = {key: obs_parts[key].astype(subspace.dtype)[None] for key, subspace in subspaces.items()}
@@ -272,11 +272,11 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def close(self) -> None:
         """Releases the robot and closes the listener."""
-        if self._line is not None and not self._line.loss_reason:
+        if self._connection is not None and not self._connection.loss_reason:
             try:
-                self._line.say({"do": "leave", "number": 0})
-                self._line.hear(_LOOK_S * 10)  # the robot confirms that it has stopped
-            except LineLost:
+                self._connection.send({"do": "leave", "number": 0})
+                self._connection.receive(_POLL_S * 10)  # the robot confirms that it has stopped
+            except ConnectionLost:
                 pass
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._listener is not None:
+            self._listener.close()

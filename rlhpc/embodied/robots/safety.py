@@ -34,13 +34,13 @@ from rlhpc.runtime.plugins import load_attribute
 log = logging.getLogger(__name__)
 
 #: Longest pause between two looks of the watchdog thread.
-_LOOK_S = 0.01
+_WATCH_INTERVAL_S = 0.01
 #: Seconds that a stop waits for a movement, so that it comes after it: one that is under way, and one that is about to begin.
 _SENDING_S, _BEGINNING_S = 0.03, 1.0
 #: Seconds between looks for a person's word, and between messages that it is waited for.
-_WORD_S, _REMIND_S = 0.2, 60.0
+_READY_POLL_S, _REMIND_S = 0.2, 60.0
 #: Seconds by which an observation may seem to be of the future.
-_CLOCKS_S = 0.05
+_CLOCK_TOLERANCE_S = 0.05
 #: Seconds in which a driver must have let go of its hardware.
 _CLOSE_S = 5.0
 
@@ -65,12 +65,12 @@ class SafetyCore:
         self.observation: Observation | None = None
         self.timing = Timing()
         self._states = StateMachine(self.name)
-        self._last = np.zeros(self.action_space.shape)
+        self._last_command = np.zeros(self.action_space.shape)
         self._call_under_way: tuple[str, float, float] | None = None  # name, begin, seconds that it may take
         self._unconfirmed = False  # the driver raised in `stop`
         self._calls = threading.RLock()  # calls come one at a time, but for stops
         self._sending = threading.RLock()  # held while a movement begins
-        self._closed, self._let_go = threading.Event(), threading.Event()
+        self._closed, self._released = threading.Event(), threading.Event()
         try:
             self.set_limits(limits)
             stop = driver.independent_stop()
@@ -115,7 +115,7 @@ class SafetyCore:
             self._post_notice()
             if not self._move("reset", seed, State.IDLE, State.RESETTING):
                 raise RlhpcError(f"{self.name} was reset by two threads at a time")
-            observation = self._look()
+            observation = self._observe()
             self._states.move(State.RESETTING, State.HELD)
             return observation
 
@@ -127,7 +127,7 @@ class SafetyCore:
         """
         with self._calls:
             self._states.require(State.HELD, State.MOVING)
-            return self._look()
+            return self._observe()
 
     def command(self, action: np.ndarray, within_s: float | None = None) -> float:
         """Sends a command within the limits, chosen from the newest observation; returns when (`time.monotonic`).
@@ -153,7 +153,7 @@ class SafetyCore:
                 now = self._require_fresh()
                 deadline = now + min(self.limits.stale_s, np.inf if within_s is None else within_s)
                 if self._move("act", limited_action, previous_state, State.MOVING, deadline):
-                    self._last = limited_action.astype(np.float64)
+                    self._last_command = limited_action.astype(np.float64)
                     return now
 
     def judge(self) -> Verdict:
@@ -165,7 +165,9 @@ class SafetyCore:
         with self._calls:
             self._states.require(State.HELD, State.MOVING)
             assert self.observation is not None
-            verdict: Verdict = self._call("judge", self.observation.obs, self._last.astype(self.action_space.dtype))
+            verdict: Verdict = self._call(
+                "judge", self.observation.obs, self._last_command.astype(self.action_space.dtype)
+            )
             self._states.require()
             return verdict
 
@@ -185,7 +187,7 @@ class SafetyCore:
         if max_change is not None and self.__driver.control_mode == "absolute":
             origin = self._position()
         elif max_change is not None:
-            origin = self._last if state is State.MOVING else np.zeros(self.action_space.shape)
+            origin = self._last_command if state is State.MOVING else np.zeros(self.action_space.shape)
         command = nearest_command(action, self.action_space, origin, max_change)
         if command is None:
             self.stop(f"it is outside of the bounds of its commands by more than max_change ({max_change:g}): {origin}")
@@ -200,11 +202,11 @@ class SafetyCore:
         self._states.require()
         return position
 
-    def _look(self) -> Observation:
+    def _observe(self) -> Observation:
         observation: Observation = self._call("observe")
         age = time.monotonic() - observation.taken_at
         self.observation = observation
-        if not age > -_CLOCKS_S:
+        if not age > -_CLOCK_TOLERANCE_S:
             self.stop(f"the time of its observation is {age:.2f} s from now: it must be by time.monotonic")
         elif age > self.limits.stale_s:
             self.stop(f"its newest observation is {age:.2f} s old")
@@ -216,7 +218,7 @@ class SafetyCore:
     # -- calls of the driver --------------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls the driver, and stops the robot if the driver raises. `_look_after` stops it if the call hangs."""
+        """Calls the driver, and stops the robot if the driver raises. `_check` stops it if the call hangs."""
         limit = self.__driver.reset_s if name == "reset" else self.limits.stale_s
         self._call_under_way = (name, time.monotonic(), limit)
         try:
@@ -238,7 +240,7 @@ class SafetyCore:
             Whether the call was made; False if the robot has held still since.
         """
         with self._sending:
-            self._heed_process(moving=True)
+            self._check_watchdog(moving=True)
             if not self._states.move(before, after, until):
                 return False
             try:
@@ -249,7 +251,7 @@ class SafetyCore:
         self._states.require()
         return True
 
-    def _heed_process(self, *, moving: bool) -> None:
+    def _check_watchdog(self, *, moving: bool) -> None:
         """Sends the watchdog process a heartbeat, if there is one; stops the robot if the watchdog process has stopped
         it."""
         if self._process is not None:
@@ -334,7 +336,7 @@ class SafetyCore:
                     "%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, resume_hint
                 )
             check(reason)
-            self._closed.wait(_WORD_S)
+            self._closed.wait(_READY_POLL_S)
         self._states.require()
 
     def _person_is_ready(self) -> bool:
@@ -352,7 +354,7 @@ class SafetyCore:
         self.end()
         previous_state = self._states.close()
         if previous_state is State.CLOSED:
-            self._let_go.wait(_CLOSE_S)
+            self._released.wait(_CLOSE_S)
             return
         self._closed.set()
         if self._process is not None:
@@ -363,21 +365,21 @@ class SafetyCore:
         close_thread = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
         close_thread.start()
         close_thread.join(_CLOSE_S)
-        self._let_go.set()
+        self._released.set()
 
     # -- watchdog -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_WATCH_INTERVAL_S):
             try:
-                self._look_after()
+                self._check()
             except Exception:
                 log.exception("%s: the watchdog goes on", self.name)
 
-    def _look_after(self) -> None:
+    def _check(self) -> None:
         """Makes the robot hold still once its last command is over, and stops it if its driver hangs."""
         now, pending_call = time.monotonic(), self._call_under_way
-        self._heed_process(moving=self.state in (State.RESETTING, State.MOVING))
+        self._check_watchdog(moving=self.state in (State.RESETTING, State.MOVING))
         if pending_call is not None and self.state in LIVE and now - pending_call[1] > pending_call[2]:
             self.stop(f"its driver hangs: {pending_call[0]} has not returned for {now - pending_call[1]:.2f} s")
         elif self._states.is_over(now):

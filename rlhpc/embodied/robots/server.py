@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhpc.embodied.config import EnvSideConfig
+from rlhpc.embodied.envs.observations import columns_of, take
 from rlhpc.embodied.robots.driver import Robot
 from rlhpc.embodied.robots.joining import GREETING_S, Key, RobotRefused, join
 from rlhpc.embodied.robots.limits import CommandLimits
-from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, describe_spaces, give, take
+from rlhpc.embodied.robots.protocol import ConnectionLost, Message, RobotConnection, describe_spaces
 from rlhpc.embodied.robots.remote_env import SETTINGS
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore
@@ -29,18 +28,18 @@ from rlhpc.runtime.os_resources import start_bound_to_parent
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 #: Seconds for the ssh login, in which a user may have to type a password.
 _LOGIN_S = 60.0
 #: Pauses between attempts to reach the run: the first, and the longest.
-_AGAIN_S = (0.5, 4.0)
+_RETRY_PAUSES_S = (0.5, 4.0)
 #: Seconds between messages to the run that the robot waits for a person.
 _REMIND_S = 1.0
 #: Settings of `RobotVectorEnv` for which the robot's machine may set upper bounds.
 BOUNDS = ("hz", "stale_s", "max_change")
 
 
-class Way:
+class RobotRoute:
     """Route to the run's address: a direct connection, or a child process `ssh -L`.
 
     Args:
@@ -50,17 +49,17 @@ class Way:
     """
 
     def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:
-        self._to = (key.place.address, key.place.port)
+        self._target = (key.place.address, key.place.port)
         if address:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ConfigError(f"--address is {address!r}; it must be HOST:PORT")
-            self._to = (host, int(port))
+            self._target = (host, int(port))
         self._ssh = shlex.split(ssh)
         self._child: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
-        return f"{self._to[0]} port {self._to[1]}" + (f" by ssh {shlex.join(self._ssh)}" if self._ssh else "")
+        return f"{self._target[0]} port {self._target[1]}" + (f" by ssh {shlex.join(self._ssh)}" if self._ssh else "")
 
     def open(self) -> socket.socket:
         """Opens a new connection.
@@ -70,14 +69,14 @@ class Way:
         """
         self.close()
         if not self._ssh:
-            return socket.create_connection(self._to, GREETING_S)
+            return socket.create_connection(self._target, GREETING_S)
         with tempfile.TemporaryDirectory(
             prefix="rlhpc-robot-"
         ) as folder:  # the socket needs no name once it is connected
             return self._tunnel(Path(folder) / "run")
 
     def _tunnel(self, end: Path) -> socket.socket:
-        target = f"{self._to[0]}:{self._to[1]}"
+        target = f"{self._target[0]}:{self._target[1]}"
         # With a session, even an idle one, ssh and sshd send data at once; without one (-W, -N) the end of a message may
         # wait 40 ms for an acknowledgement of its beginning. The session ends with this process, and ssh with the session.
         options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{target}")
@@ -109,31 +108,31 @@ class Way:
             self._child = None
 
 
-class _LetGo(Exception):
+class _RobotReleased(Exception):
     """The run released the robot while it waited for a person; holds the number of the run's message."""
 
 
-def own_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
+def machine_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
     """Returns the limits of a robot before a run requests narrower ones."""
     return CommandLimits(bounds.get("stale_s", CommandLimits().stale_s), bounds.get("max_change"), resume)
 
 
-class Served:
+class RobotServer:
     """Robot that serves a run. Its safety core belongs to this machine: no run can change who ends a safety stop.
 
     Args:
         robot: The robot, or its safety core.
         bounds: Bounds of `BOUNDS` that this machine sets for all runs.
-        tell: Shows a message to the person at the robot.
+        notify: Shows a message to the person at the robot.
     """
 
-    def __init__(self, robot: Robot | SafetyCore, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
-        self._core = robot if isinstance(robot, SafetyCore) else SafetyCore(robot, own_limits(bounds))
-        self._bounds, self._tell = bounds, tell
+    def __init__(self, robot: Robot | SafetyCore, bounds: Mapping[str, float], notify: Callable[[str], None]) -> None:
+        self._core = robot if isinstance(robot, SafetyCore) else SafetyCore(robot, machine_limits(bounds))
+        self._bounds, self._notify = bounds, notify
         self._env: RobotVectorEnv | None = None
         self.steps = 0
 
-    def serve(self, key: Key, way: Way, patience_s: float) -> None:
+    def serve(self, key: Key, route: RobotRoute, patience_s: float) -> None:
         """Serves a run until it releases the robot.
 
         Raises:
@@ -143,45 +142,45 @@ class Served:
         spaces = describe_spaces(self._core.observation_space, self._core.action_space)
         description = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
         name, secret, has_joined = key.id, key.secret, False
-        deadline, reason, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
+        deadline, reason, pause = time.monotonic() + patience_s, "", _RETRY_PAUSES_S[0]
         try:
             while True:
-                connection, session, reason = self._join(way, name, secret, description)
+                connection, session, reason = self._join(route, name, secret, description)
                 if connection is None:
                     if time.monotonic() > deadline:
                         state = "has not come back" if has_joined else "could not be reached"
                         raise RlhpcError(
-                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {way}: {reason}; the "
+                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {route}: {reason}; the "
                             "robot is stopped"
                         )
                     time.sleep(pause)
-                    pause = min(2 * pause, _AGAIN_S[1])
+                    pause = min(2 * pause, _RETRY_PAUSES_S[1])
                     continue
                 if not has_joined:
                     name, secret, has_joined = *session, True
-                    self._tell(f"{key.place.robot} has joined {key.place.run} ({way})")
+                    self._notify(f"{key.place.robot} has joined {key.place.run} ({route})")
                 try:
                     if self._serve_requests(connection):
-                        self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
+                        self._notify(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
                         return
-                except LineLost as error:
+                except ConnectionLost as error:
                     self._core.end()
-                    self._tell(
+                    self._notify(
                         f"the line to {key.place.run} is lost ({error}): the robot is stopped, and tries to come back"
                     )
                 finally:
                     connection.close()
-                deadline, pause = time.monotonic() + patience_s, _AGAIN_S[0]
+                deadline, pause = time.monotonic() + patience_s, _RETRY_PAUSES_S[0]
         finally:
             self._core.close()
-            way.close()
+            route.close()
 
     def _join(
-        self, way: Way, name: str, secret: str, about: str
+        self, route: RobotRoute, name: str, secret: str, about: str
     ) -> tuple[RobotConnection | None, tuple[str, str], str]:
         """Returns a connection to the run with the session, or the reason why the connection failed."""
         try:
-            sock = way.open()
+            sock = route.open()
         except OSError as error:
             return None, ("", ""), str(error.strerror or error)
         try:
@@ -193,44 +192,44 @@ class Served:
             sock.close()
             raise
 
-    def _serve_requests(self, line: RobotConnection) -> bool:
+    def _serve_requests(self, connection: RobotConnection) -> bool:
         """Executes the run's requests; returns once the run releases the robot.
 
         Raises:
-            LineLost: The run is gone.
+            ConnectionLost: The run is gone.
         """
         while True:
-            message = line.hear(_LOOK_S)
+            message = connection.receive(_POLL_S)
             if message is None:
                 continue
-            fields = message.words
+            fields = message.fields
             if "begin" in fields:
                 self._begin(fields["begin"], int(fields["seed"]))
             elif fields["do"] == "leave":
-                return self._leave(line, fields["number"])
+                return self._leave(connection, fields["number"])
             else:
                 try:
-                    self._do(line, message)
-                except LineLost:
+                    self._do(connection, message)
+                except ConnectionLost:
                     raise
-                except _LetGo as release:
-                    return self._leave(line, release.args[0])
+                except _RobotReleased as release:
+                    return self._leave(connection, release.args[0])
                 except Exception as error:
                     self._core.end()
                     error_text = f"{type(error).__name__}: {error}"[:500]
-                    with contextlib.suppress(LineLost):
-                        line.say({"number": fields["number"], "broken": error_text})
+                    with contextlib.suppress(ConnectionLost):
+                        connection.send({"number": fields["number"], "broken": error_text})
                     raise RlhpcError(
                         f"the robot's own code failed in {fields['do']}, and it is stopped: {error_text}"
                     ) from error
 
-    def _leave(self, line: RobotConnection, number: int) -> bool:
+    def _leave(self, connection: RobotConnection, number: int) -> bool:
         self._core.end()
-        with contextlib.suppress(LineLost):
-            line.say({"number": number})
+        with contextlib.suppress(ConnectionLost):
+            connection.send({"number": number})
         return True
 
-    def _remind(self, line: RobotConnection, number: int) -> Callable[[str], None]:
+    def _remind(self, connection: RobotConnection, number: int) -> Callable[[str], None]:
         """Returns a function that tells the run that the robot waits for a person, and ends the wait when the run is gone."""
         last_reminder = 0.0
 
@@ -238,10 +237,10 @@ class Served:
             nonlocal last_reminder
             if time.monotonic() - last_reminder > _REMIND_S:
                 last_reminder = time.monotonic()
-                line.say({"number": number, "waits": reason[:500]})
-            message = line.hear(0.0)
-            if message is not None and message.words.get("do") == "leave":
-                raise _LetGo(message.words["number"])
+                connection.send({"number": number, "waits": reason[:500]})
+            message = connection.receive(0.0)
+            if message is not None and message.fields.get("do") == "leave":
+                raise _RobotReleased(message.fields["number"])
 
         return remind
 
@@ -259,19 +258,19 @@ class Served:
         )
         self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
 
-    def _do(self, line: RobotConnection, message: Message) -> None:
-        fields, env = message.words, self._env
+    def _do(self, connection: RobotConnection, message: Message) -> None:
+        fields, env = message.fields, self._env
         if env is None:
-            raise LineLost("the run did not say how the robot is moved")
-        env.on_wait = self._remind(line, fields["number"])
+            raise ConnectionLost("the run did not say how the robot is moved")
+        env.on_wait = self._remind(connection, fields["number"])
         if fields["do"] in ("reset", "refresh"):
             if fields["do"] == "refresh":
                 obs = env.refresh()
             else:
                 obs, _ = env.reset(None if fields["seed"] is None else int(fields["seed"]))
-            line.say({"number": fields["number"]}, take(_first(obs), "obs"))
+            connection.send({"number": fields["number"]}, columns_of("obs", take(obs, 0)))
             return
-        obs, rewards, terminations, truncations, infos = env.step(give(message.arrays, "action")[None])
+        obs, rewards, terminations, truncations, infos = env.step(message.arrays["action"][None])
         self.steps += 1
         answer: dict[str, Any] = {
             "number": fields["number"],
@@ -280,15 +279,10 @@ class Served:
             "cut": bool(truncations[0]),
             "lost": "lost" in infos,
         }
-        arrays = take(_first(obs), "obs") | env.timing.news()
+        arrays = columns_of("obs", take(obs, 0)) | env.timing.news()
         if "episode" in infos:
             answer["episode"] = {
                 name: float(statistic[0]) for name, statistic in infos["episode"].items() if name != "mask"
             }
-            arrays |= take(_first(infos["final_obs"]), "final_obs")
-        line.say(answer, arrays)
-
-
-def _first(obs: Any) -> Any:
-    """Returns the observation of the one slot."""
-    return {key: array[0] for key, array in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]
+            arrays |= columns_of("final_obs", take(infos["final_obs"], 0))
+        connection.send(answer, arrays)

@@ -129,7 +129,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
     reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
     writes = Writes(Path(then.get("save", ".")), HostBuffers())
     if "save" in then:
-        with mock.patch.object(beside, "_SMALL", 0), writes.collecting():  # copies all
+        with mock.patch.object(beside, "_MIN_ASYNC_BYTES", 0), writes.collecting():  # copies all
             backend.save(Path(then["save"]))
     if "export" in then:
         backend.export(Path(then["export"]))

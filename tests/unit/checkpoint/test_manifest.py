@@ -37,7 +37,7 @@ def test_save_has_manifest_and_nothing_else_left(paths: RunPaths, tmp_path: Path
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """A machine of four cores, where any file is worth a thread; the threads that hashed."""
     seen: set[str] = set()
-    monkeypatch.setattr(manifest, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(manifest, "_MIN_THREADED_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     digest = manifest.digest
 

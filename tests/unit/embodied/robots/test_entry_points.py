@@ -31,7 +31,7 @@ from rlhpc.embodied.evaluation.recorder import record
 from rlhpc.embodied.robots.joining import invite
 from rlhpc.embodied.robots.notices import resume, stopped_robots
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
-from rlhpc.embodied.robots.server import Served, Way
+from rlhpc.embodied.robots.server import RobotRoute, RobotServer
 from rlhpc.runtime.errors import RlhpcError
 from tests.eventually import wait_until
 from tests.logging_arm import BOUND, MAX_CHANGE, LoggingArm, Ticks, WildPolicy, kinds, read_log, violations
@@ -111,7 +111,7 @@ def test_over_a_line(tmp_path: Path) -> None:
 
     def serve() -> None:
         key = invite(folder, tmp_path / "key", slot=None, minutes=5, wait_s=60, run="here")
-        Served(arm, {"max_change": MAX_CHANGE}, print).serve(key, Way(key), 60.0)
+        RobotServer(arm, {"max_change": MAX_CHANGE}, print).serve(key, RobotRoute(key), 60.0)
 
     serving = threading.Thread(target=serve, daemon=True)
     serving.start()
@@ -170,7 +170,7 @@ def test_over_a_line_that_is_late(tmp_path: Path) -> None:
     def serve() -> None:
         key = invite(folder, tmp_path / "key", slot=None, minutes=5, wait_s=60, run="here")
         lines.append(LateLine((key.place.address, key.place.port)))
-        Served(arm, {"max_change": MAX_CHANGE}, print).serve(key, Way(key, address=lines[0].address), 60.0)
+        RobotServer(arm, {"max_change": MAX_CHANGE}, print).serve(key, RobotRoute(key, address=lines[0].address), 60.0)
 
     serving = threading.Thread(target=serve, daemon=True)
     serving.start()

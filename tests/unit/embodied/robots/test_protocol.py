@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from rlhpc.embodied.robots import protocol
-from rlhpc.embodied.robots.protocol import LineLost, RobotConnection
+from rlhpc.embodied.robots.protocol import ConnectionLost, RobotConnection
 from rlhpc.runtime.errors import ConfigError
 
 ARRAYS = {
@@ -23,10 +23,10 @@ ARRAYS = {
 
 
 def test_a_message_is_read_back() -> None:
-    head, text, body = protocol.packed({"x": [1, None]}, ARRAYS)
+    head, text, body = protocol.pack_message({"x": [1, None]}, ARRAYS)
     assert struct.unpack("!II", head) == (len(text), len(body))
-    message = protocol.unpacked(text, body)
-    assert message.words == {"x": [1, None]} and set(message.arrays) == set(ARRAYS)
+    message = protocol.unpack_message(text, body)
+    assert message.fields == {"x": [1, None]} and set(message.arrays) == set(ARRAYS)
     for name, array in ARRAYS.items():
         assert message.arrays[name].dtype == array.dtype and np.array_equal(message.arrays[name], array)
 
@@ -38,21 +38,12 @@ def test_a_message_is_read_back() -> None:
 )  # fmt: skip
 def test_what_is_no_message_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        protocol.unpacked(text, b"1234")
+        protocol.unpack_message(text, b"1234")
 
 
 def test_the_length_of_a_message_is_bounded() -> None:
     with pytest.raises(ValueError, match="is too long"):
-        protocol.packed({"x": "y" * 100}, {}, 50)
-
-
-@pytest.mark.parametrize("obs", [np.ones(3), {"image": np.zeros((2, 2)), "state": np.ones(3)}])
-def test_observations_become_named_arrays_and_back(obs: Any) -> None:
-    again = protocol.give(protocol.take(obs, "obs"), "obs")
-    assert type(again) is type(obs)
-    assert (
-        all(np.array_equal(again[name], obs[name]) for name in obs) if isinstance(obs, dict) else (again == obs).all()
-    )
+        protocol.pack_message({"x": "y" * 100}, {}, 50)
 
 
 @pytest.fixture
@@ -65,8 +56,8 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_a_greeting_is_heard(ends: tuple[socket.socket, socket.socket]) -> None:
-    protocol.greet(ends[0], {"key": "k"})
-    assert protocol.hear_greeting(ends[1], 60) == {"key": "k"}
+    protocol.send_greeting(ends[0], {"key": "k"})
+    assert protocol.receive_greeting(ends[1], 60) == {"key": "k"}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +74,8 @@ def test_something_else_answers(ends: tuple[socket.socket, socket.socket], sent:
     if sent is not None:
         ends[0].sendall(sent)
         ends[0].shutdown(socket.SHUT_WR)
-    with pytest.raises(LineLost, match=message):
-        protocol.hear_greeting(ends[1], 0.05 if sent is None else 60)
+    with pytest.raises(ConnectionLost, match=message):
+        protocol.receive_greeting(ends[1], 0.05 if sent is None else 60)
 
 
 def connected(ends: tuple[socket.socket, socket.socket], *keys: bytes) -> tuple[RobotConnection, RobotConnection]:
@@ -96,31 +87,31 @@ def connected(ends: tuple[socket.socket, socket.socket], *keys: bytes) -> tuple[
 def test_both_sides_hear_each_other_and_their_signs_of_life(ends: tuple[socket.socket, socket.socket]) -> None:
     run, robot = connected(ends, b"key")
     for number in range(3):
-        run.say({"n": number}, {"a": np.full(2, number)})
+        run.send({"n": number}, {"a": np.full(2, number)})
     for number in range(3):
-        message = robot.hear(60)
-        assert message and message.words == {"n": number} and message.arrays["a"].tolist() == [number] * 2
-    robot.say({"done": True})
-    answer = run.hear(60)
-    assert answer and answer.words == {"done": True}
-    assert run.hear(0.01) is None
-    while not run.trips_s:
-        run.hear(0.01)
-    assert 0 <= run.trips_s[0] < 60
+        message = robot.receive(60)
+        assert message and message.fields == {"n": number} and message.arrays["a"].tolist() == [number] * 2
+    robot.send({"done": True})
+    answer = run.receive(60)
+    assert answer and answer.fields == {"done": True}
+    assert run.receive(0.01) is None
+    while not run.round_trips_s:
+        run.receive(0.01)
+    assert 0 <= run.round_trips_s[0] < 60
     run.close()
-    with pytest.raises(LineLost):
+    with pytest.raises(ConnectionLost):
         while True:
-            robot.hear(60)
-    with pytest.raises(LineLost, match="the line was closed"):
-        run.say({})
+            robot.receive(60)
+    with pytest.raises(ConnectionLost, match="the line was closed"):
+        run.send({})
     robot.close()
 
 
 def test_a_message_under_another_key_ends_the_connection(ends: tuple[socket.socket, socket.socket]) -> None:
     run, robot = connected(ends, b"key", b"another")
-    with pytest.raises(LineLost, match="a message is not the other side's"):
+    with pytest.raises(ConnectionLost, match="a message is not the other side's"):
         while True:
-            robot.hear(60)
+            robot.receive(60)
     run.close()
     robot.close()
 
@@ -130,8 +121,8 @@ def test_silence_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(protocol, "LOST_S", 0.2)
     run = RobotConnection(ends[0], b"key", b"run", b"robot")
-    with pytest.raises(LineLost, match=r"nothing was heard for 0\.2 s"):
-        run.hear(60)
+    with pytest.raises(ConnectionLost, match=r"nothing was heard for 0\.2 s"):
+        run.receive(60)
     run.close()
 
 
