@@ -352,7 +352,7 @@ def test_special_tokens_are_no_part_of_a_text_and_a_stop_text_may_have_one() -> 
         parsers = Parsers(tokenizer, "hermes", "think")
         reply = parsers.read(ids, [], stop)
         assert (reply.content, reply.stop) == (text, match), stop
-        partial = parsers.partly([], [], stop)
+        partial = parsers.partial([], [], stop)
         assert partial is not None
         for end in range(len(ids)):
             assert text.startswith(partial.split(ids[:end])[1]) or "<" in (match or ""), stop

@@ -19,8 +19,8 @@ def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, toke
     reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
     choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
     if body.get("logprobs"):
-        as_ids = bool(body.get("return_tokens_as_token_ids"))
-        choice["logprobs"] = {"content": _logprobs(answer, None if as_ids else tokenizer)}
+        decoder = None if body.get("return_tokens_as_token_ids") else tokenizer
+        choice["logprobs"] = {"content": _logprobs(answer, decoder)}
     response = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -85,12 +85,11 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
         messages += _assistant(message) if message["role"] == "assistant" else _user(message)
     if body.get("tool_choice", {}).get("type") == "none":
         return messages, None
-    return messages, [_tool(tool) for tool in body.get("tools", [])] or None
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
+    functions = [
+        {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+        for tool in body.get("tools", [])
+    ]
+    return messages, [{"type": "function", "function": function} for function in functions] or None
 
 
 def _assistant(message: Mapping[str, Any]) -> list[Message]:
@@ -124,7 +123,9 @@ def _user(message: Mapping[str, Any]) -> list[Message]:
             )
         else:
             user_parts.append(_text_or_image(block))
-    return [*tool_messages, *([{"role": "user", "content": user_parts}] if user_parts or not tool_messages else [])]
+    if user_parts or not tool_messages:
+        return [*tool_messages, {"role": "user", "content": user_parts}]
+    return tool_messages
 
 
 def _text_or_image(block: Mapping[str, Any]) -> Any:
@@ -186,19 +187,24 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
     }
 
 
-def message_error(why: RequestError) -> dict[str, Any]:
-    """Returns the error response to a request."""
+def message_error(refusal: RequestError) -> dict[str, Any]:
+    """Returns the error response to a request, in Anthropic's format."""
     error_types = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
-    message = f"prompt is too long: {why}" if why.code == OVER else str(why)
+    message = f"prompt is too long: {refusal}" if refusal.code == OVER else str(refusal)
     return {
         "type": "error",
-        "error": {"type": error_types.get(why.status, "invalid_request_error"), "message": message},
+        "error": {"type": error_types.get(refusal.status, "invalid_request_error"), "message": message},
     }
 
 
-def _unsent(text: str | None, sent: str) -> str:
+def chat_error(refusal: RequestError) -> dict[str, Any]:
+    """Returns the error response to a request, in OpenAI's format."""
+    return {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
+
+
+def _unsent(text: str, sent: str) -> str:
     """Returns the part of a text that has not been sent yet; "" if the sent text is not its beginning."""
-    return (text or "")[len(sent) :] if (text or "").startswith(sent) else ""
+    return text[len(sent) :] if text.startswith(sent) else ""
 
 
 class ChatStream:
@@ -210,41 +216,50 @@ class ChatStream:
         tokenizer: Tokenizer of the model.
 
     Attributes:
+        requested: Whether the client requests a stream.
         id: Id of the completion.
     """
 
+    error = staticmethod(chat_error)
+
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: Any) -> None:
-        self._body, self._model, self._tokenizer = body, model, tokenizer
+        self._body, self.model, self._tokenizer = body, model, tokenizer
+        self.requested = bool(body.get("stream"))
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
-        self._reasoning = self._content = ""
+        self._sent = {"reasoning_content": "", "content": ""}
         self._started = False
         #: Whether the response is sent at once, at the end, because of its log-probs or token ids.
         self.sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
 
-    def more(self, read: int, reasoning: str, content: str) -> list[str]:
+    def reply(self, answer: StoredResponse) -> dict[str, Any]:
+        """Returns the complete response."""
+        return chat_reply(answer, self._body, self.model, self._tokenizer)
+
+    def more(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
         """Returns the events for new text of the reply.
 
         Args:
-            read: Number of tokens of the prompt.
+            num_prompt_tokens: Number of tokens of the prompt.
             reasoning, content: Complete texts so far.
         """
-        del read
-        delta = {"reasoning_content": _unsent(reasoning, self._reasoning), "content": _unsent(content, self._content)}
-        delta = {name: delta_text for name, delta_text in delta.items() if delta_text}
+        del num_prompt_tokens
+        texts = {"reasoning_content": reasoning, "content": content}
+        delta = {name: unsent_text for name, text in texts.items() if (unsent_text := _unsent(text, self._sent[name]))}
         if not delta:
             return []
-        self._reasoning, self._content = reasoning, content
+        self._sent = texts
         return [self._event(delta)]
 
     def end(self, answer: StoredResponse) -> list[str]:
         """Returns the remaining events."""
-        reply = chat_reply(answer, self._body, self._model, self._tokenizer)
+        reply = self.reply(answer)
         choice = reply["choices"][0]
         message = choice["message"]
-        delta = {**message, "content": _unsent(message["content"], self._content)}
-        if "reasoning_content" in message:
-            delta["reasoning_content"] = _unsent(message["reasoning_content"], self._reasoning)
+        delta = {
+            **message,
+            **{name: _unsent(message[name], self._sent[name]) for name in self._sent if name in message},
+        }
         if "tool_calls" in message:
             delta["tool_calls"] = [
                 {"index": call_index, **call} for call_index, call in enumerate(message["tool_calls"])
@@ -273,28 +288,36 @@ class MessageStream:
     """Streamed response to `/v1/messages`.
 
     Args:
+        body: Body of the request.
         model: Name that the client gives the model.
 
     Attributes:
+        requested: Whether the client requests a stream.
         id: Id of the message.
     """
 
     sent_at_end = False
+    error = staticmethod(message_error)
 
-    def __init__(self, model: str) -> None:
-        self._model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
+    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+        self.model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
+        self.requested = bool(body.get("stream"))
         self._blocks = list[str]()  # their types
         self._sent = {"thinking": "", "text": ""}
 
-    def more(self, read: int, reasoning: str, content: str) -> list[str]:
+    def reply(self, answer: StoredResponse) -> dict[str, Any]:
+        """Returns the complete response."""
+        return message_reply(answer, self.model)
+
+    def more(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
         """Returns the events for new text of the reply; see `ChatStream.more`."""
         if not reasoning and not content:
             return []
-        return self._begin(read) + self._text("thinking", reasoning) + self._text("text", content)
+        return self._begin(num_prompt_tokens) + self._text("thinking", reasoning) + self._text("text", content)
 
     def end(self, answer: StoredResponse) -> list[str]:
         """Returns the remaining events."""
-        reply = message_reply(answer, self._model)
+        reply = self.reply(answer)
         events = self._begin(reply["usage"]["input_tokens"])
         for block in reply["content"]:
             if block["type"] != "tool_use":
@@ -307,7 +330,7 @@ class MessageStream:
         events += [*self._close(), _event({"type": "message_delta", "delta": stop_fields, "usage": usage})]
         return [*events, _event({"type": "message_stop"})]
 
-    def _begin(self, read: int) -> list[str]:
+    def _begin(self, num_prompt_tokens: int) -> list[str]:
         if self._started:
             return []
         self._started = True
@@ -315,24 +338,24 @@ class MessageStream:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": read, "output_tokens": 0},
+            "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
         }
         return [_event({"type": "message_start", "message": message})]
 
-    def _text(self, kind: str, text: str) -> list[str]:
+    def _text(self, block_type: str, text: str) -> list[str]:
         """Returns the events for a new text block, or for more text of the current one."""
-        unsent_text, is_open = _unsent(text, self._sent[kind]), kind in self._blocks
-        if not unsent_text or (is_open and self._blocks[-1] != kind):
+        unsent_text, is_open = _unsent(text, self._sent[block_type]), block_type in self._blocks
+        if not unsent_text or (is_open and self._blocks[-1] != block_type):
             return []
-        self._sent[kind] = text
-        empty_block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        self._sent[block_type] = text
+        empty_block = {"type": block_type, block_type: "", **({"signature": ""} if block_type == "thinking" else {})}
         return [
             *([] if is_open else self._block(empty_block)),
-            self._delta({"type": f"{kind}_delta", kind: unsent_text}),
+            self._delta({"type": f"{block_type}_delta", block_type: unsent_text}),
         ]
 
     def _block(self, block: Mapping[str, Any]) -> list[str]:

@@ -238,7 +238,7 @@ class Parsers:
         """Returns whether a prompt ends with an opened reasoning tag."""
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
-    def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
+    def partial(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
         """Returns an incremental parser of a reply; None for parsers without one.
 
         Args:
@@ -249,11 +249,9 @@ class Parsers:
         calls = self._tools is not None and bool(tools)
         if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
             return None
-        has_reasoning = self._reasoning is not None
-        starts_reasoning = has_reasoning and self._opens(prompt)
-        return Partial(
-            self._tokenizer, opened=starts_reasoning, thinks=has_reasoning, calls=calls, stop=stop, hidden=self._hidden
-        )
+        thinks = self._reasoning is not None
+        opened = thinks and self._opens(prompt)
+        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
 
 
 def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:

@@ -26,18 +26,17 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rlhpc.language.agents.gateway.api_formats import (
     ChatStream,
     MessageStream,
-    chat_reply,
+    chat_error,
     conversation_of,
     generate_reply,
     message_error,
-    message_reply,
 )
 from rlhpc.language.agents.gateway.connections import Connections
 from rlhpc.language.agents.gateway.feedback import Feedback
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERATE, MESSAGES, Form, read_body
-from rlhpc.language.agents.gateway.sessions import GatewaySession, SessionKeys, StoredResponse, key_in
-from rlhpc.language.agents.gateway.threads import Threads
+from rlhpc.language.agents.gateway.sessions import Draw, GatewaySession, SessionKeys, StoredResponse, key_in
+from rlhpc.language.agents.gateway.threads import Threads, call_on_loop, settle
 from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
 from rlhpc.language.data.images import Looker, PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
@@ -82,50 +81,30 @@ class Drawing:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    answer: Callable[[Completion | Exception], None]
-    show: Callable[[list[int]], None] | None = None
+    answer: Callable[[Completion | Exception], object]
+    show: Callable[[list[int]], object] | None = None
     given_up: bool = False
     images: PromptImages | None = None
 
 
+@dataclass
 class StreamReader:
     """Tokens of a completion for a streaming client. Runs on the gateway's event loop.
 
     Attributes:
         prompt: Tokens of the prompt; empty before the request is sent to the engine.
         ids: Tokens sampled so far.
-        came: Event that is set when new tokens have arrived.
+        arrival: Event that is set when new tokens have arrived.
     """
 
-    def __init__(self) -> None:
-        self.prompt: list[int] = []
-        self.ids: list[int] = []
-        self.came = asyncio.Event()
+    prompt: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    arrival: asyncio.Event = field(default_factory=asyncio.Event)
 
     def show(self, ids: list[int]) -> None:
         """Sets the tokens so far, and wakes the waiting stream."""
         self.ids = ids
-        self.came.set()
-
-
-@dataclass
-class _Conversation:
-    """Request in either format.
-
-    Attributes:
-        messages, tools: Messages and tools in the format of chat completions.
-        model: Name that the client gives the model.
-        sampling: Sampling parameters.
-        stream: Whether the client requests a stream.
-        reading: Tokens for the stream.
-    """
-
-    messages: list[Any]
-    tools: Any
-    model: str
-    sampling: SamplingParams
-    stream: bool
-    reading: StreamReader = field(default_factory=StreamReader)
+        self.arrival.set()
 
 
 class Gateway:
@@ -174,8 +153,7 @@ class Gateway:
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
         try:
-            urls = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
-            self.url, self.far = urls
+            self.url, self.far = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
         except OSError:
             self.close()
             raise
@@ -185,9 +163,9 @@ class Gateway:
         self.loop.run_forever()
 
     async def _listen(self, address: str) -> tuple[str, str]:
-        rewards = [web.post("/v1/feedback", self._take_feedback)]
-        protocol_factory, urls = await self._serve_routes(rewards), list[str]()
-        for host in (_LOOPBACK, *([address] if address else ())):
+        protocol_factory = await self._serve_routes([web.post("/v1/feedback", self._take_feedback)])
+        urls = list[str]()
+        for host in filter(None, (_LOOPBACK, address)):
             listener = TcpListener(host)
             self._acceptors.append(listener.serve(partial(self._admit, protocol_factory), "rlhpc-gateway-accept"))
             urls.append("http://{}:{}".format(*listener.address))
@@ -204,9 +182,7 @@ class Gateway:
             self._adopting.add(task)
             task.add_done_callback(self._adopting.discard)
 
-        try:
-            self.loop.call_soon_threadsafe(adopt)
-        except RuntimeError:  # the loop has ended
+        if not call_on_loop(self.loop, adopt):
             sock.close()
 
     async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
@@ -214,13 +190,14 @@ class Gateway:
         connections.
         """
         app = web.Application(client_max_size=_BODY)
-        post_handlers = {
-            "/v1/chat/completions": self._chat,
-            "/inference/v1/generate": self._generate,
-            "/v1/messages": self._messages,
-        }
         app.add_routes(
-            [web.get("/v1/models", self._models), *(web.post(*route) for route in post_handlers.items()), *more]
+            [
+                web.get("/v1/models", partial(self._guarded, self._list_models)),
+                web.post("/v1/chat/completions", partial(self._guarded, self._chat)),
+                web.post("/inference/v1/generate", partial(self._guarded, self._generate)),
+                web.post("/v1/messages", partial(self._guarded, self._messages, error=message_error)),
+                *more,
+            ]
         )
         # An access log would contain keys. Requests of disconnected clients are cancelled.
         runner = web.AppRunner(
@@ -275,17 +252,7 @@ class Gateway:
             RequestError: The request is refused.
         """
         session = self.keys.find(key)
-        answer_coroutine = session.chat(
-            messages,
-            tools,
-            session.role_of(role),
-            session.sampling_of(),
-            self._renderer,
-            self._parsers,
-            self._draw,
-            self._threads,
-        )
-        answer = await answer_coroutine
+        answer = await self._answer(session, messages, tools, role, session.sampling_of(), self._draw)
         answer.turn.mark_received()
         return answer.message
 
@@ -305,23 +272,11 @@ class Gateway:
                 f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
             )
         pending_completion: asyncio.Future[Completion] = self.loop.create_future()
-
-        def settle(outcome: Completion | Exception) -> None:
-            if pending_completion.done():
-                return
-            if isinstance(outcome, Exception):
-                pending_completion.set_exception(outcome)
-            else:
-                pending_completion.set_result(outcome)
-
-        def answer(outcome: Completion | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self.loop.call_soon_threadsafe(settle, outcome)
-
+        answer = partial(call_on_loop, self.loop, settle, pending_completion)
         completion_request = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
         if reading is not None:
             reading.prompt = prompt
-            completion_request.show = partial(self._show_tokens, reading)
+            completion_request.show = partial(call_on_loop, self.loop, reading.show)
         self._waiting.add(pending_completion)
         self.engine_queue.put(completion_request)
         try:
@@ -330,80 +285,56 @@ class Gateway:
             completion_request.given_up = True
             self._waiting.discard(pending_completion)
 
-    def _show_tokens(self, reading: StreamReader, ids: list[int]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(reading.show, ids)
-
     # -- routes ---------------------------------------------------------------------------------------------------
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        return await self._guarded(request, self._list)
-
-    async def _list(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+    async def _list_models(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         model_card = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
         models = [{"id": name, **model_card} for name in session.limits.roles or (MODEL,)]
         return web.json_response({"object": "list", "data": models})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._guarded(request, self._answer_chat)
-
-    async def _answer_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+    async def _chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw_body, body = await self._body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         sampling = session.sampling_of(max_tokens, body.get("stop", ()), body.get("stop_token_ids", ()))
-        conversation = _Conversation(
-            body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
+        stream = ChatStream(body, body.get("model", MODEL), self._tokenizer)
+        return await self._respond(request, session, raw_body, body["messages"], tools, sampling, stream)
+
+    async def _respond(
+        self,
+        request: web.Request,
+        session: GatewaySession,
+        raw_body: bytes,
+        messages: list[Any],
+        tools: Any,
+        sampling: SamplingParams,
+        stream: ChatStream | MessageStream,
+    ) -> web.StreamResponse:
+        """Answers a conversation in the format of `stream`, as one response or as events."""
+        reader = StreamReader()
+        draw = partial(self._draw, reading=reader) if stream.requested else self._draw
+        work = partial(self._answer, session, messages, tools, stream.model, sampling, draw)
+        answering = session.once(raw_body, _is_retry(request), work)
+        if stream.requested:
+            return await self._stream(request, answering, stream, reader, tools, sampling.stop)
+        answer = await answering
+        return _received(request, answer, stream.reply(answer))
+
+    async def _answer(
+        self, session: GatewaySession, messages: list[Any], tools: Any, model: str, sampling: SamplingParams, draw: Draw
+    ) -> StoredResponse:
+        return await session.chat(
+            messages, tools, session.role_of(model), sampling, self._renderer, self._parsers, draw, self._threads
         )
-        answer_coroutine = self._ask(session, raw_body, _is_retry(request), conversation)
-        if not conversation.stream:
-            answer = await answer_coroutine
-            return _received(request, answer, chat_reply(answer, body, conversation.model, self._tokenizer))
-        return await self._stream(
-            request, answer_coroutine, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
-        )
 
-    def _ask(
-        self, session: GatewaySession, raw: bytes, retried: bool, conversation: _Conversation
-    ) -> Awaitable[StoredResponse]:
-        """Answers a conversation through `GatewaySession.once`."""
-        sample_completion = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
-
-        async def work() -> StoredResponse:
-            role = session.role_of(conversation.model)
-            return await session.chat(
-                conversation.messages,
-                conversation.tools,
-                role,
-                conversation.sampling,
-                self._renderer,
-                self._parsers,
-                sample_completion,
-                self._threads,
-            )
-
-        return session.once(raw, retried, work)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._guarded(request, self._answer_message, message_error)
-
-    async def _answer_message(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+    async def _messages(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw_body, body = await self._body(request, session, MESSAGES)
         messages, tools = conversation_of(body)
         sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
-        conversation = _Conversation(messages, tools, body.get("model", MODEL), sampling, bool(body.get("stream")))
-        answer_coroutine = self._ask(session, raw_body, _is_retry(request), conversation)
-        if not conversation.stream:
-            answer = await answer_coroutine
-            return _received(request, answer, message_reply(answer, conversation.model))
-        return await self._stream(
-            request, answer_coroutine, MessageStream(conversation.model), conversation, message_error
-        )
+        stream = MessageStream(body, body.get("model", MODEL))
+        return await self._respond(request, session, raw_body, messages, tools, sampling, stream)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._guarded(request, self._answer_generate)
-
-    async def _answer_generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw_body, body = await self._body(request, session, GENERATE)
         prompt, options = body["token_ids"], body.get("sampling_params", {})
         if self._renderer.looker is not None and self._renderer.looker.token in prompt:
@@ -430,7 +361,7 @@ class Gateway:
                 )
             self.feedback.take(body)
         except RequestError as error:
-            return _refusal(error, _error)
+            return _refusal(error, chat_error)
         return web.json_response({"status": "taken"})
 
     async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
@@ -452,62 +383,55 @@ class Gateway:
 
     async def _guarded(
         self,
-        request: web.Request,
         route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
-        error: Callable[[RequestError], dict[str, Any]] | None = None,
+        request: web.Request,
+        error: Callable[[RequestError], dict[str, Any]] = chat_error,
     ) -> web.StreamResponse:
         """Runs a route, and converts its errors to the client's format."""
         try:
             session = self.keys.of(request.headers)
             self._prove(request, session.key)
             return await route(request, session)
-        except RequestError as why:
-            return _refusal(why, error or _error)
+        except RequestError as refusal:
+            return _refusal(refusal, error)
 
     def _prove(self, request: web.Request, owner: str) -> None:
-        for listening_socket in self._doors:
-            if request.transport is not None:
-                listening_socket.prove(request.transport, owner)
+        if request.transport is not None:
+            for connections in self._doors:
+                connections.prove(request.transport, owner)
 
     async def _stream(
         self,
         request: web.Request,
-        asking: Awaitable[StoredResponse],
+        answering: Awaitable[StoredResponse],
         stream: ChatStream | MessageStream,
-        conversation: _Conversation,
-        error: Callable[[RequestError], dict[str, Any]],
+        reader: StreamReader,
+        tools: Any,
+        stop: Sequence[str],
     ) -> web.StreamResponse:
         """Streams the reply: its stable part while it is written, then the remainder."""
-        answer_task, stream_reader = asyncio.ensure_future(asking), conversation.reading
-        answer_task.add_done_callback(lambda _: stream_reader.came.set())
+        answer_task = asyncio.ensure_future(answering)
+        answer_task.add_done_callback(lambda _: reader.arrival.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            await _more(stream_reader)
+            await _await_tokens(reader)
             if answer_task.done():
                 answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
-            partial_reply = (
-                None
-                if stream.sent_at_end
-                else self._parsers.partly(stream_reader.prompt, conversation.tools, conversation.sampling.stop)
-            )
+            partial_reply = None if stream.sent_at_end else self._parsers.partial(reader.prompt, tools, stop)
             silent_since = self.loop.time()
             while not answer_task.done():
-                events = (
-                    stream.more(len(stream_reader.prompt), *partial_reply.split(stream_reader.ids))
-                    if partial_reply
-                    else []
-                )
+                events = stream.more(len(reader.prompt), *partial_reply.split(reader.ids)) if partial_reply else []
                 if not events and self.loop.time() - silent_since >= _ALIVE_S:
                     events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
                     await response.write(event.encode())
                     silent_since = self.loop.time()
-                await _more(stream_reader)
+                await _await_tokens(reader)
             try:
                 answer = answer_task.result()
-            except RequestError as why:
-                await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
+            except RequestError as refusal:
+                await response.write(f"event: error\ndata: {json.dumps(stream.error(refusal))}\n\n".encode())
                 return response
             *leading_events, last_event = stream.end(answer)
             for event in leading_events:
@@ -542,13 +466,13 @@ async def _read(request: web.Request, max_bytes: int) -> bytes:
     raise RequestError(f"the body is longer than {max_bytes} bytes", 413)
 
 
-async def _more(reading: StreamReader) -> None:
+async def _await_tokens(reader: StreamReader) -> None:
     """Waits for new tokens, up to a short time limit."""
     with contextlib.suppress(TimeoutError):
         # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
         async with asyncio.timeout(_ALIVE_S):
-            await reading.came.wait()
-        reading.came.clear()  # what comes from now on is for the next time
+            await reader.arrival.wait()
+        reader.arrival.clear()  # what comes from now on is for the next time
 
 
 def _is_retry(request: web.Request) -> bool:
@@ -557,19 +481,14 @@ def _is_retry(request: web.Request) -> bool:
 
 
 def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any]) -> web.Response:
-    transport = request.transport
     answer.turn.names.append(reply.get("id") or reply["request_id"])
-    if transport is not None and not transport.is_closing():
+    if request.transport is not None and not request.transport.is_closing():
         answer.turn.mark_received()
     return web.json_response(reply)
 
 
-def _refusal(why: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
-    response = web.json_response(error(why), status=why.status)
-    if why.status in (401, 413):  # nobody reads what else comes
+def _refusal(refusal: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
+    response = web.json_response(error(refusal), status=refusal.status)
+    if refusal.status in (401, 413):  # nobody reads what else comes
         response.force_close()
     return response
-
-
-def _error(why: RequestError) -> dict[str, Any]:
-    return {"error": {"message": str(why), "type": "invalid_request_error", "code": why.code}}

@@ -22,12 +22,11 @@ class Threads:
     def __init__(self, max_threads: int, name: str = "rlhpc-environment") -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._max_threads, self._threads, self._idle, self._name = max_threads, 0, 0, name
+        self._max_threads, self._num_threads, self._num_idle, self._name = max_threads, 0, 0, name
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in a thread, and returns its result."""
-        loop = asyncio.get_running_loop()
-        call = _Call(function, args, loop, loop.create_future())
+        call = _Call(function, args, asyncio.get_running_loop().create_future())
         self._calls.put(call)
         self._enlist()
         try:
@@ -51,29 +50,29 @@ class Threads:
 
     def close(self) -> None:
         """Ends the waiting threads."""
-        for _ in range(self._threads):
+        for _ in range(self._num_threads):
             self._calls.put(None)
 
     def _enlist(self) -> None:
         with self._lock:
-            if not self._idle and self._threads < self._max_threads:
-                self._threads += 1
+            if not self._num_idle and self._num_threads < self._max_threads:
+                self._num_threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:
             call.given_up = True
-            self._threads -= call.started
+            self._num_threads -= call.started
         if call.started:
             self._enlist()
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._idle += 1
+                self._num_idle += 1
             call = self._calls.get()
             with self._lock:
-                self._idle -= 1
+                self._num_idle -= 1
                 if call is None:
                     return
                 if call.given_up:
@@ -90,23 +89,32 @@ class Threads:
 class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
     started: bool = False
     given_up: bool = False
 
     def make(self) -> None:
         try:
-            return_value, error = self.function(*self.args), None
-        except Exception as exception:
-            return_value, error = None, exception
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self._settle, return_value, error)
+            outcome = self.function(*self.args)
+        except Exception as error:
+            outcome = error
+        call_on_loop(self.result.get_loop(), settle, self.result, outcome)
 
-    def _settle(self, value: Any, error: Exception | None) -> None:
-        if self.result.done():
-            return
-        if error is not None:
-            self.result.set_exception(error)
-        else:
-            self.result.set_result(value)
+
+def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
+    """Calls a function on an event loop of another thread; returns False if the loop has ended."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+def settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """Sets the result of a future, or its exception, unless it is done already."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
