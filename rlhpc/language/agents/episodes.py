@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -51,47 +51,46 @@ class AgentThreads(Generic[E]):
         self._respond, self._timeout_s = respond, timeout_s
         self._queue: queue.SimpleQueue[tuple[int, E, str] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._since: dict[int, float] = {}
-        self._threads = 0
-        self._max_threads = threads
+        self._start_times: dict[int, float] = {}
+        self._num_threads, self._max_threads = 0, threads
 
     def ask(self, ticket: int, episode: E, text: str) -> None:
         """Queues a turn for the agent's answer."""
         self._queue.put((ticket, episode, text))
-        self._enlist()
+        self._add_thread()
 
-    def _enlist(self) -> None:
-        if self._threads < self._max_threads and not self._queue.empty():
-            self._threads += 1
+    def _add_thread(self) -> None:
+        if self._num_threads < self._max_threads and not self._queue.empty():
+            self._num_threads += 1
             threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            ticket, episode, turn_text = call
-            self._since[ticket] = time.monotonic()
+        while (queued_turn := self._queue.get()) is not None:
+            ticket, episode, turn_text = queued_turn
+            self._start_times[ticket] = time.monotonic()
             try:
                 answer: Any = self._respond(episode, turn_text)
                 if not isinstance(answer, (str, dict, type(None))):
                     raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
             except Exception as error:
                 answer = error
-            if self._since.pop(ticket, None) is None:
+            if self._start_times.pop(ticket, None) is None:
                 return  # the call has timed out, and another thread has replaced this one
             self.answers.put((ticket, answer))
 
     def overdue(self) -> list[int]:
         """Returns the tickets whose answers have timed out, and forgets them."""
         oldest_start = time.monotonic() - self._timeout_s
-        tickets = [ticket for ticket, start_time in list(self._since.items()) if start_time < oldest_start]
-        expired_tickets = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
-        self._threads -= len(expired_tickets)
+        tickets = [ticket for ticket, start_time in list(self._start_times.items()) if start_time < oldest_start]
+        expired_tickets = [ticket for ticket in tickets if self._start_times.pop(ticket, None) is not None]
+        self._num_threads -= len(expired_tickets)
         for _ in expired_tickets:
-            self._enlist()
+            self._add_thread()
         return expired_tickets
 
     def close(self) -> None:
         """Ends the waiting threads."""
-        for _ in range(self._threads):
+        for _ in range(self._num_threads):
             self._queue.put(None)
 
 
@@ -122,7 +121,7 @@ class Episode:
             agent's answer), `error` (the agent raised or timed out), or `abort`.
         state: State of the agent for this episode.
         role: Index of the role, if several roles use the model.
-        above: Difference of the role's reward and the episode's reward, as reported by the agent.
+        role_reward_offset: Difference of the role's reward and the episode's reward, as reported by the agent.
         outcome: Outcome reported by an external agent; None for an inline agent.
         experts: Experts chosen by routers for the first tokens, including the prompt (`Completion.experts`); None if unknown.
         images: Images of prompt and answers, if any.
@@ -143,7 +142,7 @@ class Episode:
     finish_reason: str = ""
     state: dict[str, Any] = field(default_factory=dict)
     role: int = 0
-    above: float = 0.0
+    role_reward_offset: float = 0.0
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
     experts: np.ndarray | None = None
@@ -152,7 +151,32 @@ class Episode:
     @property
     def samples(self) -> list[Episode]:
         """Token sequences of the episode, each of which the model read in one pass."""
-        return [self] if not self.branches else self.branches
+        return self.branches or [self]
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        turn_id: int,
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] = (),
+        *,
+        is_trained: bool = True,
+    ) -> None:
+        """Appends tokens that the model sampled or, without log-probs, tokens that it read.
+
+        Args:
+            token_ids: The tokens.
+            turn_id: Entry of `turn_ids` for each of them.
+            logprobs: Log-probs of sampled tokens.
+            versions: Versions of sampled tokens.
+            is_trained: Whether sampled tokens are trained.
+        """
+        num_tokens = len(token_ids)
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * num_tokens if logprobs is None else logprobs
+        self.versions += [self.versions[-1]] * num_tokens if logprobs is None else versions
+        self.loss_mask += [logprobs is not None and is_trained] * num_tokens
+        self.turn_ids += [turn_id] * num_tokens
 
     @property
     def failed(self) -> bool:
@@ -235,7 +259,7 @@ class EpisodeRunner:
         self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._helpers = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
+        self._agent_threads = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
         self._writing: dict[int, tuple[Episode, Request]] = {}
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
         self._finished: list[Episode] = []
@@ -268,30 +292,21 @@ class EpisodeRunner:
             prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
-        episode, num_drawn = self._new_episode(request, prompt), len(drawn.token_ids)
+        episode = self._new_episode(request, prompt)
         _append(episode, drawn)
         if drawn.finish_reason != "abort":
             episode.turns = 1
             self._end(episode, drawn.finish_reason)
             return
-        follows = request
-        if num_drawn:
-            follows = dataclasses.replace(
-                request,
-                prompt_ids=(*request.prompt_ids, *drawn.token_ids),
-                seed=_seed(request.seed, num_drawn),
-                sampling=dataclasses.replace(
-                    request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_drawn
-                ),
-            )
-        self._backend.add([follows])
+        num_drawn = len(drawn.token_ids)
+        self._backend.add([_continuation(episode, request, num_drawn) if num_drawn else request])
         self._writing[request.id] = episode, request
 
     def step(self) -> list[Episode]:
         """Advances the engine by a step, and handles the agent's answers; returns the episodes that ended."""
         if self._backend.unfinished():
             for completion in self._backend.step():
-                self._wrote(completion)
+                self._on_completion(completion)
         self._take_answers(wait=not self._backend.unfinished() and not self._finished)
         episodes, self._finished = self._finished, []
         return episodes
@@ -308,7 +323,7 @@ class EpisodeRunner:
         """Ends all episodes, each with its tokens so far and `finish_reason` "abort"."""
         for completion in self._backend.abort():
             if self._agent is None and completion.finish_reason != "abort":  # finished, but not returned yet
-                self._wrote(completion)
+                self._on_completion(completion)
                 continue
             episode, _ = self._writing.pop(completion.id)
             _append(episode, completion)
@@ -321,8 +336,8 @@ class EpisodeRunner:
 
     def close(self) -> None:
         """Closes the agent, but not the engine."""
-        if self._helpers is not None and self._agent is not None:
-            self._helpers.close()
+        if self._agent_threads is not None and self._agent is not None:
+            self._agent_threads.close()
             self._agent.close()
 
     # -- turns
@@ -333,41 +348,38 @@ class EpisodeRunner:
         stop = tuple(dict.fromkeys((*request.sampling.stop, *self._agent.stop)))
         return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop))
 
-    def _wrote(self, completion: Completion) -> None:
+    def _on_completion(self, completion: Completion) -> None:
         episode, request = self._writing.pop(completion.id)
         _append(episode, completion)
         episode.turns += 1
-        if self._agent is None or self._helpers is None or completion.finish_reason != "stop":
+        if self._agent_threads is None or completion.finish_reason != "stop":
             self._end(episode, completion.finish_reason)
             return
         self._ticket += 1
         self._waiting[self._ticket] = episode, request, completion
-        self._helpers.ask(self._ticket, episode, self._text(completion.token_ids))
-
-    def _text(self, ids: list[int]) -> str:
         # Tags may be special tokens, so these are retained; the end token is not part of the text.
-        text: str = self._tokenizer.decode(without_end(ids, self._tokenizer), skip_special_tokens=False)
-        return text
+        ids = without_end(completion.token_ids, self._tokenizer)
+        self._agent_threads.ask(self._ticket, episode, self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _take_answers(self, wait: bool) -> None:
-        if self._helpers is None:
+        if self._agent_threads is None:
             return
         deadline = time.monotonic() + (_IDLE_S if wait and self._waiting else 0.0)
         while True:
             try:
-                ticket, answer = self._helpers.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                ticket, answer = self._agent_threads.answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             deadline = 0.0
             if ticket in self._waiting:  # not if it was given up
-                self._answered(*self._waiting.pop(ticket), answer)
-        for ticket in self._helpers.overdue():
+                self._on_answer(*self._waiting.pop(ticket), answer)
+        for ticket in self._agent_threads.overdue():
             if ticket in self._waiting:
                 episode, *_ = self._waiting.pop(ticket)
                 log.warning("episode %d: the agent took longer than its timeout_s", episode.id)
                 self._end(episode, "error")
 
-    def _answered(self, episode: Episode, request: Request, completion: Completion, answer: Any) -> None:
+    def _on_answer(self, episode: Episode, request: Request, completion: Completion, answer: Any) -> None:
         if isinstance(answer, BaseException):
             log.warning("episode %d: the agent failed", episode.id, exc_info=answer)
             self._end(episode, "error")
@@ -381,7 +393,7 @@ class EpisodeRunner:
         remaining_tokens = request.sampling.max_new_tokens - len(episode.token_ids)
         try:
             ids, images = self._answer(episode, answer, completion.token_ids)
-        except _Unfit as error:
+        except _UnusableAnswer as error:
             log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
             self._end(episode, "error")
             return
@@ -390,24 +402,12 @@ class EpisodeRunner:
         elif images is not None:  # an image must not be truncated
             self._end(episode, "length")
             return
-        ids = ids[:remaining_tokens]
-        episode.token_ids += ids
-        episode.logprobs += [0.0] * len(ids)
-        episode.versions += [episode.versions[-1]] * len(ids)
-        episode.loss_mask += [False] * len(ids)
-        episode.turn_ids += [episode.turns] * len(ids)
+        episode.append(ids[:remaining_tokens], episode.turns)
         if len(ids) >= remaining_tokens:
             self._end(episode, "length")
             return
-        follows = dataclasses.replace(
-            request,
-            prompt_ids=(*episode.prompt_ids, *episode.token_ids),
-            seed=_seed(request.seed, episode.turns),
-            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining_tokens - len(ids)),
-            images=episode.images,
-        )
         try:
-            self._backend.add([follows])
+            self._backend.add([_continuation(episode, request, episode.turns)])
         except ConfigError:  # the context is full
             self._end(episode, "length")
             return
@@ -419,7 +419,7 @@ class EpisodeRunner:
         """Encodes an agent's answer; returns its tokens and images."""
         images: tuple[bytes, ...] = ()
         if isinstance(answer, dict):
-            with _fitting():
+            with _refusing():
                 content, images = content_of(answer.get("content"), trusted=True)
             answer = message_text(self._tokenizer, {**answer, "content": content}, drawn)
         ids: list[int] = self._tokenizer.encode(valid_text(answer), add_special_tokens=False)
@@ -427,8 +427,8 @@ class EpisodeRunner:
             return ids, None
         self._looker = self._looker or looker_of(self._tokenizer)
         if self._looker is None:
-            raise _Unfit("it shows a picture, and the model reads text alone")
-        with _fitting():
+            raise _UnusableAnswer("it shows a picture, and the model reads text alone")
+        with _refusing():
             return self._looker.look(images, ids, len(episode.prompt_ids) + len(episode.token_ids))
 
     def _end(self, episode: Episode, reason: str) -> None:
@@ -436,32 +436,36 @@ class EpisodeRunner:
         self._finished.append(episode)
 
 
-class _Unfit(Exception):
+class _UnusableAnswer(Exception):
     """Answer of an agent that cannot be inserted into the episode."""
 
 
 @contextlib.contextmanager
-def _fitting() -> Iterator[None]:
+def _refusing() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise _Unfit(str(error)) from None
+        raise _UnusableAnswer(str(error)) from None
 
 
 def _append(episode: Episode, completion: Completion) -> None:
-    episode.token_ids += completion.token_ids
-    episode.logprobs += completion.logprobs
-    episode.versions += completion.versions
-    episode.loss_mask += [True] * len(completion.token_ids)
-    episode.turn_ids += [episode.turns] * len(completion.token_ids)
+    episode.append(completion.token_ids, episode.turns, completion.logprobs, completion.versions)
     episode.experts = completion.experts  # of all that was read, earlier turns included
 
 
-def _seed(seed: int, after: int) -> int:
-    """Returns the seed of the turn that follows `after` turns or tokens. The seed of the first turn would repeat its
-    random numbers.
+def _continuation(episode: Episode, request: Request, count: int) -> Request:
+    """Returns the request that continues an episode after `count` turns or tokens. The seed of the first request would
+    repeat its random numbers.
     """
-    return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
+    return dataclasses.replace(
+        request,
+        prompt_ids=(*episode.prompt_ids, *episode.token_ids),
+        seed=(request.seed * 0x9E3779B1 + count * 0x85EBCA6B) % (1 << 31),
+        sampling=dataclasses.replace(
+            request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(episode.token_ids)
+        ),
+        images=episode.images,
+    )
 
 
 def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
@@ -473,17 +477,22 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         tokenizer: Tokenizer of the model.
         finished: Whether the episode ended by itself, not at a limit.
     """
-    response_text, meta, agent_outcome = None, prompt.meta, episode.outcome
-    if agent_outcome is not None:
-        response_text = agent_outcome.response
-        meta = {
-            **meta,
-            "agent": {"reward": agent_outcome.reward, "error": agent_outcome.error, "later": agent_outcome.later},
-        }
-    if response_text is None:
-        response_text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
-    tokens = tokens_of(episode)
-    return Sample(prompt.question, response_text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
+    response, meta = None, prompt.meta
+    if (outcome := episode.outcome) is not None:
+        response = outcome.response
+        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
+    if response is None:
+        response = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
+    return Sample(
+        prompt.question,
+        response,
+        prompt.answer,
+        meta,
+        tokens_of(episode),
+        finished,
+        prompt.messages,
+        prompt.tools,
+    )
 
 
 def tokens_of(episode: Episode) -> int:

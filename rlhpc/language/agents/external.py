@@ -11,7 +11,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -98,38 +98,34 @@ class OutsideEpisodes:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._ended_with_it, self._check = ended_with_it, check
-        self._backend, self._tokenizer, self._options = backend, tokenizer, options
-        self._distant: Distant | None = None
+        self._backend, self._options = backend, options
+        self._agents: Harnesses | InlineAgents | Distant
         if isinstance(runs, Program):
-            self._here: Harnesses | InlineAgents = Harnesses(runs, self._came)
+            self._agents = Harnesses(runs, self._on_outcome)
         self._gateway = Gateway(
             tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
         )
         self._has_images = looker is not None
         if isinstance(runs, InlineEnvironment):
-            self._here = InlineAgents(runs, self._gateway, self._came)
+            self._agents = InlineAgents(runs, self._gateway, self._on_outcome)
         if isinstance(runs, AgentRanks):
-            self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
+            self._agents = Distant(runs, self._on_outcome, self._restart)
         self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
         self._rewarded: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
         self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
-        self._number = self._tickets = self._failures = 0
+        self._num_requests = self._num_tickets = self._num_failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
         """Starts an episode for each request; all turns of the episode use the request's sampling parameters and seed."""
         for request in requests:
             session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
-            self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
-            self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
+            self._num_tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
+            self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
-            ticket = self._ticket(self._tickets, session, prompt)
-            if self._distant is not None:
-                self._distant.run(ticket, self._rank)
-            else:
-                self._here.run(ticket)
+            self._agents.run(self._ticket(self._num_tickets, session, prompt))
 
-    def _again(self, number: int) -> dict[str, Any]:
+    def _restart(self, number: int) -> dict[str, Any]:
         """Restarts an episode with a new session, which samples the same tokens."""
         old_session, prompt, ids = self._sessions[number]
         session = GatewaySession(old_session.number, old_session.sampling, old_session.seed, old_session.limits)
@@ -139,18 +135,14 @@ class OutsideEpisodes:
         self._sessions[number] = session, prompt, ids
         return self._ticket(number, session, prompt)
 
-    @property
-    def _harnesses(self) -> Harnesses | InlineAgents | Distant:
-        return self._distant or self._here
-
     def _ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
-        messages = [] if prompt is None else _conversation(prompt)
-        task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
+        task = {"messages": [], "question": "", "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
-            task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
+            task |= {name: getattr(prompt, name) for name in ("id", "question", "answer", "meta")}
+            task["messages"] = _conversation(prompt)
         return {
             "id": number,
-            "task": {"question": "", **task},
+            "task": task,
             "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key,
             "socket": self._gateway.socket,
@@ -170,15 +162,14 @@ class OutsideEpisodes:
     def step(self) -> list[Episode]:
         """Advances the engine by a step; returns the episodes that ended."""
         self._check()
-        if self._distant is not None:
-            self._distant.poll()
+        if isinstance(self._agents, Distant):
+            self._agents.poll()
         episodes = self._take(wait=not self._backend.unfinished())
         self._drop()
         if self._backend.unfinished():
             for completion in self._backend.step():
-                completion_request = self._drawing.pop(completion.id, None)
-                if completion_request is not None:
-                    completion_request.answer(completion)
+                if (drawing := self._drawing.pop(completion.id, None)) is not None:
+                    drawing.answer(completion)
             self._show()
         return episodes
 
@@ -213,7 +204,7 @@ class OutsideEpisodes:
 
     def abort(self) -> list[Episode]:
         """Ends all episodes, without samples and with `finish_reason` "abort"."""
-        self._harnesses.abort()
+        self._agents.abort()
         sessions, self._sessions = self._sessions, {}
         for session, *_ in sessions.values():
             session.closed = True
@@ -222,12 +213,14 @@ class OutsideEpisodes:
         self._unpaid.clear()
         self._early.clear()
         self._backend.abort()
-        self._forget("the episode has ended", 401)
+        for drawing in self._drawing.values():
+            drawing.answer(RequestError("the episode has ended", 401))
+        self._drawing.clear()
         return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
 
     def close(self) -> None:
         """Closes the agents, then the gateway."""
-        self._harnesses.close()
+        self._agents.close()
         self._gateway.close()
         self._ended_with_it()
 
@@ -236,9 +229,7 @@ class OutsideEpisodes:
     def _drop(self) -> None:
         """Aborts requests of episodes that have ended, and of clients that have disconnected."""
         idle_ids = [
-            request_id
-            for request_id, completion_request in self._drawing.items()
-            if completion_request.session.closed or completion_request.given_up
+            request_id for request_id, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up
         ]
         if not idle_ids:
             return
@@ -254,19 +245,12 @@ class OutsideEpisodes:
     def _show(self) -> None:
         """Passes the tokens so far to streaming clients."""
         callbacks = {
-            request_id: completion_request.show
-            for request_id, completion_request in self._drawing.items()
-            if completion_request.show is not None
+            request_id: drawing.show for request_id, drawing in self._drawing.items() if drawing.show is not None
         }
         if callbacks and self._backend.can_drop:
             for request_id, ids in self._backend.so_far(callbacks.keys()).items():
                 if ids:
                     callbacks[request_id](ids)
-
-    def _forget(self, why: str, status: int) -> None:
-        for completion_request in self._drawing.values():
-            completion_request.answer(RequestError(why, status))
-        self._drawing.clear()
 
     def _take(self, wait: bool) -> list[Episode]:
         """Handles requests to the engine and outcomes; returns the episodes that ended."""
@@ -282,7 +266,7 @@ class OutsideEpisodes:
             else:
                 episode_number, episode = queue_item
                 if self._sessions.pop(episode_number, None) is not None:
-                    self._tell(episode)
+                    self._log_failure(episode)
                     episodes.append(episode)
                     if episode.later:
                         self._unpaid[id(episode)] = episode
@@ -291,8 +275,8 @@ class OutsideEpisodes:
         if drawing.session.closed:
             drawing.answer(RequestError("the episode has ended", 401))
             return
-        self._number += 1
-        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
+        self._num_requests += 1
+        request = Request(self._num_requests, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
         try:
             self._backend.add([request])
         except ConfigError as error:  # a token is none, say
@@ -304,9 +288,9 @@ class OutsideEpisodes:
             log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
             drawing.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
             return
-        self._drawing[self._number] = drawing
+        self._drawing[self._num_requests] = drawing
 
-    def _came(self, number: int, outcome: dict[str, Any]) -> None:
+    def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
         """Passes an outcome from a thread of the harnesses to the gateway's event loop, which owns the episode's turns."""
         self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
 
@@ -314,29 +298,27 @@ class OutsideEpisodes:
         session_entry = self._sessions.get(number)
         if session_entry is None:
             return
-        session, prompt, ids = session_entry
-        self._gateway.end(session)
+        self._gateway.end(session_entry[0])
         turns, later = dict[str, AgentTurn](), reported.get("later")
-        try:
-            if later and not self._options.feedback_s:
-                raise RequestError(
-                    "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"
-                )
-            turns = awaited_turns(session.tree.turns, later) if later else turns
-        except RequestError as error:
-            reported = {"error": str(error)}
-        episode = self._episode(session, prompt, ids, reported)
+        if later and not self._options.feedback_s:
+            reported = {"error": "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"}
+        elif later:
+            try:
+                turns = awaited_turns(session_entry[0].tree.turns, later)
+            except RequestError as error:
+                reported = {"error": str(error)}
+        episode = self._episode(*session_entry, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.delay_reward()
         self._gateway.engine_queue.put((number, episode))
         if episode.later:
-            on_reward = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), reported)
+            on_reward = partial(self._on_delayed_reward, episode, partial(self._episode, *session_entry), reported)
             self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
 
-    def _came_later(
+    def _on_delayed_reward(
         self,
-        before: Episode,
-        again: Callable[[dict[str, Any]], Episode],
+        unpaid_episode: Episode,
+        build_episode: Callable[[dict[str, Any]], Episode],
         reported: dict[str, Any],
         reward: float | None,
     ) -> None:
@@ -346,7 +328,7 @@ class OutsideEpisodes:
             reported["error"] = (
                 f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
             )
-        self._rewarded.put((before, again(reported)))
+        self._rewarded.put((unpaid_episode, build_episode(reported)))
 
     def _episode(
         self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], reported: dict[str, Any]
@@ -357,7 +339,7 @@ class OutsideEpisodes:
         if "turn_rewards" in reported:
             outcome.error = outcome.error or _assign_turn_rewards(session.tree, reported["turn_rewards"])
         branches = session.tree.samples(session.number)
-        num_untrained_tokens = _spare(branches, session.limits)
+        num_untrained_tokens = _mask_untrained_roles(branches, session.limits)
         role_rewards = reported.get("rewards", {})
         if role_rewards and outcome.reward is None:
             outcome.reward = sum(role_rewards.values()) / len(role_rewards)
@@ -366,7 +348,7 @@ class OutsideEpisodes:
             if name not in role_rewards:
                 outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
                 break
-            branch.above = role_rewards[name] - (outcome.reward or 0.0)
+            branch.role_reward_offset = role_rewards[name] - (outcome.reward or 0.0)
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
         last_turn = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
@@ -374,44 +356,35 @@ class OutsideEpisodes:
             last_turn is not None and stop_reason(last_turn.finish_reason) == "length"
         )
         reason = "error" if outcome.error else "length" if is_truncated else "stop"
+        counts = session.tree.counts() + session.counts
         episode = Episode(
             session.number,
             ids,
             prompt,
+            turns=counts["turns"],
             finish_reason=reason,
             outcome=outcome,
             branches=branches,
         )
         if last_turn is not None:
-            episode.token_ids, episode.logprobs, episode.versions = (
-                last_turn.token_ids,
-                last_turn.logprobs,
-                last_turn.versions,
-            )
-            episode.loss_mask = [True] * len(last_turn.token_ids)
-            episode.turn_ids = [0] * len(last_turn.token_ids)
-        counts = session.tree.counts() + session.counts
-        episode.turns = counts["turns"]
-        count_names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
-            self._distant is not None
-        )
+            episode.append(last_turn.token_ids, 0, last_turn.logprobs, last_turn.versions)
+        count_names = ["turns", "not_received", "retried", "refused", "given_up"]
+        if isinstance(self._agents, Distant):
+            count_names.append("begun_again")
         outcome.metrics |= {name: float(counts[name]) for name in count_names}
         outcome.metrics["samples"] = float(len(branches))
         if num_untrained_tokens:
             outcome.metrics[OF_ROLES] = float(num_untrained_tokens)
         return episode
 
-    def _tell(self, episode: Episode) -> None:
+    def _log_failure(self, episode: Episode) -> None:
+        """Logs the first failures of agents, then each thousandth."""
         if episode.outcome is None or not episode.outcome.error:
             return
-        self._failures += 1
-        if self._failures <= _MAX_LOGGED or self._failures % 1000 == 0:
-            log.warning(
-                "episode %d: the agent failed (number %d of these): %s",
-                episode.id,
-                self._failures,
-                episode.outcome.error,
-            )
+        self._num_failures += 1
+        if self._num_failures <= _MAX_LOGGED or self._num_failures % 1000 == 0:
+            message = "episode %d: the agent failed (number %d of these): %s"
+            log.warning(message, episode.id, self._num_failures, episode.outcome.error)
 
 
 def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
@@ -427,7 +400,7 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
     return messages
 
 
-def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
+def _mask_untrained_roles(branches: list[Episode], limits: EpisodeLimits) -> int:
     """Removes the tokens of untrained roles from the loss masks; returns their number."""
     num_masked = 0
     for branch in branches:
@@ -447,7 +420,6 @@ def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
     return ""
 
 
-log = logging.getLogger(__name__)
 #: Maximum number of starts of an episode, after losses of the ranks that ran it.
 _MAX_STARTS = 3
 #: Seconds beyond `agent.timeout_s` that the transfer of an outcome may take.
@@ -460,7 +432,7 @@ class Post(Protocol):
     def offer(self, item: tuple[int, str, int]) -> None:
         """Queues an episode: the rollout rank, the rank's ident, and the episode's number."""
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
+    def send(self, rank: int, message: dict[str, Any]) -> None:
         """Sends a message to a rank that runs harnesses, without waiting."""
 
     def receive(self) -> list[dict[str, Any]]:
@@ -468,46 +440,43 @@ class Post(Protocol):
 
 
 @dataclass
-class _Away:
+class _RemoteEpisode:
     """Episode that runs on another rank.
 
     Attributes:
         ticket: Ticket of the episode.
         num_starts: Number of starts.
-        by: Rank that runs it, and that rank's name for it.
-        until: Deadline of its outcome; 0 before a rank has taken it.
+        runner: Rank that runs it, and that rank's name for it.
+        deadline: Deadline of its outcome; 0 before a rank has taken it.
     """
 
     ticket: Ticket
     num_starts: int = 0
-    by: tuple[int, int] = field(default=(-1, -1))
-    until: float = 0.0
+    runner: tuple[int, int] = (-1, -1)
+    deadline: float = 0.0
 
 
 class Distant:
     """Runner of a program for each ticket, on other ranks.
 
     Args:
-        post: Message interface to the ranks that run it.
-        done: Callback with the ticket's id and the outcome.
-        again: Callback with the ticket's id at a restart; returns a ticket with another key.
+        ranks: Ranks that run it.
+        on_outcome: Callback with the ticket's id and the outcome.
+        on_restart: Callback with the ticket's id at a restart; returns a ticket with another key.
     """
 
-    def __init__(self, post: Post, done: Callable[[int, AgentReply], None], again: Callable[[int], Ticket]) -> None:
-        self._post, self._done, self._again = post, done, again
-        self._away: dict[int, _Away] = {}
+    def __init__(
+        self, ranks: AgentRanks, on_outcome: Callable[[int, AgentReply], None], on_restart: Callable[[int], Ticket]
+    ) -> None:
+        self._post, self._rank, self._on_outcome, self._on_restart = ranks.post, ranks.rank, on_outcome, on_restart
+        self._episodes: dict[int, _RemoteEpisode] = {}
         #: Identifies this process: a restarted rank has another ident.
         self.ident = secrets.token_hex(8)
 
-    def run(self, ticket: Ticket, rank: int) -> None:
-        """Queues a ticket for the ranks that run the program.
-
-        Args:
-            ticket: Ticket of the episode.
-            rank: Rollout rank of this process.
-        """
-        self._away[ticket["id"]] = _Away(ticket)
-        self._post.offer((rank, self.ident, ticket["id"]))
+    def run(self, ticket: Ticket) -> None:
+        """Queues a ticket for the ranks that run the program."""
+        self._episodes[ticket["id"]] = _RemoteEpisode(ticket)
+        self._post.offer((self._rank, self.ident, ticket["id"]))
 
     def poll(self) -> None:
         """Handles messages of the ranks that run the program, and fails overdue episodes."""
@@ -515,22 +484,23 @@ class Distant:
             if "take" in message:
                 self._on_take(message)
             elif message["ident"] == self.ident:
-                self._came(message)
+                episode = self._episodes.get(message["number"])
+                if episode is not None and episode.runner == (message["agent"], message["of"]):
+                    self._end(message["number"], message["outcome"])
         now = time.monotonic()
-        for episode_number, remote_episode in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
-            self._post.tell(remote_episode.by[0], {"kill": remote_episode.by[1]})
-            time_limit_s = remote_episode.ticket["timeout_s"] + _GRACE_S
-            self._end(
-                episode_number,
-                {"error": f"agent-{remote_episode.by[0]}, which ran it, said nothing within {time_limit_s:g} s"},
-            )
+        for number, episode in list(self._episodes.items()):
+            if episode.deadline and now > episode.deadline:
+                self._kill(episode)
+                time_limit_s = episode.ticket["timeout_s"] + _GRACE_S
+                reason = f"agent-{episode.runner[0]}, which ran it, said nothing within {time_limit_s:g} s"
+                self._end(number, {"error": reason})
 
     def abort(self) -> None:
         """Ends all running programs, and removes queued tickets; there are no outcomes."""
-        for remote_episode in self._away.values():
-            if remote_episode.num_starts:
-                self._post.tell(remote_episode.by[0], {"kill": remote_episode.by[1]})
-        self._away.clear()
+        for episode in self._episodes.values():
+            if episode.num_starts:
+                self._kill(episode)
+        self._episodes.clear()
 
     def close(self) -> None:
         """Ends all episodes."""
@@ -540,31 +510,23 @@ class Distant:
 
     def _on_take(self, message: dict[str, Any]) -> None:
         """Sends the ticket of an episode to a rank that has taken it; None for an episode that has ended."""
-        runner, episode_number = (message["agent"], message["take"]), message["number"]
-        remote_episode = self._away.get(episode_number) if message["ident"] == self.ident else None
-        if remote_episode is not None and remote_episode.num_starts == _MAX_STARTS:
-            self._end(episode_number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
-            remote_episode = None
-        ticket = None
-        if remote_episode is not None:
-            if remote_episode.num_starts:
-                log.info(
-                    "episode %d is begun again on agent-%d: agent-%d was lost",
-                    episode_number,
-                    runner[0],
-                    remote_episode.by[0],
-                )
-                remote_episode.ticket = self._again(episode_number)
-            remote_episode.num_starts += 1
-            remote_episode.by, ticket = runner, remote_episode.ticket
-            remote_episode.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
-        self._post.tell(runner[0], {"of": runner[1], "ticket": ticket})
+        runner, number, ticket = (message["agent"], message["take"]), message["number"], None
+        episode = self._episodes.get(number) if message["ident"] == self.ident else None
+        if episode is not None and episode.num_starts == _MAX_STARTS:
+            self._end(number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
+        elif episode is not None:
+            if episode.num_starts:
+                lost_rank = episode.runner[0]
+                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, runner[0], lost_rank)
+                episode.ticket = self._on_restart(number)
+            episode.num_starts += 1
+            episode.runner, ticket = runner, episode.ticket
+            episode.deadline = time.monotonic() + ticket["timeout_s"] + _GRACE_S
+        self._post.send(runner[0], {"of": runner[1], "ticket": ticket})
 
-    def _came(self, message: dict[str, Any]) -> None:
-        remote_episode = self._away.get(message["number"])
-        if remote_episode is not None and remote_episode.by == (message["agent"], message["of"]):
-            self._end(message["number"], message["outcome"])
+    def _kill(self, episode: _RemoteEpisode) -> None:
+        self._post.send(episode.runner[0], {"kill": episode.runner[1]})
 
     def _end(self, number: int, outcome: AgentReply) -> None:
-        del self._away[number]
-        self._done(number, outcome)
+        del self._episodes[number]
+        self._on_outcome(number, outcome)

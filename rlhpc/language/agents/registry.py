@@ -125,26 +125,17 @@ def make_generation(
 
     parsers, options = outside_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
+    build = partial(OutsideEpisodes, backend, tokenizer, parsers, context, options=options)
     if elsewhere is not None:
-        return OutsideEpisodes(backend, tokenizer, parsers, context, elsewhere, options, address=address)
+        return build(elsewhere, address=address)
     if cfg.agent.kind == ENVIRONMENT:
-        return OutsideEpisodes(backend, tokenizer, parsers, context, world_of(cfg), options)
+        return build(world_of(cfg))
     from rlhpc.language.agents.services import Services
 
     services = Services(cfg.agent.services)
     try:
         program = program_of(cfg, services.addresses)
-        return OutsideEpisodes(
-            backend,
-            tokenizer,
-            parsers,
-            context,
-            program,
-            options,
-            ended_with_it=services.close,
-            address=address,
-            check=services.check,
-        )
+        return build(program, ended_with_it=services.close, address=address, check=services.check)
     except BaseException:
         services.close()
         raise

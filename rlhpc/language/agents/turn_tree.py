@@ -153,35 +153,24 @@ class Tree:
             images=self.turns[path[-1]].images,
         )
         for depth, turn_index in enumerate(path):
-            turn, num_read = self.turns[turn_index], 0
+            turn = self.turns[turn_index]
             if depth:
-                num_read = len(turn.context)
-                sample.token_ids += turn.context
-                sample.logprobs += [0.0] * num_read
-                sample.versions += [sample.versions[-1]] * num_read
-                sample.loss_mask += [False] * num_read
-                sample.rewards += [0.0] * num_read
-            num_sampled = len(turn.token_ids)
-            sample.token_ids += turn.token_ids
-            sample.logprobs += turn.logprobs
-            sample.versions += turn.versions
+                sample.append(turn.context, numbers[turn_index])
             is_trained = turn.received and turn_index not in trained
-            sample.loss_mask += [is_trained] * num_sampled
-            sample.rewards += [0.0] * num_sampled
-            if is_trained and num_sampled:
+            sample.append(turn.token_ids, numbers[turn_index], turn.logprobs, turn.versions, is_trained=is_trained)
+            sample.rewards += [0.0] * (len(sample.token_ids) - len(sample.rewards))
+            if is_trained and turn.token_ids:
                 sample.rewards[-1] = turn.reward
-            sample.turn_ids += [numbers[turn_index]] * (num_read + num_sampled)
         return sample
 
     def counts(self) -> collections.Counter[str]:
         """Counts turns, branches, sampled tokens, and tokens that no client received."""
-        counts = collections.Counter[str]()
-        for turn in self.turns:
-            counts["turns"] += 1
-            counts["branches"] += turn.parent is None
-            counts["drawn"] += len(turn.token_ids)
-            counts["not_received"] += 0 if turn.received else len(turn.token_ids)
-        return counts
+        return collections.Counter(
+            turns=len(self.turns),
+            branches=sum(turn.parent is None for turn in self.turns),
+            drawn=sum(len(turn.token_ids) for turn in self.turns),
+            not_received=sum(len(turn.token_ids) for turn in self.turns if not turn.received),
+        )
 
 
 def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
@@ -201,13 +190,13 @@ class RequestError(Exception):
     """Refusal of a request.
 
     Args:
-        why: Message for the client.
+        message: Message for the client.
         status: HTTP status.
         code: Error code of OpenAI's format; `context_length_exceeded` ends the episode in most harnesses.
     """
 
-    def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
         self.status, self.code = status, code
 
 
@@ -266,11 +255,10 @@ def key_of(message: Message) -> str:
     """Returns a digest that identifies a message: of its content, without ids of tool calls and surrounding white
     space.
     """
-    content: Message = {**message, "content": _stripped(message["content"])}
+    content = {name: value for name, value in message.items() if name not in ("tool_call_id", "name")}
+    content["content"] = _stripped(message["content"])
     if "images" in content:
         content["images"] = [digest_of(image) for image in content["images"]]
-    content.pop("tool_call_id", None)
-    content.pop("name", None)
     if "reasoning_content" in content:
         content["reasoning_content"] = content["reasoning_content"].strip()
     if "tool_calls" in content:

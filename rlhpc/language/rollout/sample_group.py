@@ -129,7 +129,7 @@ def group_of(
             arrays_by_column[name].append(_after(prompt, np.asarray(column, np.float32), 0.0))
     members_of_samples = torch.tensor([member for _, member, _ in samples])
     episode_indices = [episode_index for episode_index, _, _ in samples]
-    role_rewards = np.asarray([agent_weight * sample.above for _, _, sample in samples], np.float32)
+    role_rewards = np.asarray([agent_weight * sample.role_reward_offset for _, _, sample in samples], np.float32)
     role = torch.tensor([sample.role for _, _, sample in samples])
     batch = TokenBatch(
         cumulated([len(sample) for sample in ids]), _joined(ids), _joined(masks), _joined(turns),

@@ -60,8 +60,8 @@ class RolloutPost:
         """Puts an episode into the queue (`Post.offer`)."""
         self._worker.connect_channel(EPISODES).put(item)
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Sends a message to a rank that runs agents (`Post.tell`)."""
+    def send(self, rank: int, message: dict[str, Any]) -> None:
+        """Sends a message to a rank that runs agents (`Post.send`)."""
         _tell(message, self._group, rank, TICKETS)
 
     def receive(self) -> list[dict[str, Any]]:

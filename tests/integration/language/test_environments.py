@@ -98,7 +98,7 @@ def test_players_have_contexts_and_rewards_of_their_own() -> None:
     first, second = episode.samples
     assert (first.role, second.role, first.turns, second.turns) == (0, 1, 2, 1)
     assert "card is K" not in text_of(first) and "card is Q" not in text_of(second)
-    assert (episode.outcome.reward, first.above, second.above) == (0.0, -2.0, 2.0)
+    assert (episode.outcome.reward, first.role_reward_offset, second.role_reward_offset) == (0.0, -2.0, 2.0)
     assert (sum(first.rewards), first.rewards[-1], second.rewards[-1]) == (-2.0, -2.0, 2.0)
 
 
