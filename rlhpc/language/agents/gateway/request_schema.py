@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.language.agents.turn_tree import RequestError
-from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired
+from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired, valid_text
 
 log = logging.getLogger(__name__)
 #: Largest number of stop texts of a request, characters of one, and stop tokens: the engine looks for them at each token.
@@ -94,48 +95,21 @@ _REASONS = {
 # -- checks of a value ------------------------------------------------------------------------------------------------
 
 
-def is_text(value: Any) -> bool:
-    """Returns whether a value is a string."""
-    return isinstance(value, str)
-
-
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Returns whether a value is a finite number in the range of a float."""
-    if type(value) not in (int, float):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def is_encodable(text: str) -> bool:
-    """Returns whether a text can be encoded in UTF-8: lone surrogates cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _instance_of(type_: type) -> Check:
+    return lambda value: isinstance(value, type_)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def _integer_in(minimum: float, maximum: float = math.inf) -> Check:
+    return lambda value: type(value) is int and minimum <= value <= maximum
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_integer(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value >= 1
+def _list_of(is_element: Check, minimum: int = 0, maximum: float = math.inf) -> Check:
+    return lambda value: isinstance(value, list) and minimum <= len(value) <= maximum and all(map(is_element, value))
 
 
 def _is_empty(value: Any) -> bool:
@@ -147,45 +121,23 @@ def _equals(*allowed: Any) -> Check:
     return lambda value: any(type(value) is type(constant) and value == constant for constant in allowed)
 
 
-def _are_stops(value: Any) -> bool:
-    stop_texts = [value] if isinstance(value, str) else value
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_CHARACTERS and valid_text(value) == value
+
+
+def _is_tool(value: Any) -> bool:
     return (
-        isinstance(stop_texts, list)
-        and len(stop_texts) <= MAX_STOP_TEXTS
-        and all(
-            isinstance(stop_text, str) and 0 < len(stop_text) <= MAX_STOP_CHARACTERS and is_encodable(stop_text)
-            for stop_text in stop_texts
-        )
+        isinstance(value, Mapping)
+        and value.get("type", "function") == "function"
+        and _is_function(value.get("function"), "parameters")
     )
 
 
-def _are_stop_ids(value: Any) -> bool:
+def _is_anthropic_tool(value: Any) -> bool:
     return (
-        isinstance(value, list)
-        and len(value) <= MAX_STOP_IDS
-        and all(type(token) is int and 0 <= token < 2**31 for token in value)
-    )
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _are_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(tool, Mapping)
-        and tool.get("type", "function") == "function"
-        and _is_function(tool.get("function"), "parameters")
-        for tool in value
-    )
-
-
-def _are_anthropic_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        _is_function(tool, "input_schema")
-        and tool.get("input_schema") is not None
-        and tool.get("type") in (None, "custom")
-        for tool in value
+        _is_function(value, "input_schema")
+        and value.get("input_schema") is not None
+        and value.get("type") in (None, "custom")
     )
 
 
@@ -199,33 +151,29 @@ def _is_function(value: Any, schema: str) -> bool:
     )
 
 
-def _is_system(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(content_block, Mapping) for content_block in value)
-    )
-
-
 def _is_free_choice(value: Mapping[str, Any]) -> bool:
     return value.get("type") in ("auto", "none") and not value.get("disable_parallel_tool_use")
 
 
 # -- the routes -------------------------------------------------------------------------------------------------------
 
+_are_stops = _list_of(_is_stop, maximum=MAX_STOP_TEXTS)
+_are_objects = _list_of(_instance_of(Mapping))
 _STOPS = (
-    _are_stops,
+    lambda value: _is_stop(value) or _are_stops(value),
     f"a text, or a list of at most {MAX_STOP_TEXTS} texts; each of 1 to {MAX_STOP_CHARACTERS} characters that UTF-8 can hold",
 )
-_STOP_IDS = (_are_stop_ids, f"a list of at most {MAX_STOP_IDS} integers that are tokens of the model")
-_TEXT, _FLAG, _OBJECT = (is_text, "a text"), (_is_flag, "true or false"), (_is_object, "an object")
-_NUMBER, _INTEGER, _POSITIVE = (
-    (is_number, "a number"),
-    (_is_integer, "an integer"),
-    (_is_positive, "an integer of at least 1"),
+_STOP_IDS = (
+    _list_of(_integer_in(0, 2**31 - 1), maximum=MAX_STOP_IDS),
+    f"a list of at most {MAX_STOP_IDS} integers that are tokens of the model",
 )
-_MESSAGES = (lambda value: isinstance(value, list) and bool(value), "a list with at least one message")
+_TEXT, _FLAG = (_instance_of(str), "a text"), (_instance_of(bool), "true or false")
+_OBJECT, _NUMBER = (_instance_of(Mapping), "an object"), (_is_number, "a number")
+_INTEGER, _POSITIVE = (_integer_in(-math.inf), "an integer"), (_integer_in(1), "an integer of at least 1")
+_MESSAGES = (_list_of(_instance_of(object), 1), "a list with at least one message")
 
 #: Keys of sampling that are the run's: read, and without effect.
-_RUNS_OWN = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
+_RUN_KEYS = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
 
 #: Keys that would have tokens drawn from another distribution, of OpenAI's and of vLLM's, and the values that would not.
 _SAMPLING: dict[str, Check] = {
@@ -248,10 +196,10 @@ _SAMPLING: dict[str, Check] = {
 CHAT = Form(
     keys={
         "messages": _MESSAGES, "model": _TEXT,
-        "tools": (_are_tools, "a list of objects of type function, whose function has a name"),
+        "tools": (_list_of(_is_tool), "a list of objects of type function, whose function has a name"),
         "stream": _FLAG, "stream_options": _OBJECT, "max_tokens": _POSITIVE, "max_completion_tokens": _POSITIVE,
         "stop": _STOPS, "stop_token_ids": _STOP_IDS, "logprobs": _FLAG, "return_token_ids": _FLAG,
-        "return_tokens_as_token_ids": _FLAG, **_RUNS_OWN,
+        "return_tokens_as_token_ids": _FLAG, **_RUN_KEYS,
         **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), _TEXT),
         "reasoning_effort": _TEXT, "verbosity": _TEXT,
         "metadata": _OBJECT, "store": _FLAG, "skip_special_tokens": _FLAG, "spaces_between_special_tokens": _FLAG,
@@ -274,11 +222,12 @@ CHAT = Form(
 
 MESSAGES = Form(
     keys={
-        "messages": _MESSAGES, "model": _TEXT, "system": (_is_system, "a text, or blocks of type text"),
-        "tools": (_are_anthropic_tools, "a list of objects that each have a name and an input_schema"), "stream": _FLAG,
-        "max_tokens": _POSITIVE, "stop_sequences": (lambda value: isinstance(value, list) and _are_stops(value), _STOPS[1]),
+        "messages": _MESSAGES, "model": _TEXT, "stream": _FLAG,
+        "tools": (_list_of(_is_anthropic_tool), "a list of objects that each have a name and an input_schema"),
+        "system": (lambda value: isinstance(value, str) or _are_objects(value), "a text, or blocks of type text"),
+        "max_tokens": _POSITIVE, "stop_sequences": (_are_stops, _STOPS[1]),
         "tool_choice": _OBJECT, "thinking": _OBJECT, "metadata": _OBJECT, "service_tier": _TEXT, "output_config": _OBJECT,
-        "context_management": _OBJECT, **_RUNS_OWN,
+        "context_management": _OBJECT, **_RUN_KEYS,
     },
     neutral={
         **_SAMPLING, "tool_choice": _is_free_choice, "mcp_servers": _is_empty, "container": _is_empty,
@@ -293,15 +242,15 @@ MESSAGES = Form(
 
 GENERATE = Form(
     keys={
-        "token_ids": (_are_tokens, "a list of integers, with at least one"), "model": _TEXT, "sampling_params": _OBJECT,
-        "request_id": _TEXT, "cache_salt": _TEXT, "priority": _INTEGER,
+        "token_ids": (_list_of(_integer_in(-math.inf), 1), "a list of integers, with at least one"), "model": _TEXT,
+        "sampling_params": _OBJECT, "request_id": _TEXT, "cache_salt": _TEXT, "priority": _INTEGER,
     },
     neutral={**_SAMPLING, "stream": _equals(False), "features": _is_empty},
     required=("token_ids",),
     inner={
         "sampling_params": Form(
             {
-                "max_tokens": _POSITIVE, "stop": _STOPS, "stop_token_ids": _STOP_IDS, **_RUNS_OWN,
+                "max_tokens": _POSITIVE, "stop": _STOPS, "stop_token_ids": _STOP_IDS, **_RUN_KEYS,
                 **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), _FLAG),
                 "output_kind": _INTEGER,
             },
@@ -312,6 +261,6 @@ GENERATE = Form(
 )  # fmt: skip
 
 FEEDBACK = Form(
-    keys={"id": (is_text, "the id of a completion, a text"), "reward": (is_number, "a finite number")},
+    keys={"id": (_instance_of(str), "the id of a completion, a text"), "reward": (_is_number, "a finite number")},
     required=("id", "reward"),
 )
