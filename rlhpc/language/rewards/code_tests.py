@@ -9,6 +9,7 @@ to values are known here, too; in the sandbox they are bound only if they are pa
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -146,8 +147,11 @@ class Reader:
         except Unclear:
             return False
         for name, bound_value in pairs:
-            self.values[name], self.names[name] = bound_value, ""
+            self._bind(name, bound_value)
         return True
+
+    def _bind(self, name: str, value: Any) -> None:
+        self.values[name], self.names[name] = value, ""
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
         """Parses a function's body in place of its call, with renamed local variables."""
@@ -263,16 +267,21 @@ class Reader:
             if self._rounds > MOST_ROUNDS:
                 raise Unclear
             for name, bound_value in bound_names(loop.target, copy.deepcopy(element)):
-                self.values[name], self.names[name] = bound_value, ""
+                self._bind(name, bound_value)
             for statement in loop.body:
                 self._statement(statement)
 
-    def _is_known(self, node: ast.expr) -> bool:
-        """Returns whether an expression is independent of the program."""
+    def _is_known(self, node: ast.expr, build: Callable[[ast.expr], Term] | None = None) -> bool:
+        """Returns whether an expression is independent of the program.
+
+        Args:
+            node: The expression.
+            build: Builds its term; None for `_term`.
+        """
         previous_trial, rounds, self._trial = self._trial, self._rounds, True
         try:
-            self._term(node)
-        except Unclear:
+            (build or self._term)(node)
+        except (Unclear, LookupError):
             return False
         finally:
             self._trial, self._rounds = previous_trial, rounds
@@ -360,10 +369,10 @@ class Reader:
                 container, index_term = self._term(node.value), self._index(node.slice)
                 return lambda answers: container(answers)[index_term(answers)]
             case ast.NamedExpr():
-                is_literal = self.constant_value(node.value)
+                named_value = self.constant_value(node.value)
                 if not self._trial:
-                    self.values[node.target.id], self.names[node.target.id] = is_literal, ""
-                return lambda answers: is_literal
+                    self._bind(node.target.id, named_value)
+                return lambda answers: named_value
             case ast.Call() if self._is_method(node):
                 assert isinstance(node.func, ast.Attribute)
                 name, receiver = node.func.attr, self._term(node.func.value)
@@ -391,16 +400,13 @@ class Reader:
         if isinstance(node, ast.Name) and node.id in self._bound:
             cell = self._bound[node.id]
             return lambda answers: cell[0]
-        if isinstance(node, ast.Name) and node.id in self.values:
-            bound_value = self.values[node.id]
-            return lambda answers: bound_value
-        constant = outside.CONSTANTS[self._meaning(node)]
+        name = node.id if isinstance(node, ast.Name) else ""
+        constant = self.values[name] if name in self.values else outside.CONSTANTS[self._meaning(node)]
         return lambda answers: constant
 
     def _leaf(self, node: ast.expr) -> Term:
-        if any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
-            raise Unclear  # it needs values that are known only outside
-        if self._trial:
+        # It may need values that are known only outside.
+        if self._trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
         self._leaves += 1
         source = ast.unparse(self._inserted(node))
@@ -451,16 +457,6 @@ class Reader:
             return value
 
         return key
-
-    def _is_key(self, node: ast.expr) -> bool:
-        previous_trial, self._trial = self._trial, True
-        try:
-            self._key(node)
-        except (Unclear, LookupError):
-            return False
-        finally:
-            self._trial = previous_trial
-        return True
 
     def _is_method(self, node: ast.Call) -> bool:
         """Returns whether an expression calls a method of a test's value that does not change the value."""
@@ -587,13 +583,11 @@ class Reader:
             argument_nodes = [*node.args, *(keyword.value for keyword in node.keywords)]
             if all(self._is_known(argument_node) for argument_node in argument_nodes):
                 function, keywords = outside.KNOWN_FUNCTIONS[name]
-        if any(keyword.arg is None for keyword in node.keywords):
-            return None
-        if any(keyword.arg == "key" and not self._is_key(keyword.value) for keyword in node.keywords):
-            return None
+        for keyword in node.keywords:
+            is_supported = keyword.arg is not None and (outside.ANY in keywords or keyword.arg in keywords)
+            if not is_supported or (keyword.arg == "key" and not self._is_known(keyword.value, self._key)):
+                return None
         if any(isinstance(argument, ast.Starred) for argument in node.args):
-            return None
-        if outside.ANY not in keywords and any(keyword.arg not in keywords for keyword in node.keywords):
             return None
         if function is isinstance:  # only the program can test for its classes
             type_nodes = node.args[1:2]
@@ -624,35 +618,23 @@ class _Inserted(ast.NodeTransformer):
         self._reader, self._local, self._simple = reader, local, simple
         self.needed: set[str] = set()
 
-    def _is_value(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in self._reader.values
-
     def visit(self, node: ast.AST) -> Any:
-        """Replaces an expression whose parts are all known, unless it is a name."""
-        if not isinstance(node, ast.expr) or not any(self._is_value(n) for n in ast.walk(node)):
-            return node if isinstance(node, ast.expr) else self.generic_visit(node)
-        if isinstance(node, ast.Name):
-            return self._name(node)
+        """Replaces an expression whose parts are all known; of names only those of constants."""
+        if not isinstance(node, ast.expr):
+            return self.generic_visit(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        if not names & self._reader.values.keys():
+            return node
         is_load = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
-        if self._simple and is_load and not names & self._local and not isinstance(node, ast.Starred):
-            try:
+        may_be_replaced = self._simple and is_load and not names & self._local
+        if isinstance(node, ast.Name):
+            known_value = self._reader.values[node.id]
+            if may_be_replaced and isinstance(known_value, _CONSTANT):
+                with contextlib.suppress(Unclear):
+                    return written_out(known_value)
+            self.needed.add(node.id)
+            return node
+        if may_be_replaced and not isinstance(node, ast.Starred):
+            with contextlib.suppress(Unclear):
                 return written_out(self._reader.constant_value(node))
-            except Unclear:
-                pass
         return self.generic_visit(node)
-
-    def _name(self, node: ast.Name) -> ast.expr:
-        known_value = self._reader.values[node.id]
-        if (
-            self._simple
-            and node.id not in self._local
-            and isinstance(known_value, _CONSTANT)
-            and isinstance(node.ctx, ast.Load)
-        ):
-            try:
-                return written_out(known_value)
-            except Unclear:
-                pass
-        self.needed.add(node.id)
-        return node

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -12,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.typed import plain
 from rlhpc.language.rewards.base import Reward, Sample, SaysInline
 from rlhpc.language.rewards.pool_server import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
@@ -63,7 +66,7 @@ class Term:
     @property
     def inline(self) -> bool:
         """True if the term is so cheap and harmless that it needs no separate process."""
-        inline = self.factory.inline if isinstance(self.factory, SaysInline) else False
+        inline = isinstance(self.factory, SaysInline) and self.factory.inline
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
 
@@ -119,7 +122,8 @@ class RewardPool:
             self._spec = cloudpickle.dumps(spec)
             try:
                 self._start_server()
-                self._await_first()
+                while not any(judge_process.ready for judge_process in self._judges.values()):
+                    self._attend(1.0)
             except BaseException:
                 self.close()
                 raise
@@ -142,7 +146,8 @@ class RewardPool:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._attend(0.0 if self._done else max(0.0, min(deadline, self._next_deadline()) - time.monotonic()))
+            next_deadline = min([deadline, *(judge_process.deadline for judge_process in self._judges.values())])
+            self._attend(0.0 if self._done else max(0.0, next_deadline - time.monotonic()))
             if self._done or time.monotonic() >= deadline or not self._waiting:
                 break
         scored_samples, self._done = self._done, []
@@ -182,19 +187,7 @@ class RewardPool:
     def close(self) -> None:
         """Ends the judges; waits until they have ended."""
         self.drain()
-        for judge_process in list(self._judges.values()):
-            self._forget(judge_process)
-        if self._control is not None:
-            self._control.close()  # the server reads end-of-file, and ends its processes
-            self._control = None
-        if self._server is not None:
-            try:
-                self._server.wait(10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
-            self._server = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._end_server(10.0)
         self._selector.close()
 
     def __enter__(self) -> RewardPool:
@@ -229,6 +222,20 @@ class RewardPool:
         for _ in range(self.processes):
             self._start_judge()
 
+    def _end_server(self, timeout_s: float) -> None:
+        """Ends the server and its judges. It is killed if it does not end in time."""
+        for judge_process in list(self._judges.values()):
+            self._forget(judge_process)
+        if self._control is not None:
+            self._control.close()  # the server reads end-of-file, and ends its processes
+        if self._server is not None:
+            try:
+                self._server.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)  # a killed server could not do that
+
     def _start_judge(self) -> None:
         assert self._control is not None
         self._number += 1
@@ -254,50 +261,29 @@ class RewardPool:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
         log.warning("the judges' server is gone; starting another")
         tickets = [judge_process.ticket for judge_process in self._judges.values() if judge_process.ticket is not None]
-        for judge_process in list(self._judges.values()):
-            self._forget(judge_process)
-        if self._control is not None:
-            self._control.close()
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # the killed server could not do that
+        self._end_server(0.0)
         for ticket in tickets:
-            self._fail(ticket, "died", "the judge died")
+            self._finish(ticket, {}, "the judge died", "died")
         self._start_server()
 
-    def _forget(self, one: _Judge) -> None:
-        self._judges.pop(one.number, None)
+    def _forget(self, judge_process: _Judge) -> None:
+        self._judges.pop(judge_process.number, None)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(one.socket)
-        one.socket.close()
+            self._selector.unregister(judge_process.socket)
+        judge_process.socket.close()
 
-    def _replace(self, one: _Judge, kind: str, reason: str) -> None:
+    def _replace(self, judge_process: _Judge, failure: str, reason: str) -> None:
         assert self._control is not None
-        self._forget(one)
+        self._forget(judge_process)
         with contextlib.suppress(OSError):
-            pickle_stream.send(self._control, {"op": "kill", "judge": one.number})
-        if one.ticket is not None:
-            self._fail(one.ticket, kind, reason)
-        if not one.ready:
+            pickle_stream.send(self._control, {"op": "kill", "judge": judge_process.number})
+        if judge_process.ticket is not None:
+            self._finish(judge_process.ticket, {}, reason, failure)
+        if not judge_process.ready:
             self._failed_starts += 1
             if self._failed_starts > _MOST_FAILED_STARTS:
                 raise RlhpcError(f"a judge could not be started {self._failed_starts} times in a row: {reason}")
         self._start_judge()
-
-    def _await_first(self) -> None:
-        while not any(judge_process.ready for judge_process in self._judges.values()):
-            self._attend(1.0)
-
-    def _next_deadline(self) -> float:
-        return min(
-            (
-                judge_process.deadline
-                for judge_process in self._judges.values()
-                if judge_process.ticket is not None or not judge_process.ready
-            ),
-            default=1e300,
-        )
 
     def _attend(self, timeout_s: float) -> None:
         """Receives messages from judges, ends those over their time, and sends samples."""
@@ -308,30 +294,27 @@ class RewardPool:
             if judge_process.number in self._judges:
                 self._receive(judge_process)
         current_time = time.monotonic()
-        for judge_process in [
-            judge_process for judge_process in self._judges.values() if current_time >= judge_process.deadline
-        ]:
-            if judge_process.ticket is not None:
-                self._replace(
-                    judge_process, "timeouts", f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)"
-                )
-            elif not judge_process.ready:
+        for judge_process in [late for late in self._judges.values() if current_time >= late.deadline]:
+            if judge_process.ready:
+                reason = f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)"
+                self._replace(judge_process, "timeouts", reason)
+            else:
                 self._replace(judge_process, "died", f"it built no rewards within {_START_S:g} s")
         self._feed()
 
-    def _receive(self, one: _Judge) -> None:
-        message = pickle_stream.receive(one.socket)
+    def _receive(self, judge_process: _Judge) -> None:
+        message = pickle_stream.receive(judge_process.socket)
         if message is None:
-            self._replace(one, "died", "the judge died")
+            self._replace(judge_process, "died", "the judge died")
         elif "failed" in message:
             if message["config"]:
                 raise ConfigError(message["failed"])
             raise RlhpcError(f"reward.terms: a reward could not be built:\n{message['failed']}")
         elif "ready" in message:
-            one.ready, one.deadline, self._failed_starts = True, 1e300, 0
+            judge_process.ready, judge_process.deadline, self._failed_starts = True, math.inf, 0
         else:
-            ticket, one.ticket, one.deadline = message["ticket"], None, 1e300
-            self._finish(ticket, *message["verdict"])
+            judge_process.ticket, judge_process.deadline = None, math.inf
+            self._finish(message["ticket"], *message["verdict"])
 
     def _feed(self) -> None:
         for judge_process in list(self._judges.values()):
@@ -339,47 +322,40 @@ class RewardPool:
                 ticket = self._queue.popleft()
                 if ticket not in self._waiting:
                     continue
-                judge_process.ticket, judge_process.deadline = ticket, time.monotonic() + self.timeout_s
                 try:
                     pickle_stream.send(judge_process.socket, (ticket, self._waiting[ticket][1]))
                 except OSError:
-                    judge_process.ticket = None
                     self._queue.appendleft(ticket)
                     break  # it has ended; the next read of its socket shows that
+                judge_process.ticket, judge_process.deadline = ticket, time.monotonic() + self.timeout_s
 
     # -- verdicts
 
-    def _finish(self, ticket: int, values: dict[str, float], errors: str) -> None:
+    def _finish(self, ticket: int, values: dict[str, float], errors: str, failure: str = "raised") -> None:
+        """Adds the inline terms to a sample's values, and scores it.
+
+        Args:
+            ticket: Ticket of the sample.
+            values: Values of the other terms that succeeded.
+            errors: Reasons why others failed; "" if none did.
+            failure: Metric that counts the failure.
+        """
         if ticket not in self._waiting:
             return
         sample_id, sample = self._waiting.pop(ticket)
         inline_values, inline_errors = judge(self._inline, sample)
-        values, errors = (
-            values | inline_values,
-            "; ".join(error_text for error_text in (errors, inline_errors) if error_text),
-        )
-        term_scores = {name: values.get(name, self.failed) for name in self._weights}
+        values, errors = values | inline_values, "; ".join(filter(None, (errors, inline_errors)))
+        terms = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
+        total = sum(weight * terms[name] for name, weight in self._weights.items())
         if errors:
-            self._counts["failed"] += 1
-            self._counts["raised"] += 1
-            self._tell(errors)
-            self._done.append((sample_id, Scored(self.failed, term_scores, True, errors)))
-        else:
-            total = sum(weight * term_scores[name] for name, weight in self._weights.items())
-            self._done.append((sample_id, Scored(total, term_scores)))
+            total = self.failed
+            self._counts.update(("failed", failure))
+            self._log_failure(errors)
+        self._done.append((sample_id, Scored(total, terms, bool(errors), errors)))
 
-    def _fail(self, ticket: int, kind: str, reason: str) -> None:
-        if ticket not in self._waiting:
-            return
-        sample_id, sample = self._waiting.pop(ticket)
-        term_values, _ = judge(self._inline, sample)
-        self._counts.update(("scored", "failed", kind))
-        self._tell(reason)
-        term_scores = {name: term_values.get(name, self.failed) for name in self._weights}
-        self._done.append((sample_id, Scored(self.failed, term_scores, True, reason)))
-
-    def _tell(self, reason: str) -> None:
+    def _log_failure(self, reason: str) -> None:
+        """Logs the first failures, then each thousandth."""
         self._num_failures += 1
         if self._num_failures <= 3 or self._num_failures % 1000 == 0:
             log.warning("a sample could not be judged (number %d of these): %s", self._num_failures, reason)
@@ -418,24 +394,17 @@ def find_terms(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = Non
     term_configs = cfg.terms if terms is None else terms
     if not term_configs:
         raise ConfigError("reward.terms is empty; it needs at least one term, such as [{name: math}]")
-    for key, bounded_value, lower_bound in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
-        if bounded_value <= lower_bound:
-            raise ConfigError(f"reward.{key} is {bounded_value}; it must be above {lower_bound}")
+    for key in ("timeout_s", "processes"):
+        if getattr(cfg, key) <= 0:
+            raise ConfigError(f"reward.{key} is {getattr(cfg, key)}; it must be above 0")
     built_terms: list[Term] = []
     for term_config in term_configs:
-        name, kwargs = term_config.name, _plain(term_config.kwargs)
+        name, kwargs = term_config.name, plain(term_config.kwargs)
         factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
-        used_names = [term.name for term in built_terms]
+        used_names = {term.name for term in built_terms}
         unique_name = next(
-            n for i in range(1, len(used_names) + 2) if (n := name if i == 1 else f"{name}#{i}") not in used_names
+            n for n in itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2))) if n not in used_names
         )
         built_terms.append(Term(unique_name, factory, term_config.weight, kwargs))
     return built_terms
-
-
-def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    container: Any = OmegaConf.to_container(kwargs, resolve=True) if OmegaConf.is_config(kwargs) else dict(kwargs)
-    return {str(name): argument for name, argument in container.items()}
