@@ -115,14 +115,14 @@ class Harnesses:
 
     Args:
         program: Program of the episodes.
-        done: Callback with the ticket's id and the outcome, in a thread of this object.
+        on_outcome: Callback with the ticket's id and the outcome, in a thread of this object.
 
     Raises:
         ConfigError: The program cannot be started.
     """
 
-    def __init__(self, program: Program, done: Callable[[int, AgentReply], None]) -> None:
-        self._program, self._done = program, done
+    def __init__(self, program: Program, on_outcome: Callable[[int, AgentReply], None]) -> None:
+        self._program, self._on_outcome = program, on_outcome
         self._lock = threading.Lock()
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._running: dict[int, float] = {}  # deadline of each episode's outcome
@@ -139,14 +139,14 @@ class Harnesses:
                 self._waiting.append(ticket)
                 self._fill()
                 return
-        self._done(ticket["id"], {"error": self._failure})
+        self._on_outcome(ticket["id"], {"error": self._failure})
 
     def kill(self, number: int) -> None:
         """Ends the program of a ticket, or removes the queued ticket; there is no outcome."""
         with self._lock:
             self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
             if self._running.pop(number, None) is not None:
-                self._tell({"kill": number})
+                self._outbox.put({"kill": number})
                 self._fill()
 
     def abort(self) -> None:
@@ -154,7 +154,7 @@ class Harnesses:
         with self._lock:
             self._waiting.clear()
             for episode_number in self._running:
-                self._tell({"kill": episode_number})
+                self._outbox.put({"kill": episode_number})
             self._running.clear()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Harnesses:
             self._closed = True
             self._waiting.clear()
             self._running.clear()
-            self._tell(None)  # the runner ends its episodes, then itself
+            self._outbox.put(None)  # the runner ends its episodes, then itself
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -186,7 +186,7 @@ class Harnesses:
             raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
         self._process, self._outbox = process, queue.SimpleQueue[dict[str, Any] | None]()
         threading.Thread(target=_write, args=(process, self._outbox), name="rlhpc-tickets", daemon=True).start()
-        self._tell(self._program.spec())
+        self._outbox.put(self._program.spec())
         import_timer = threading.Timer(_IMPORT_S, process.kill)
         import_timer.start()
         assert process.stdout is not None
@@ -220,7 +220,7 @@ class Harnesses:
                 self._failures = 0
                 self._fill()
             if is_running:
-                self._done(episode_number, outcome)
+                self._on_outcome(episode_number, outcome)
         self._on_exit(process)
 
     def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
@@ -237,7 +237,7 @@ class Harnesses:
             "what runs the agents ended with status %d; %d episodes were under way", status, len(episode_numbers)
         )
         for episode_number in episode_numbers:
-            self._done(episode_number, {"error": f"what ran it ended with status {status}"})
+            self._on_outcome(episode_number, {"error": f"what ran it ended with status {status}"})
         if self._failures <= _RESTARTS:
             try:
                 self._start()
@@ -247,23 +247,23 @@ class Harnesses:
             with self._lock:
                 self._starting = False
                 if self._closed:
-                    self._tell(None)
+                    self._outbox.put(None)
                 self._fill()
             return
         self._give_up(f"what runs the agents has ended {self._failures} times")
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         with self._lock:
-            self._failure = why
+            self._failure = reason
             waiting_tickets, self._waiting = list(self._waiting), collections.deque()
         for ticket in waiting_tickets:
-            self._done(ticket["id"], {"error": why})
+            self._on_outcome(ticket["id"], {"error": reason})
 
     def _fill(self) -> None:
         while self._waiting and not self._starting and len(self._running) < self._program.processes:
             ticket = self._waiting.popleft()
             self._running[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
-            self._tell(ticket)
+            self._outbox.put(ticket)
 
     def _give_up_overdue(self) -> None:
         """Fails each episode whose guard has not reported an outcome by the time limit."""
@@ -274,15 +274,12 @@ class Harnesses:
                 ]
                 for episode_number in overdue_numbers:
                     del self._running[episode_number]
-                    self._tell({"kill": episode_number})
+                    self._outbox.put({"kill": episode_number})
                 self._fill()
             for episode_number in overdue_numbers:
-                self._done(
+                self._on_outcome(
                     episode_number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"}
                 )
-
-    def _tell(self, message: dict[str, Any] | None) -> None:
-        self._outbox.put(message)
 
 
 def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.gateway.sessions import OVER
 from rlhpc.language.agents.gateway.threads import Threads
-from rlhpc.language.agents.runner.task import AgentTask
+from rlhpc.language.agents.runner.task import AgentTask, describe
 from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.envs.base import Environment, play
 from rlhpc.language.envs.tools import PythonTool, Tool, calculator
@@ -44,13 +42,18 @@ class InlineAgents:
     """Runner of environments' episodes for tickets, in place of `Harnesses` with a program.
 
     Args:
-        world: Environment of the episodes.
+        environment: Environment of the episodes.
         gateway: Gateway that answers; the episodes run on its event loop.
-        done: Callback with the ticket's id and the outcome.
+        on_outcome: Callback with the ticket's id and the outcome.
     """
 
-    def __init__(self, world: InlineEnvironment, gateway: Gateway, done: Callable[[int, dict[str, Any]], None]) -> None:
-        self._world, self._gateway, self._done = world, gateway, done
+    def __init__(
+        self,
+        environment: InlineEnvironment,
+        gateway: Gateway,
+        on_outcome: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        self._environment, self._gateway, self._on_outcome = environment, gateway, on_outcome
         self._threads = Threads(_THREADS)
         self._waiting: collections.deque[dict[str, Any]] = collections.deque()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -81,7 +84,7 @@ class InlineAgents:
         self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._world.episodes:
+        while self._waiting and len(self._running) < self._environment.episodes:
             ticket = self._waiting.popleft()
             self._running[ticket["id"]] = self._gateway.loop.create_task(self._episode(ticket))
 
@@ -93,9 +96,9 @@ class InlineAgents:
         except asyncio.CancelledError:
             return
         except Exception as error:
-            outcome = {"error": f"{type(error).__name__}: {error}{_where(error)}"}
+            outcome = {"error": describe(error)}
         del self._running[ticket["id"]]
-        self._done(ticket["id"], outcome)
+        self._on_outcome(ticket["id"], outcome)
         self._fill()
 
     async def _outcome(self, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -107,12 +110,7 @@ class InlineAgents:
                     return None
                 raise
 
-        return await play(self._world.environment(), AgentTask(**ticket["task"]), ask, self._threads.call)
-
-
-def _where(error: Exception) -> str:
-    last_frame = traceback.extract_tb(error.__traceback__)[-1:]
-    return f" ({Path(last_frame[0].filename).name}, line {last_frame[0].lineno})" if last_frame else ""
+        return await play(self._environment.environment(), AgentTask(**ticket["task"]), ask, self._threads.call)
 
 
 class ToolAgent(Agent):

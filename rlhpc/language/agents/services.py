@@ -167,18 +167,17 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
 def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
-    while not _is_ready(running):
+    # It must be the service that answers.
+    while not (_answers(running) and running.process.poll() is None and not running.is_foreign()):
         status = running.process.poll()
         if running.is_foreign():
             raise ConfigError(_foreign(running))
         if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        reason = (
-            f"ended with status {status}"
-            if status is not None
-            else (f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)")
-        )
+        reason = f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
+        if status is not None:
+            reason = f"ended with status {status}"
         raise ConfigError(f"agent.services[{section.name}] {reason}{running.tail()}")
     log.info("service %s is ready at %s", section.name, running.address)
 
@@ -188,12 +187,6 @@ def _foreign(running: _RunningService) -> str:
         f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
         f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
     )
-
-
-def _is_ready(running: _RunningService) -> bool:
-    """Returns whether a service answers, and whether it is the service that answers."""
-    answers = _answers(running)
-    return answers and running.process.poll() is None and not running.is_foreign()
 
 
 def _answers(running: _RunningService) -> bool:

@@ -49,7 +49,7 @@ class Reader:
     """
 
     def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
-        self.plan, self.entry, self.names, self.values = plan, entry, plan.meanings, plan.values
+        self.plan, self.entry = plan, entry
         self.judged = self.possible = 0
         self._functions = dict(functions)
         self._leaves, self._all_inside, self._rounds, self._trial = 0, False, 0, False
@@ -92,8 +92,8 @@ class Reader:
         is_simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
         source = ast.unparse(self._inserted(statement, is_simple))
         for name in stored_names:
-            self.values.pop(name, None)
-        self.names.update(meanings_of([statement]))
+            self.plan.values.pop(name, None)
+        self.plan.meanings.update(meanings_of([statement]))
         self._done.append(add_step(self.plan, "do", source))
 
     def _inserted(self, node: Any, simple: bool = True) -> Any:
@@ -105,7 +105,9 @@ class Reader:
         )
         local_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         local_names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-        if any(isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.values for n in ast.walk(node)):
+        if any(
+            isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.plan.values for n in ast.walk(node)
+        ):
             raise Unclear
         inserter = _Inserted(self, local_names, simple)
         node = inserter.visit(node)
@@ -116,17 +118,17 @@ class Reader:
 
     def _bind_inside(self, name: str) -> None:
         """Binds a name in the sandbox, since the program gets its value and may change it."""
-        if name not in self.values:
+        if name not in self.plan.values:
             return
-        known_value = self.values.pop(name)
+        known_value = self.plan.values.pop(name)
         source = ast.unparse(written_out(known_value))
         shared_ids = containers(known_value)
-        self.names[name] = ""
+        self.plan.meanings[name] = ""
         self._done.append(add_step(self.plan, "do", f"{name} = {source}"))
-        for alias, alias_value in list(self.values.items()):
+        for alias, alias_value in list(self.plan.values.items()):
             if alias_value is known_value and shared_ids:
-                del self.values[alias]
-                self.names[alias] = ""
+                del self.plan.values[alias]
+                self.plan.meanings[alias] = ""
                 self._done.append(add_step(self.plan, "do", f"{alias} = {name}"))
             elif shared_ids & containers(alias_value):
                 raise Unclear
@@ -151,7 +153,7 @@ class Reader:
         return True
 
     def _bind(self, name: str, value: Any) -> None:
-        self.values[name], self.names[name] = value, ""
+        self.plan.values[name], self.plan.meanings[name] = value, ""
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
         """Parses a function's body in place of its call, with renamed local variables."""
@@ -183,10 +185,10 @@ class Reader:
         elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             if isinstance(statement, ast.FunctionDef):
                 self._functions[statement.name] = statement
-            self.plan.definitions[statement.name], self.names[statement.name] = statement, ""
-            self.values.pop(statement.name, None)
+            self.plan.definitions[statement.name], self.plan.meanings[statement.name] = statement, ""
+            self.plan.values.pop(statement.name, None)
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            self.names.update(meanings_of([statement]))
+            self.plan.meanings.update(meanings_of([statement]))
             module = statement.module if isinstance(statement, ast.ImportFrom) else statement.names[0].name
             if module not in _FRAMEWORKS:
                 self._do(statement)
@@ -307,7 +309,7 @@ class Reader:
         stored_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         stored_names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         loaded_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        functions = sorted(loaded_names - stored_names - self.names.keys() - self.values.keys())
+        functions = sorted(loaded_names - stored_names - self.plan.meanings.keys() - self.plan.values.keys())
         if not functions:  # nothing depends on the program
             if not outside.holds(term, []):
                 self.plan.claims.append(term)
@@ -401,7 +403,7 @@ class Reader:
             cell = self._bound[node.id]
             return lambda answers: cell[0]
         name = node.id if isinstance(node, ast.Name) else ""
-        constant = self.values[name] if name in self.values else outside.CONSTANTS[self._meaning(node)]
+        constant = self.plan.values[name] if name in self.plan.values else outside.CONSTANTS[self._meaning(node)]
         return lambda answers: constant
 
     def _leaf(self, node: ast.expr) -> Term:
@@ -411,7 +413,7 @@ class Reader:
         self._leaves += 1
         source = ast.unparse(self._inserted(node))
         for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
-            self.values.pop(name, None)
+            self.plan.values.pop(name, None)
         step_number = add_step(self.plan, "value", source)
         return lambda answers: outside.value_of(answers, step_number)
 
@@ -505,7 +507,7 @@ class Reader:
                 return bool(is_conversion) and all(
                     isinstance(argument, (ast.Constant, ast.Lambda, ast.Name)) for argument in other_arguments
                 )
-            case ast.Name() if node.id in self._bound or node.id in self.values:
+            case ast.Name() if node.id in self._bound or node.id in self.plan.values:
                 return False
             case ast.Name() | ast.Attribute():
                 return self._meaning(node) not in outside.CONSTANTS
@@ -521,16 +523,11 @@ class Reader:
         except Unclear:
             if isinstance(node, ast.GeneratorExp) or outer_bindings:
                 raise
-            self._return_to(*plan_before)
+            self.plan, self._done = plan_before
             return self._leaf(node)  # a list can be returned as it is
         finally:
             self._bound = outer_bindings
         return lambda answers: container_type(list(rounds(answers)))
-
-    def _return_to(self, plan: TestPlan, done: list[int]) -> None:
-        """Restores the plan from before a trial."""
-        self.plan, self._done = plan, done
-        self.names, self.values = plan.meanings, plan.values
 
     def _rounds_of(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
         if not generators:
@@ -601,9 +598,9 @@ class Reader:
         if self._all_inside:
             return ""
         if isinstance(node, ast.Name):
-            return "" if node.id == self.entry else self.names.get(node.id, node.id)
+            return "" if node.id == self.entry else self.plan.meanings.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            return f"{self.names.get(node.value.id, node.value.id)}.{node.attr}"
+            return f"{self.plan.meanings.get(node.value.id, node.value.id)}.{node.attr}"
         return ""
 
 
@@ -623,12 +620,12 @@ class _Inserted(ast.NodeTransformer):
         if not isinstance(node, ast.expr):
             return self.generic_visit(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        if not names & self._reader.values.keys():
+        if not names & self._reader.plan.values.keys():
             return node
         is_load = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
         may_be_replaced = self._simple and is_load and not names & self._local
         if isinstance(node, ast.Name):
-            known_value = self._reader.values[node.id]
+            known_value = self._reader.plan.values[node.id]
             if may_be_replaced and isinstance(known_value, _CONSTANT):
                 with contextlib.suppress(Unclear):
                     return written_out(known_value)

@@ -45,10 +45,8 @@ class Connections:
         if crowded() and not self._make_room():
             return False
         self._timers[transport] = timer
-        if host := _far_host(transport):
-            oldest = self._far.add(transport, host)
-        else:
-            oldest = self._near.add(transport, "")
+        host = _far_host(transport)
+        oldest = (self._far if host else self._near).add(transport, host)
         if oldest is not None:
             self._close(oldest)
         return True
@@ -81,8 +79,8 @@ class _Connection(asyncio.Protocol):
     """Connection that is passed to the handler if the limits allow it."""
 
     def __init__(self, connections: Connections, handler: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._connections, self._make = connections, handler
-        self._handler: asyncio.Protocol | None = None
+        self._connections, self._make_handler = connections, handler
+        self._handler = asyncio.Protocol()  # ignores all data, until the connection is allowed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -91,30 +89,26 @@ class _Connection(asyncio.Protocol):
             timer.cancel()
             _abort(transport)
             return
-        handler = self._make()
+        handler = self._make_handler()
         assert isinstance(handler, asyncio.Protocol)
         self._handler = handler
         handler.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.leave(self._transport)
-        if self._handler is not None:
-            self._handler.connection_lost(exc)
+        self._handler.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._handler is not None:
-            self._handler.data_received(data)
+        self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return None if self._handler is None else self._handler.eof_received()
+        return self._handler.eof_received()
 
     def pause_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.pause_writing()
+        self._handler.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.resume_writing()
+        self._handler.resume_writing()
 
 
 def _far_host(transport: asyncio.BaseTransport) -> str:

@@ -26,7 +26,6 @@ import stat
 import sys
 import tempfile
 import time
-import traceback
 from typing import Any, NamedTuple, NoReturn
 
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SUBREAPER = 1, 4, 36
@@ -292,7 +291,7 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
                 break
     if len(received_bytes[result_pipe[0]]) >= _OUTCOME and b"\n" not in received_bytes[result_pipe[0]]:
         return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
-    tail = _task.unkeyed(received_bytes[output_pipe[0]].decode(errors="replace"), ticket).strip()
+    tail = _task.redact(received_bytes[output_pipe[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
         return {"response": received_bytes[printed_pipe[0]].decode(errors="replace").strip()}
     line, line_end, _ = bytes(received_bytes[result_pipe[0]]).partition(b"\n")
@@ -301,7 +300,7 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
             return outcome
         except (ValueError, RecursionError) as error:
-            return {"error": f"it has written an outcome that is none: {_task.unkeyed(str(error), ticket)}"}
+            return {"error": f"it has written an outcome that is none: {_task.redact(str(error), ticket)}"}
     else:
         exit_text = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return {"error": f"its process ended with {exit_text}" + (f"; it said: {tail[-500:]}" if tail else "")}
@@ -560,7 +559,7 @@ def _episode(
             os.execvpe(
                 command_line[0],
                 command_line,
-                {**os.environ, **environment, "RLHPC_TASK": json.dumps(_task.public(ticket["task"]))},
+                {**os.environ, **environment, "RLHPC_TASK": json.dumps(_task.without_reference(ticket["task"]))},
             )
         except OSError as error:
             os.write(2, f"{command_line[0]}: {error.strerror}".encode())
@@ -571,9 +570,7 @@ def _episode(
     try:
         outcome = _task.outcome_of(run, ticket)
     except BaseException as error:
-        last_frame = traceback.extract_tb(error.__traceback__)[-1:]
-        location = f" ({os.path.basename(last_frame[0].filename)}, line {last_frame[0].lineno})" if last_frame else ""
-        outcome = {"error": _task.unkeyed(f"{type(error).__name__}: {error}{location}", ticket)}
+        outcome = {"error": _task.redact(_task.describe(error), ticket)}
     _write(result, json.dumps(outcome).encode() + b"\n")
     os._exit(0)
 

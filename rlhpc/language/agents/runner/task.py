@@ -5,11 +5,11 @@ library, any Python from 3.8 on, without rlhpc.
 from __future__ import annotations
 
 import asyncio
-import functools
 import http.client
 import importlib.util
 import inspect
 import json
+import traceback
 import urllib.parse
 from pathlib import Path
 from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8)
@@ -144,8 +144,8 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     Raises:
         TypeError: The result has another type.
     """
-    session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
-    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
+    model_keys = ("base_url", "api_key", "model", "process_key", "session_id", "looks")
+    model = Model(*(ticket[key] for key in model_keys))
     return_value = run(AgentTask(**ticket["task"]), model)
     if inspect.isawaitable(return_value):
         return_value = asyncio.run(_awaited(return_value))
@@ -191,9 +191,9 @@ def checked_outcome(outcome: Any) -> dict[str, Any]:
     if not isinstance(outcome, dict):
         raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
     for name, field_value in outcome.items():
-        if name not in _FORMS:
-            raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_FORMS)}")
-        if not _FORMS[name](field_value):
+        if name not in _CHECKS:
+            raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_CHECKS)}")
+        if not _CHECKS[name](field_value):
             raise ValueError(f"{name} of its outcome is {repr(field_value)[:80]}")
     return outcome
 
@@ -208,23 +208,19 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(number) for number in value.values())
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _instance_of(type_: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, type_)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def _list_of(is_element: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_element, value))
 
 
-def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list) and all(is_one(element) for element in value)
-
-
-#: Keys of an outcome, with the conversion of their values.
-_FORMS: dict[str, Callable[[Any], bool]] = {
-    "reward": _is_number, "rewards": _is_table, "turn_rewards": functools.partial(_is_list_of, _is_number),
-    "metrics": _is_table, "response": _is_text, "error": _is_text, "timeout": _is_flag, "cut": _is_flag,
-    "left": _is_number, "later": lambda value: _is_flag(value) or _is_list_of(_is_text, value),
+#: Keys of an outcome, with the check of their values.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "reward": _is_number, "rewards": _is_table, "turn_rewards": _list_of(_is_number), "metrics": _is_table,
+    "response": _instance_of(str), "error": _instance_of(str), "timeout": _instance_of(bool), "cut": _instance_of(bool),
+    "left": _is_number, "later": lambda value: isinstance(value, bool) or _list_of(_instance_of(str))(value),
 }  # fmt: skip
 
 
@@ -248,13 +244,20 @@ def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def unkeyed(text: str, ticket: dict[str, Any]) -> str:
+def describe(error: BaseException) -> str:
+    """Returns the type and the message of an exception, with the line that raised it."""
+    last_frame = traceback.extract_tb(error.__traceback__)[-1:]
+    location = f" ({Path(last_frame[0].filename).name}, line {last_frame[0].lineno})" if last_frame else ""
+    return f"{type(error).__name__}: {error}{location}"
+
+
+def redact(text: str, ticket: dict[str, Any]) -> str:
     """Replaces the keys of the episode in a text."""
     for name in ("api_key", "process_key", "session_id"):
         text = text.replace(ticket[name], "KEY")
     return text
 
 
-def public(task: dict[str, Any]) -> dict[str, Any]:
+def without_reference(task: dict[str, Any]) -> dict[str, Any]:
     """Returns a command's task without the reference answer."""
     return {name: field_value for name, field_value in task.items() if name not in ("answer", "meta")}
