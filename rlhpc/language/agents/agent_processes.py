@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.agents.runner.shell import broken
+from rlhpc.language.agents.runner.shell import find_fault
 from rlhpc.language.agents.runner.task import checked_outcome
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
@@ -106,7 +106,7 @@ def require_sandbox(program: Program) -> None:
     for path in program.read:
         if not Path(path).expanduser().exists():
             raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
-    if (confinement := program.confinement()) is not None and (reason := broken(confinement, _temporary())):
+    if (confinement := program.confinement()) is not None and (reason := find_fault(confinement, _temporary())):
         raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {reason}")
 
 

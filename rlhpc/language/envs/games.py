@@ -55,14 +55,14 @@ class KuhnPoker(Environment):
     def step(self, reply: Message) -> EnvResponse:
         """Applies a move."""
         move, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
-        if move not in ("p", "b"):
-            reward = FORFEIT if player else -FORFEIT
-            return Step(done=True, rewards=dict(zip(ROLES, (reward, -reward), strict=True)), metrics={"no_move": 1.0})
-        self._moves += move
-        if self._moves in TURNS:
-            return self._ask()
-        reward = payoff(self._deal, self._moves)
-        return Step(done=True, rewards=dict(zip(ROLES, (reward, -reward), strict=True)), metrics={"no_move": 0.0})
+        is_valid, reward = move in ("p", "b"), FORFEIT if player else -FORFEIT
+        if is_valid:
+            self._moves += move
+            if self._moves in TURNS:
+                return self._ask()
+            reward = payoff(self._deal, self._moves)
+        rewards = dict(zip(ROLES, (reward, -reward), strict=True))
+        return Step(done=True, rewards=rewards, metrics={"no_move": float(not is_valid)})
 
     def _ask(self) -> Step:
         player = TURNS[self._moves]
@@ -139,18 +139,14 @@ def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, fl
     """
     mixed_policy = {}
     for card, moves in itertools.product(CARDS, TURNS):
-        weights = [_reach(policy, card, moves) for policy in policies]
+        # Probability of the moving player's earlier moves under each policy.
+        weights = [policy[card, ""][0] if moves == "pb" else 1.0 for policy in policies]
         total = sum(weights)
         move_sums = [
             sum(weight * p[card, moves][move] for weight, p in zip(weights, policies, strict=True)) for move in (0, 1)
         ]
         mixed_policy[card, moves] = (move_sums[0] / total, move_sums[1] / total) if total else policies[-1][card, moves]
     return mixed_policy
-
-
-def _reach(policy: Policy, card: str, moves: str) -> float:
-    """Returns the probability of the moving player's earlier moves under its policy."""
-    return policy[card, ""][0] if moves == "pb" else 1.0
 
 
 class Guess(Environment):

@@ -9,6 +9,7 @@ import ast
 import collections
 import copy
 import datetime
+import functools
 import json
 import math
 import operator
@@ -39,49 +40,29 @@ def decode(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"no value: a {type(value).__name__}")
     ((type_code, content),) = value.items()
     try:
-        return _decode(type_code, content, depth + 1)
+        return _DECODERS[type_code](content, functools.partial(decode, depth=depth + 1))
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"no value of kind {type_code!r}: {error}") from None
 
 
-def _decode(kind: str, inner: Any, depth: int) -> Any:
-    match kind:
-        case "i":
-            return int(inner, 16)
-        case "f":
-            return float.fromhex(inner)
-        case "c":
-            return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
-        case "b":
-            return bytes.fromhex(inner)
-        case "l":
-            return [decode(element, depth) for element in inner]
-        case "g":
-            return iter([decode(element, depth) for element in inner])
-        case "t":
-            return tuple(decode(element, depth) for element in inner)
-        case "s":
-            return set(_spread([decode(element, depth) for element in inner]))
-        case "d":
-            pairs = [(decode(key, depth), decode(element, depth)) for key, element in inner]
-            _spread([key for key, _ in pairs])
-            return dict(pairs)
-        case "q":
-            return Fraction(int(inner[0], 16), int(inner[1], 16))
-        case "n":
-            decimal = Decimal(inner)
-            if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
-                raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would make all its digits
-            return decimal
-        case "m" if inner[0] == "timedelta":
-            days, seconds, microseconds = (int(field_text) for field_text in inner[1])
-            return datetime.timedelta(days, seconds, microseconds)
-        case "m":
-            moments: dict[str, Any] = {
-                kind.__name__: kind.fromisoformat for kind in (datetime.date, datetime.datetime, datetime.time)
-            }
-            return moments[inner[0]](str(inner[1]))
-    raise ValueError(f"no value of kind {kind!r}")
+def _decode_dict(content: Any, decode_element: Callable[[Any], Any]) -> dict[Any, Any]:
+    pairs = [(decode_element(key), decode_element(element)) for key, element in content]
+    _spread([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _decode_decimal(content: Any, _: Callable[[Any], Any]) -> Decimal:
+    decimal = Decimal(content)
+    if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
+        raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would make all its digits
+    return decimal
+
+
+def _decode_moment(content: Any, _: Callable[[Any], Any]) -> Any:
+    if content[0] == "timedelta":
+        return datetime.timedelta(*map(int, content[1]))
+    moments: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
+    return moments[content[0]].fromisoformat(str(content[1]))
 
 
 def _spread(members: list[Hashable]) -> Iterable[Hashable]:
@@ -91,6 +72,22 @@ def _spread(members: list[Hashable]) -> Iterable[Hashable]:
         raise ValueError("a set of members that share their hash")
     return members
 
+
+#: Type code of the harness → function of the encoded content and of the decoder of its elements.
+_DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "i": lambda content, _: int(content, 16),
+    "f": lambda content, _: float.fromhex(content),
+    "c": lambda content, _: complex(float.fromhex(content[0]), float.fromhex(content[1])),
+    "b": lambda content, _: bytes.fromhex(content),
+    "q": lambda content, _: Fraction(int(content[0], 16), int(content[1], 16)),
+    "n": _decode_decimal,
+    "m": _decode_moment,
+    "l": lambda content, decode_element: [decode_element(element) for element in content],
+    "g": lambda content, decode_element: iter([decode_element(element) for element in content]),
+    "t": lambda content, decode_element: tuple(decode_element(element) for element in content),
+    "s": lambda content, decode_element: set(_spread([decode_element(element) for element in content])),
+    "d": _decode_dict,
+}
 
 _MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
 Answer = Mapping[str, Any]

@@ -294,7 +294,7 @@ class RewardPool:
             if judge_process.number in self._judges:
                 self._receive(judge_process)
         current_time = time.monotonic()
-        for judge_process in [late for late in self._judges.values() if current_time >= late.deadline]:
+        for judge_process in [each for each in self._judges.values() if current_time >= each.deadline]:
             if judge_process.ready:
                 reason = f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)"
                 self._replace(judge_process, "timeouts", reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhpc.config.options import check_options
 from rlhpc.language.data.prompts import Located, WordedDataset
@@ -12,9 +12,6 @@ from rlhpc.language.data.registry import _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
-
-if TYPE_CHECKING:
-    pass
 
 #: Classes whose objects are called with a `Sample`, and functions of one.
 REWARDS: Registry[Callable[..., Any]] = Registry(

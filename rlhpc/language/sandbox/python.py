@@ -148,8 +148,7 @@ class Sandbox:
         }
         self._limits: dict[str, str] = {}
         self._try_out()
-        unenforced_limits = self.unenforced()
-        if unenforced_limits:
+        if unenforced_limits := self.unenforced():
             message = f"this machine does not enforce: {', '.join(unenforced_limits)}"
             if not allow_unconfined:
                 raise ConfigError(
@@ -234,7 +233,9 @@ class Sandbox:
         try:
             outcome, outputs = self._collect(keeper, read_fds, start_time + (wall_s or self.wall_s))
         finally:
-            _end(keeper)
+            if keeper.poll() is None:
+                _kill(keeper)
+                keeper.wait()
             keeper.stdout.close()
             keeper.stderr.close()
             os.close(result_read)
@@ -294,9 +295,7 @@ class Sandbox:
             }
             source = (_INSIDE / "self_test.py").read_text()
             checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
-            self_test_result = self._start(
-                {"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S
-            )
+            self_test_result = self.check(source, checks, wall_s=_START_S)
         if "value" not in self_test_result.checks.get(0, {}):
             raise RlhpcError(
                 f"sandbox: the trial run failed: {self_test_result.status} {self_test_result.error or self_test_result.stderr}"
@@ -345,12 +344,6 @@ def _kill(keeper: subprocess.Popen[bytes]) -> None:
     for kill_function in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill_function(keeper.pid, signal.SIGKILL)
-
-
-def _end(keeper: subprocess.Popen[bytes]) -> None:
-    if keeper.poll() is None:
-        _kill(keeper)
-        keeper.wait()
 
 
 def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:

@@ -543,7 +543,7 @@ def _episode(
         ticket = {**ticket, "base_url": f"http://127.0.0.1:{_load_sibling('loopback').PORT}/v1"}
     environment = _task.environment_of(ticket)
     if spec["kind"] == "command":
-        folder = _shells.make_places(ticket["folder"]) if is_confined else os.environ.get("TMPDIR", "/tmp")
+        folder = _shells.make_subfolders(ticket["folder"]) if is_confined else os.environ.get("TMPDIR", "/tmp")
         command_line = [argument.replace("{question}", ticket["task"]["question"]) for argument in spec["command"]]
         if is_confined:
             needed_paths = _shells.needed_by(spec["command"])  # named by the configuration, never by a question

@@ -28,7 +28,7 @@ _INSIDE = os.path.join(_HERE, "loopback.py")
 #: Limits of programs in a sandbox, by the names of their keys in section `agent`.
 LIMITS = ("memory_mb", "disk_mb")
 #: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
-_PARTS = ("work", "tmp", "shm")
+_SUBFOLDERS = ("work", "tmp", "shm")
 #: Environment variables with settings of programs; none with keys, passwords or addresses of services.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "fonts", "group", "hosts", "inputrc", "ld.so.cache",
@@ -37,7 +37,7 @@ _ETC = (
     "pki/tls/openssl.cnf", "terminfo", "timezone",
 )  # fmt: skip
 #: Arguments of bubblewrap for paths that are visible unchanged.
-_AS_OUTSIDE = ("--ro-bind-try", "--symlink")
+_UNCHANGED_PATH_OPTIONS = ("--ro-bind-try", "--symlink")
 _SYS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
 #: Folders that do not become visible because a file in them is needed.
 _BROAD = (
@@ -55,7 +55,7 @@ def sandboxed(
     command: Sequence[str],
     folder: str,
     socket: str | None = None,
-    needs: Sequence[str] = (),
+    needed_paths: Sequence[str] = (),
 ) -> list[str]:
     """Returns a command in a sandbox without a network, which begins with `loopback.py`.
 
@@ -67,7 +67,7 @@ def sandboxed(
         folder: Folder of the episode. The command may write in its `work`, where it starts; with bubblewrap its `tmp` and
             `shm` are `/tmp` and `/dev/shm`.
         socket: Socket of the model; None for a command without access to it.
-        needs: Files and folders that the command needs.
+        needed_paths: Files and folders that the command needs.
     """
     sandbox_kind = confinement["kind"]
     if sandbox_kind not in ("bubblewrap", "unshare"):
@@ -91,7 +91,7 @@ def sandboxed(
             *loopback_command,
         ]
     work_folder = os.path.join(folder, "work")
-    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, socket_folder)
+    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needed_paths], folder, socket_folder)
     return [
         find_program("bwrap"),
         "--unshare-all",
@@ -104,14 +104,14 @@ def sandboxed(
     ]
 
 
-def make_places(folder: str) -> str:
+def make_subfolders(folder: str) -> str:
     """Creates the subfolders of an episode's folder; returns the working directory of its command."""
-    for subfolder in _PARTS:
+    for subfolder in _SUBFOLDERS:
         os.makedirs(os.path.join(folder, subfolder), mode=0o700, exist_ok=True)
     return os.path.join(folder, "work")
 
 
-def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way: str) -> list[str]:
+def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: str, socket_folder: str) -> list[str]:
     """Returns bubblewrap's options for mounts. The longest mounted path above a file decides whether the file is
     visible.
     """
@@ -127,7 +127,7 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
         if os.path.islink(path):
             mount_options[path] = ["--symlink", os.readlink(path), path]
         show(os.path.realpath(path))
-    for path in needs:
+    for path in needed_paths:
         if not _is_broad(path):
             show(path)
     readable_paths = [os.path.expanduser(path) for path in confinement.get("read", ())]
@@ -136,7 +136,6 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
     explicit_paths = {
         shown_path for path in readable_paths for shown_path in (os.path.abspath(path), os.path.realpath(path))
     }
-    masked_paths: list[str] = []
     for path in [os.path.expanduser("~"), "/run", "/var/run", *confinement.get("hidden", ())]:
         real_path = os.path.realpath(path)
         for shown_path, source in list(shown_trees):
@@ -145,11 +144,9 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
             masked_path = os.path.normpath(os.path.join(shown_path, os.path.relpath(real_path, source)))
             if masked_path in explicit_paths:
                 continue
-            if os.path.isdir(real_path):
-                masked_paths.append(masked_path)
-                mount_options[masked_path] = ["--tmpfs", masked_path]
-            else:
-                mount_options[masked_path] = ["--ro-bind", os.devnull, masked_path]
+            mount_options[masked_path] = (
+                ["--tmpfs", masked_path] if os.path.isdir(real_path) else ["--ro-bind", os.devnull, masked_path]
+            )
     work_folder = os.path.join(folder, "work")
     mount_options.update(
         {
@@ -161,16 +158,16 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
             "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
         }
     )
-    if way:  # read-only: who could write there could take the place of the socket, and be asked by all later episodes
-        mount_options[way] = ["--ro-bind", way, way]
+    if socket_folder:  # read-only: a program that writes there could replace the socket, and answer all later episodes
+        mount_options[socket_folder] = ["--ro-bind", socket_folder, socket_folder]
     ordered_paths = sorted(mount_options, key=lambda path: 0 if path == "/" else path.count("/"))
     for path in ordered_paths[:]:
         if (
-            mount_options[path][0] in _AS_OUTSIDE
-            and mount_options.get(_nearest(path, mount_options), [""])[0] in _AS_OUTSIDE
+            mount_options[path][0] in _UNCHANGED_PATH_OPTIONS
+            and mount_options.get(_nearest(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
         ):
             ordered_paths.remove(path)  # it is there with the folder above it
-    masked_folders = [masked_path for masked_path in masked_paths if mount_options[masked_path][0] == "--tmpfs"]
+    masked_folders = [path for path, options in mount_options.items() if options[0] == "--tmpfs"]
     return [
         *(option for path in ordered_paths for option in mount_options[path]),
         *(option for path in ["/", "/dev", *masked_folders] for option in ("--remount-ro", path)),
@@ -213,11 +210,11 @@ def needed_by(command: Sequence[str]) -> list[str]:
     return paths
 
 
-def _nearest(path: str, places: dict[str, Any]) -> str:
-    """Returns the closest ancestor of a path in `places`; "" if none is in it."""
+def _nearest(path: str, paths: dict[str, Any]) -> str:
+    """Returns the closest ancestor of a path in `paths`; "" if none is in it."""
     while path != "/":
         path = os.path.dirname(path)
-        if path in places:
+        if path in paths:
             return path
     return ""
 
@@ -243,13 +240,13 @@ def make_temporary_folder(name: str, parent: str | None = None) -> str:
     return tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=parent)
 
 
-def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
+def find_fault(confinement: dict[str, Any], parent: str | None = None) -> str:
     """Tests a sandbox in a folder of `parent`; returns the reason why it does not work here, "" if it works."""
     if confinement["kind"] == "none":
         return ""
     folder = make_temporary_folder("try", parent)
     try:
-        work_folder = make_places(folder)
+        work_folder = make_subfolders(folder)
         test_process = subprocess.run(
             sandboxed(confinement, ["true"], folder),
             stdin=subprocess.DEVNULL,
@@ -309,7 +306,7 @@ class Shell:
         self._confinement = {"kind": confinement} if isinstance(confinement, str) else confinement
         self._timeout_s = timeout_s
         self._top = make_temporary_folder("shell")
-        self.folder = make_places(self._top)
+        self.folder = make_subfolders(self._top)
         self._process: Any = None
 
     def __enter__(self) -> Shell:
@@ -330,11 +327,9 @@ class Shell:
         script = (
             f'eval "$(cat <<\'{end_marker}\'\n{command}\n{end_marker}\n)" 2>&1 </dev/null; echo "{end_marker} $?"\n'
         )
-        try:
+        with contextlib.suppress(OSError):  # the shell has ended: the available output is read
             self._process.stdin.write(script.encode())
             self._process.stdin.flush()
-        except OSError:
-            pass  # the shell has ended: the available output is read
         output, reason = self._read(end_marker.encode())
         command_output, _, status = output.partition(end_marker.encode())
         shown_output = _cut(command_output.decode(errors="replace")).rstrip("\n")
