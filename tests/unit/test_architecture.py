@@ -167,7 +167,6 @@ WIDE_MODULES = {
         "rlhpc/embodied/data/batches.py",
         "rlhpc/embodied/envs/observations.py",
         "rlhpc/jobs/state.py",
-        "rlhpc/language/agents/gateway/request_schema.py",
         "rlhpc/language/agents/registry.py",
         "rlhpc/language/data/images.py",
         "rlhpc/language/evaluation/reward_model.py",

@@ -100,7 +100,7 @@ _IDLE_S = 0.01
 OF_ROLES = "untrained_role"
 
 
-@former_members(seen="images")
+@former_members(seen="images", above="role_reward_offset")
 @dataclass
 class Episode:
     """Episode: a prompt and all tokens after it. Lists are aligned: one entry per token after the prompt.

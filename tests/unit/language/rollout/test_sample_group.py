@@ -51,7 +51,7 @@ def test_prompts_and_answers_become_one_batch() -> None:
 
 
 def test_branches_of_an_episode_are_samples_with_its_reward_and_that_of_their_role() -> None:
-    whole = episode(9, branches=[episode(5), episode(6, prompt=(1, 5), role=1, above=0.5)])
+    whole = episode(9, branches=[episode(5), episode(6, prompt=(1, 5), role=1, role_reward_offset=0.5)])
     one = group_of(
         1, 0, {0: whole}, np.array([2.0], np.float32), columns=[{}, {}], trains=True, size=1, agent_weight=10.0
     )
