@@ -199,12 +199,9 @@ def _answers(running: _RunningService) -> bool:
         if readiness_path == "port":
             socket.create_connection((host, int(port)), 1.0).close()
             return True
-        connection = http.client.HTTPConnection(host, int(port), timeout=5.0)
-        try:
+        with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=5.0)) as connection:
             connection.request("GET", readiness_path)
             return connection.getresponse().status < 400
-        finally:
-            connection.close()
     except (OSError, http.client.HTTPException):
         return False
 

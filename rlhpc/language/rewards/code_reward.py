@@ -84,10 +84,10 @@ class CodeReward:
             if not self._run_unfenced:
                 return 0.0
             program = sample.response
-        test_passed = self._passed(problem, program, self._timeout_s, all_of_them=self._partial)
+        test_passed = self._passed(problem, program, self._timeout_s, run_all=self._partial)
         if not any(test_passed):
             return 0.0
-        depends_on_program = self._tested(problem)
+        depends_on_program = self._depends_on_program(problem)
         if not self._partial:
             return float(all(test_passed))
         # A test that an empty program passes, too, such as that an argument is unchanged, counts only if it fails.
@@ -108,8 +108,8 @@ class CodeReward:
             self._problems[key] = _Problem(meta)
         return self._problems[key]
 
-    def _passed(self, problem: _Problem, program: str, timeout_s: float, *, all_of_them: bool) -> list[bool]:
-        """Runs a program against all tests. Without `all_of_them`, tests after a failure do not run and count as
+    def _passed(self, problem: _Problem, program: str, timeout_s: float, *, run_all: bool) -> list[bool]:
+        """Runs a program against all tests. Without `run_all`, tests after a failure do not run and count as
         failed.
         """
         deadline, test_passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
@@ -118,36 +118,36 @@ class CodeReward:
             answers = [checks.get(step_number, {}) for step_number in range(len(plan.steps))]
             test_passed += [holds(claim, answers) for claim in plan.claims]
         remaining = deadline - time.monotonic()
-        if plan.verdicts and remaining > 0 and (all_of_them or all(test_passed)):
+        if plan.verdicts and remaining > 0 and (run_all or all(test_passed)):
             checks = self._sandbox.check(program, plan.scripts, plan.setup, remaining).checks
             test_passed += [checks.get(step_number, {}).get("passed") is True for step_number in plan.verdicts]
         else:
             test_passed += [False] * len(plan.verdicts)
         for test in problem.streams:
             remaining = deadline - time.monotonic()
-            is_decided = all_of_them or all(test_passed)
+            is_decided = run_all or all(test_passed)
             test_passed.append(is_decided and remaining > 0 and self._prints(program, test, remaining))
         return test_passed
 
-    def _tested(self, problem: _Problem) -> list[bool]:
+    def _depends_on_program(self, problem: _Problem) -> list[bool]:
         """Returns the tests that an empty program fails; it runs before the first reward of a problem.
 
         Raises:
             ValueError: All tests pass without a program, or with functions that return None.
         """
         if problem.refusal is None:
-            stub_passed = self._passed(problem, "", self._timeout_s, all_of_them=True)
-            problem.tested = [not passed for passed in stub_passed]
+            stub_passed = self._passed(problem, "", self._timeout_s, run_all=True)
+            problem.dependent = [not passed for passed in stub_passed]
             stub = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
             if all(stub_passed):
                 problem.refusal = "its tests test nothing: an empty program passes"
-            elif all(self._passed(problem, stub, self._timeout_s, all_of_them=False)):
+            elif all(self._passed(problem, stub, self._timeout_s, run_all=False)):
                 problem.refusal = "its tests test nothing: a program whose functions return None passes"
             else:
                 problem.refusal = ""
         if problem.refusal:
             raise ValueError(problem.refusal)
-        return problem.tested
+        return problem.dependent
 
     def _prints(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
         sandbox_result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
@@ -160,7 +160,7 @@ class _Problem:
     Attributes:
         streams: Tests of the program's output.
         plan: The other tests.
-        tested: Whether an empty program fails each test.
+        dependent: Whether an empty program fails each test.
         refusal: Reason why the tests are rejected, "" if they are valid, None before an empty program has run.
     """
 
@@ -168,7 +168,7 @@ class _Problem:
         tests = tests_of(meta)
         self.streams = [test for test in tests if _prints_only(test)]
         self.plan = read_tests([test for test in tests if not _prints_only(test)], meta)
-        self.tested: list[bool] = []
+        self.dependent: list[bool] = []
         self.refusal: str | None = None
 
 

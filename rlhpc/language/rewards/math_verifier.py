@@ -63,13 +63,9 @@ def last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _complete_text(text: str) -> str | None:
-    """Returns the complete response."""
-    return text.strip() or None
-
-
 _WAYS: dict[str, Callable[[str], str | None]] = {
-    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": _complete_text,
+    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number,
+    "whole": lambda text: text.strip() or None,
 }  # fmt: skip
 
 
@@ -225,14 +221,10 @@ def equal(reference: str, answer: str) -> bool:
     if len(answer) > _MAX_CHARACTERS:
         return False
     reference, answer = to_latex(reference), to_latex(answer)
-    if reference == answer:
-        return True
-    number = parse_number(reference)
-    if number is not None and number == parse_number(answer):
-        return True
-    reference_word = _parse_word(reference)
-    if reference_word is not None and reference_word == _parse_word(answer):
-        return True
+    for parse in (str, parse_number, _parse_word):
+        parsed_reference = parse(reference)
+        if parsed_reference is not None and parsed_reference == parse(answer):
+            return True
     # The caller's deadline bounds the time; the library's alarms would need the main thread.
     library = importlib.import_module("math_verify")
     return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))

@@ -53,10 +53,7 @@ def entry_of(meta: Mapping[str, Any]) -> str:
         return str(meta["entry_point"])
     metadata = meta.get("metadata")
     if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata)
-        except (ValueError, RecursionError):
-            metadata = None
+        metadata = _json(metadata)
     return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 
@@ -178,10 +175,11 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 def _runs_tests(statement: ast.stmt) -> bool:
     """Returns whether a statement calls a test runner: the functions and classes that it would find are called anyway."""
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        return False
-    name = ast.unparse(statement.value.func)
-    return name in ("unittest.main", "pytest.main", "doctest.testmod")
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and ast.unparse(statement.value.func) in ("unittest.main", "pytest.main", "doctest.testmod")
+    )
 
 
 def _doctest(text: str) -> list[ast.stmt]:
@@ -338,10 +336,9 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         if not isinstance(class_statement, ast.FunctionDef) and not isinstance(class_statement, ast.Expr)
     ]
     if other_statements or any(
-        test_method.decorator_list or len(test_method.args.args) != 1 for test_method in methods.values()
+        method.decorator_list or len(method.args.args) != 1 or not (name == "setUp" or name.startswith("test"))
+        for name, method in methods.items()
     ):
-        raise Unclear
-    if any(name != "setUp" and not name.startswith("test") for name in methods):
         raise Unclear
     functions = []
     for name, method in methods.items():

@@ -131,9 +131,11 @@ def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
     """Returns the names in the target of an assignment with their values."""
     if isinstance(target, ast.Name):
         return [(target.id, value)]
-    if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple, str)):
-        raise Unclear
-    if len(target.elts) != len(value):
+    if (
+        not isinstance(target, (ast.Tuple, ast.List))
+        or not isinstance(value, (list, tuple, str))
+        or len(target.elts) != len(value)
+    ):
         raise Unclear
     return [
         pair

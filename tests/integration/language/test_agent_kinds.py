@@ -176,29 +176,3 @@ def test_a_model_with_a_shell() -> None:
         patch.setenv("PATH", "/nowhere")
         with episodes_of(Scripted(say), kind="mcp", options=options, sandbox="bubblewrap"):
             pass
-
-
-def test_services_are_ready_or_say_why_not(tmp_path: Path) -> None:
-    def section(name: str, program: str, **more: Any) -> ServiceConfig:
-        return ServiceConfig(name, [sys.executable, "-c", program, "{port}"], **more)
-
-    listen = "import os, socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
-    both = [
-        section("one", f"{listen}; assert os.environ['PORT'] == sys.argv[1]; time.sleep(1000)"),
-        section("two", "import os, time; os.fork() or os.setsid(); print('now it is', flush=True); time.sleep(1000)",
-                ready="line: now it is"),
-    ]  # fmt: skip
-    services = Services(both, tmp_path)
-    assert services.addresses.keys() == {"one", "two"}
-    again = services.addresses
-    services.close()
-    services = Services(both, tmp_path, again)
-    assert services.addresses == again, "whoever knows the old addresses finds them"
-    services.close()
-    dies = section("dies", "import sys; sys.exit('no data here')")
-    with pytest.raises(ConfigError, match=r"services\[dies\] ended with status 1; it said: no data here"):
-        Services([both[0], dies], tmp_path)
-    slow = section("slow", "import time; time.sleep(1000)", timeout_s=0.5)
-    with pytest.raises(ConfigError, match=r"services\[slow\] was not ready \(port\) within timeout_s \(0\.5 s\)"):
-        Services([slow], tmp_path)
-    assert os.listdir(tmp_path)

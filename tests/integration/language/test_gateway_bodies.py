@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, chat_tokenizer
 from test_gateway import Served, exact, message_of
 
-from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.request_schema import MAX_STOP_IDS, MAX_STOP_TEXTS
 
 USER = {"role": "user", "content": "u"}
@@ -335,24 +334,3 @@ def test_others_are_answered_while_a_conversation_is_encoded(served: Served, mon
         go_on.set()
         assert all(message_of(one.result())["content"] for one in late)
     assert most[0] == 1, "one call of an episode at a time"
-
-
-def test_special_tokens_are_no_part_of_a_text_and_a_stop_text_may_have_one() -> None:
-    tokenizer = chat_tokenizer()
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    ids = [
-        *tokenizer.encode("so a", add_special_tokens=False),
-        start,
-        *tokenizer.encode("b c", add_special_tokens=False),
-    ]
-    for stop, text, match in (
-        ((), "so ab c", None), (("im",), "so ab c", None), (("<|im_start|>",), "so a", "<|im_start|>"),
-        ((" a<|im_start|>",), "so", " a<|im_start|>"), (("ab",), "so ", "ab"), (("c", "o"), "s", "o"),
-    ):  # fmt: skip
-        parsers = Parsers(tokenizer, "hermes", "think")
-        reply = parsers.read(ids, [], stop)
-        assert (reply.content, reply.stop) == (text, match), stop
-        partial = parsers.partial([], [], stop)
-        assert partial is not None
-        for end in range(len(ids)):
-            assert text.startswith(partial.split(ids[:end])[1]) or "<" in (match or ""), stop

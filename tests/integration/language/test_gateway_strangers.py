@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -27,14 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of
 from test_gateway import Served
 
-from rlhpc.language.agents import services
 from rlhpc.language.agents.gateway import connections
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
-from rlhpc.language.agents.services import Services
-from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.runtime import tcp_sockets
-from rlhpc.runtime.errors import ConfigError
 
 CHAT = {"messages": [{"role": "user", "content": "u"}]}
 
@@ -117,77 +112,6 @@ def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: py
     late.close()
 
 
-class FarTransport(asyncio.Transport):
-    """A connection of another host."""
-
-    def __init__(self, host: str) -> None:
-        super().__init__({"peername": (host, 9), "sockname": ("192.0.2.1", 8000)})
-        self.host, self.is_aborted = host, False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-def test_a_host_with_many_connections_keeps_no_other_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those without a key are bounded; one that has shown its key stays, and so do those of hosts that have few."""
-    monkeypatch.setattr(connections, "_MAX_FAR", 8)
-
-    async def come() -> None:
-        doors = connections.Connections(asyncio.Protocol)
-
-        def arrive(host: str) -> FarTransport:
-            transport = FarTransport(host)
-            doors().connection_made(transport)
-            return transport
-
-        proven, quiet = arrive("192.0.2.66"), arrive("192.0.2.7")
-        doors.prove(proven, "a key")
-        flood = [arrive("192.0.2.66") for _ in range(30)]
-        assert [one.is_aborted for one in flood] == [True] * 23 + [False] * 7
-        late = arrive("2001:db8::7")
-        assert not any(one.is_aborted for one in (proven, quiet, late)) and flood[23].is_aborted
-        doors.leave(quiet)
-        doors.leave(late)
-        silent = arrive("127.0.0.1")
-        assert len(doors._far) == 6 and not silent.is_aborted
-        monkeypatch.setattr(connections, "crowded", lambda: True)
-        assert not arrive("192.0.2.8").is_aborted and all(one.is_aborted for one in flood) and not proven.is_aborted
-
-    asyncio.run(come())
-
-
-def test_an_episode_with_many_connections_keeps_no_other_episode_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where descriptors are few, it gives up its oldest for whoever comes; an episode with few keeps all."""
-    monkeypatch.setattr(connections, "_FEW", 4)
-
-    async def come() -> None:
-        doors = connections.Connections(asyncio.Protocol)
-
-        def arrive(key: str = "") -> FarTransport:
-            transport = FarTransport("127.0.0.1")
-            doors().connection_made(transport)
-            if key:
-                doors.prove(transport, key)
-            return transport
-
-        flood, few = [arrive("greedy") for _ in range(9)], [arrive("modest") for _ in range(4)]
-        monkeypatch.setattr(connections, "crowded", lambda: True)
-        early = arrive()
-        late = [arrive("late") for _ in range(4)]
-        doors.prove(early, "late")
-        assert not early.is_aborted, "it had no time to show its key"
-        assert [one.is_aborted for one in flood] == [True] * 5 + [False] * 4
-        late = [early, *late]
-        assert not any(one.is_aborted for one in (*few, *late[1:])) and len(doors._proven) == 13
-        assert arrive().is_aborted is False and doors._proven.most_of_one() == 4
-        silent = arrive()
-        assert not silent.is_aborted and not any(one.is_aborted for one in few)
-        doors.leave(silent)
-        assert arrive("x").is_aborted, "nobody has many"
-
-    asyncio.run(come())
-
-
 @pytest.mark.parametrize("head", [
     b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -2\r\n\r\n",
     b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -265,56 +189,3 @@ def test_one_request_that_the_engine_cannot_take_fails_alone(error: Exception) -
             generation.step()
     assert replies["bad"][0] == 400 and "the engine refuses the request" in replies["bad"][1]["error"]["message"]
     assert replies["good"][0] == 200
-
-
-LISTENS = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
-
-
-def section(program: str, **more: Any) -> ServiceConfig:
-    return ServiceConfig("search", [sys.executable, "-c", program, "{port}"], **more)
-
-
-@pytest.mark.parametrize("ready", ["port", "/", "line: up"])
-def test_a_service_whose_port_another_program_has_taken_is_not_ready(
-    ready: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was faster: by the time the service starts, its port stands in the list of processes."""
-    real, thief = services._start, list[socket.socket]()
-
-    def start(*args: Any) -> Any:
-        running = real(*args)
-        thief.append(socket.create_server(("127.0.0.1", int(running.address.rpartition(":")[2]))))
-        return running
-
-    monkeypatch.setattr(services, "_start", start)
-    with pytest.raises(ConfigError, match=r"services\[search\]: a program that is not this service listens at"):
-        Services([section("import time; print('up', flush=True); time.sleep(100)", ready=ready)], tmp_path)
-    thief[0].close()
-
-
-def test_a_service_that_ends_or_loses_its_port_during_the_run_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(services, "_WATCH_S", 0.1)
-    stop = tmp_path / "stop"
-    program = f"{LISTENS}; import os\nwhile not os.path.exists({str(stop)!r}): time.sleep(0.05)\n"
-    for ends, said in (("sys.exit('out of memory')", "ended with status 1 during the run; it said: out of memory"),
-                       ("s.close(); time.sleep(100)", "a program that is not this service listens")):  # fmt: skip
-        stop.unlink(missing_ok=True)
-        made = Services([section(program + ends)], tmp_path)
-        try:
-            time.sleep(0.2)
-            made.check()
-            stop.touch()
-            port, thief, until = int(made.addresses["search"].rpartition(":")[2]), None, time.monotonic() + 60
-            with pytest.raises(ConfigError, match=said):
-                while time.monotonic() < until:
-                    if thief is None and "close" in ends:
-                        with contextlib.suppress(OSError):
-                            thief = socket.create_server(("127.0.0.1", port))
-                    made.check()
-                    time.sleep(0.05)
-        finally:
-            made.close()
-            if thief is not None:
-                thief.close()

@@ -30,8 +30,6 @@ from rlhpc.language.agents.episodes import sample_of, tokens_of
 from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.rollout.group_builder import drop_tokens
-from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import group_of
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
@@ -254,28 +252,6 @@ def test_log_probs_are_those_of_each_tokens_own_version_over_an_update_in_flight
     assert drifting == later
 
 
-def test_one_key_for_many_episodes_and_each_has_its_own_turns() -> None:
-    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:one_key") as generation:
-        episodes = run_all(generation, 4)
-    assert [len(episode.samples) for episode in episodes] == [1] * 4
-    assert [episode.outcome.reward for episode in episodes] == [1.0, None, 1.0, None]
-    assert "KEY KEY KEY" in episodes[1].outcome.error
-
-
-def test_an_agent_says_what_each_turn_was_worth() -> None:
-    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn") as generation:
-        (episode,) = run_all(generation, 1)
-    (sample,) = episode.samples
-    ends = [at for at, drawn in enumerate(sample.loss_mask) if drawn and not [*sample.loss_mask, False][at + 1]]
-    assert [(at, reward) for at, reward in enumerate(sample.rewards) if reward] == list(
-        zip(ends, [0.5, -1.0], strict=True)
-    )
-    assert episode.outcome.reward == -0.5
-    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn", more=1) as generation:
-        (episode,) = run_all(generation, 1)
-    assert episode.failed and "3 numbers; the model answered 2 times" in episode.outcome.error
-
-
 def test_an_episode_of_several_samples_is_one_to_whoever_compares() -> None:
     engine = Scripted(product)
     with episodes_of(engine, "outside_agents:branching") as generation:
@@ -286,32 +262,3 @@ def test_an_episode_of_several_samples_is_one_to_whoever_compares() -> None:
     assert group.batch.episode.tolist() == [20, 20, 22, 22] and group.batch.reward.tolist() == [1.0, 1.0, 2.0, 2.0]
     assert len(group.batch.by_episode()) == 2
     assert int(group.batch.mask.sum()) == tokens_of(episodes[0]) + tokens_of(episodes[2])
-
-
-def test_roles_have_contexts_and_rewards_of_their_own() -> None:
-    roles = ("first", "second")
-    with episodes_of(Scripted(product), "outside_agents:game", roles=roles) as generation:
-        episodes = run_all(generation, 2)
-    for seed, episode in enumerate(episodes):
-        assert [(sample.role, sample.turns) for sample in episode.samples] == [(0, 2), (1, 2)], (
-            "each goes on from its own"
-        )
-        assert episode.outcome.reward == seed / 2
-    totals = torch.tensor([10.0 + episode.outcome.reward for episode in episodes]).numpy()  # another term gave 10
-    columns: list[Any] = [{}] * 4
-    group = group_of(1, 0, dict(enumerate(episodes)), totals, columns, True, 2, agent_weight=1.0)
-    assert group.batch.role.tolist() == [0, 1, 0, 1] and group.batch.episode.tolist() == [0, 0, 1, 1]
-    assert group.batch.reward.tolist() == [9.0, 11.0, 9.0, 12.0]
-    assert len(group.batch.by_episode()) == 4
-    with episodes_of(Scripted(product), "outside_agents:game", roles=roles, untrained=("first",)) as generation:
-        (spared,) = run_all(generation, 1)
-    slot, said = PendingGroup(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
-    drop_tokens(slot, 0, cut=False, why="")
-    assert [sample.role for sample in spared.samples] == [1] and all(sum(s.loss_mask) for s in spared.samples)
-    assert slot.untrained["role"] == said > 0
-    with episodes_of(Scripted(product), "outside_agents:game", roles=roles, third=True) as generation:
-        (episode,) = run_all(generation, 1)
-    assert "agent.roles has: first, second" in episode.outcome.error
-    with episodes_of(Scripted(product), "outside_agents:game") as generation:
-        (episode,) = run_all(generation, 1)
-    assert "agent.roles is empty" in episode.outcome.error

@@ -279,9 +279,8 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             [*open_fds, wakeup_pipe[0]], max(0.0, min(deadline, next_disk_check, next_process_count) - time.monotonic())
         ):
             if fd == wakeup_pipe[0]:
-                _drain(fd)
-                continue
-            if not _take(fd, received_bytes[fd], limits.get(fd)):
+                os.read(fd, 1 << 16)
+            elif not _take(fd, received_bytes[fd], limits.get(fd)):
                 open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
@@ -315,12 +314,6 @@ def _take(fd: int, into: bytearray, limit: int | None) -> bool:
     else:
         into += chunk[: max(0, limit - len(into))]
     return bool(chunk)
-
-
-def _drain(fd: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while os.read(fd, 4096):
-            pass
 
 
 def _reap(child: int) -> int | None:
@@ -389,11 +382,7 @@ def _map_by_parent() -> dict[int, list[int]]:
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parents.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-            except (OSError, IndexError, ValueError):
-                continue
+            parents.setdefault(_stat_value(int(name), _PARENT), []).append(int(name))
     return parents
 
 
@@ -416,13 +405,14 @@ def _excess(confinement: dict[str, Any], folder: str) -> str:
 
 
 #: Indices in /proc/<pid>/stat, counted from the process's state.
-_NUM_THREADS, _RSS_PAGES = 17, 21
+_PARENT, _NUM_THREADS, _RSS_PAGES = 1, 17, 21
 
 
-def _stat_value(pid: int, place: int) -> int:
+def _stat_value(pid: int, index: int) -> int:
+    """Returns a number of a process's statistics; 0 if the process has gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[place])
+            return int(file.read().rpartition(b")")[2].split()[index])
     except (OSError, IndexError, ValueError):
         return 0
 

@@ -123,8 +123,7 @@ class _Web:
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
-        connection = self._connection(timeout_s)
-        try:
+        with contextlib.closing(self._connection(timeout_s)) as connection:
             response = self._post(connection, message)
             if response.status >= 300:
                 raise ConnectionError(f"{self._address()}: {response.status}: {response.read(300)!r}")
@@ -136,26 +135,17 @@ class _Web:
                         return reply
                 raise ConnectionError(f"{self._address()} ended its answer before it had given it")
             return _message(response.read(_MAX_BYTES))
-        finally:
-            connection.close()
 
     def say(self, message: dict[str, Any]) -> None:
-        connection = self._connection(_ANSWER_S)
-        try:
+        with contextlib.closing(self._connection(_ANSWER_S)) as connection:
             self._post(connection, message).read(_MAX_BYTES)
-        finally:
-            connection.close()
 
     def close(self) -> None:
         if "Mcp-Session-Id" in self._headers:
-            connection = self._connection(5.0)
-            try:
+            connection, failures = self._connection(5.0), (OSError, http.client.HTTPException)
+            with contextlib.closing(connection), contextlib.suppress(*failures):
                 connection.request("DELETE", self._target(), headers=self._headers)
                 connection.getresponse().read(_MAX_BYTES)
-            except (OSError, http.client.HTTPException):
-                pass
-            finally:
-                connection.close()
 
     def agreed(self, version: str) -> None:
         """Adds the protocol version that the server has chosen to all later requests."""

@@ -5,6 +5,7 @@ library, any Python from 3.8 on, without rlhpc.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import importlib.util
 import inspect
@@ -101,14 +102,12 @@ class Model:
             ModelError: The request is refused.
         """
         url = urllib.parse.urlsplit(self.base_url)
-        connection = http.client.HTTPConnection(url.hostname or "", url.port)  # never through a proxy
-        try:
+        # never through a proxy
+        with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port)) as connection:
             headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
             connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
             content = response.read()
-        finally:
-            connection.close()
         try:
             answer: dict[str, Any] = json.loads(content)
         except ValueError:

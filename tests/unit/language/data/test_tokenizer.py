@@ -16,11 +16,12 @@ import transformers
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhpc.language.agents.episodes import Episode, EpisodeRunner, sample_of
+from rlhpc.language.agents.episodes import Agent, Episode, EpisodeRunner, sample_of
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import PromptTokenizer, StopTexts, cut_at_stop, end_tokens, turn_end, without_end
+from rlhpc.language.engines.base import Completion, Request, SamplingParams
 from rlhpc.language.models.loading import export_model
 from rlhpc.runtime.errors import ConfigError
 
@@ -55,13 +56,41 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+class Written:
+    """An engine that has written these tokens."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._completion, self._requests = Completion(0, ids, [0.0] * len(ids), [0] * len(ids), "stop"), list[Request]()
+
+    def add(self, requests: list[Request]) -> None:
+        self._requests += requests
+
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[Completion]:
+        return [self._completion for _ in range(len(self._requests)) if self._requests.pop()]
+
+
+class Listener(Agent):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def respond(self, episode: Episode, text: str) -> None:
+        self.texts.append(text)
+
+
 @pytest.mark.parametrize("end", ["<|endoftext|>", "<|im_end|>", "<|eom_id|>", "<plain_end>"])
 def test_each_end_token_is_stripped_for_each_reader(base: Any, end: str) -> None:
     ids = [*base.encode("It is 4.", add_special_tokens=False), base.convert_tokens_to_ids(end)]
     assert ids[-1] in end_tokens(base.name_or_path, transformers.AutoConfig.from_pretrained(base.name_or_path), base)
     assert without_end(ids, base) == ids[:-1] and without_end([], base) == []
     assert Parsers(base, None, None).read(ids, None).content == "It is 4."
-    assert EpisodeRunner(None, base)._text(ids) == "It is 4."  # type: ignore[arg-type]
+    runner = EpisodeRunner(Written(ids), base, listener := Listener())  # type: ignore[arg-type]
+    runner.add([Request(0, (1,), SamplingParams(max_new_tokens=50), 0)])
+    while runner.unfinished():
+        runner.step()
+    assert listener.texts == ["It is 4."]
     problem = Prompt(0, ({"role": "user", "content": "2+2?"},), "4")
     episode = Episode(0, (1,), problem, ids, [0.0] * len(ids), [0] * len(ids), [True] * len(ids))
     assert sample_of(problem, episode, base, finished=True).response == "It is 4."
