@@ -43,7 +43,7 @@ class _RunningService:
     log_file: Path
     listeners: frozenset[int] = frozenset()
 
-    def is_foreign(self) -> bool:
+    def has_foreign_listener(self) -> bool:
         """Returns whether another program listens at the service's port, which would receive the connections."""
         listeners = loopback_listeners(int(self.address.rpartition(":")[2]))
         inodes = frozenset(listener.inode for listener in listeners)
@@ -96,7 +96,7 @@ class Services:
             self.close()
             raise
         self.addresses = {running_service.section.name: running_service.address for running_service in self._running}
-        self._next_look = time.monotonic() + _WATCH_S
+        self._next_check = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
         """Checks that the services still run and own their ports.
@@ -104,17 +104,17 @@ class Services:
         Raises:
             ConfigError: A service has ended, or another program has its port.
         """
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _WATCH_S
+        self._next_check = time.monotonic() + _WATCH_S
         for running_service in self._running:
             name, status = running_service.section.name, running_service.process.poll()
             if status is not None:
                 raise ConfigError(
                     f"agent.services[{name}] ended with status {status} during the run{running_service.tail()}"
                 )
-            if running_service.is_foreign():
-                raise ConfigError(_foreign(running_service))
+            if running_service.has_foreign_listener():
+                raise ConfigError(_foreign_error(running_service))
 
     def close(self) -> None:
         """Ends the services, with all their descendants."""
@@ -143,11 +143,11 @@ def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
     return [placed_in(nested_value, addresses) for nested_value in value] if isinstance(value, (list, tuple)) else value
 
 
-def _start(section: ServiceConfig, folder: Path, before: str | None) -> _RunningService:
+def _start(section: ServiceConfig, folder: Path, earlier_address: str | None) -> _RunningService:
     with socket.socket() as probe_socket:
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe_socket.bind((_LOOPBACK, int(before.rpartition(":")[2]) if before else 0))
+            probe_socket.bind((_LOOPBACK, int(earlier_address.rpartition(":")[2]) if earlier_address else 0))
         except OSError:
             probe_socket.bind((_LOOPBACK, 0))
         port = probe_socket.getsockname()[1]
@@ -168,10 +168,10 @@ def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
     # It must be the service that answers.
-    while not (_answers(running) and running.process.poll() is None and not running.is_foreign()):
+    while not (_answers(running) and running.process.poll() is None and not running.has_foreign_listener()):
         status = running.process.poll()
-        if running.is_foreign():
-            raise ConfigError(_foreign(running))
+        if running.has_foreign_listener():
+            raise ConfigError(_foreign_error(running))
         if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
@@ -182,7 +182,7 @@ def _await_ready(running: _RunningService) -> None:
     log.info("service %s is ready at %s", section.name, running.address)
 
 
-def _foreign(running: _RunningService) -> str:
+def _foreign_error(running: _RunningService) -> str:
     return (
         f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
         f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
@@ -194,7 +194,7 @@ def _answers(running: _RunningService) -> bool:
     if readiness_path.startswith("line:"):
         return readiness_path[5:].strip().encode() in running.log_file.read_bytes()
     try:
-        if not loopback_listeners(int(port)) or running.is_foreign():
+        if not loopback_listeners(int(port)) or running.has_foreign_listener():
             return False
         if readiness_path == "port":
             socket.create_connection((host, int(port)), 1.0).close()
@@ -234,7 +234,7 @@ class Relays:
         async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
                 upstream, upstream_writer = await asyncio.open_connection(target_url.hostname, target_url.port)
-                await asyncio.gather(_pass(reader, upstream_writer), _pass(upstream, writer))
+                await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream, writer))
             writer.close()
 
         await asyncio.start_unix_server(lead, path)
@@ -246,7 +246,7 @@ class Relays:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while chunk := await reader.read(_CHUNK):
             writer.write(chunk)

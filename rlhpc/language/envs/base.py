@@ -171,7 +171,7 @@ class ToolEnvironment(Environment):
     def __init__(self) -> None:
         tool_names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
         self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in tool_names}
-        self.tools = [described(name, method) for name, method in self._methods.items()]
+        self.tools = [describe_tool(name, method) for name, method in self._methods.items()]
 
     def answer(self, text: str) -> EnvResponse:
         """Handles a reply without a tool call: usually returns a reward, which ends the episode."""
@@ -209,7 +209,7 @@ class ToolEnvironment(Environment):
         return output_text if len(output_text) <= _LONGEST else output_text[:_LONGEST] + "…"
 
 
-def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+def describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
     type_hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
     properties = {key: {"type": _KINDS.get(type_hints.get(key, str), "string")} for key in parameters}
@@ -228,7 +228,7 @@ _Call = Callable[..., Awaitable[Any]]
 
 
 @dataclass
-class _Earned:
+class _EpisodeRewards:
     """Rewards of the turns of an episode.
 
     Attributes:
@@ -291,7 +291,7 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     Returns:
         Outcome in the format of external agents; `cut` if the episode reached a limit.
     """
-    conversations, episode_rewards, is_cut = Conversations(task), _Earned(), False
+    conversations, episode_rewards, is_cut = Conversations(task), _EpisodeRewards(), False
     try:
         observation: EnvResponse = await call(environment.reset, task)
         step = step_of(observation)

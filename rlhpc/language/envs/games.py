@@ -249,10 +249,10 @@ class Mastermind(Environment):
             return 0.0
         if len(guess) != len(code) or not set(guess) <= set(self._meta["symbols"]):
             return "?"
-        return "{} {}".format(*judged(guess, code))
+        return "{} {}".format(*score_guess(guess, code))
 
 
-def judged(guess: str, code: str) -> tuple[int, int]:
+def score_guess(guess: str, code: str) -> tuple[int, int]:
     """Returns the numbers of symbols in place and of symbols elsewhere in the code."""
     num_in_place = sum(guess_symbol == code_symbol for guess_symbol, code_symbol in zip(guess, code, strict=True))
     num_common: Any = (Counter(guess) & Counter(code)).total()

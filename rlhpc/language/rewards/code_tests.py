@@ -20,17 +20,17 @@ from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, calls, has
 from rlhpc.language.rewards.expected_values import Answer, Term
 from rlhpc.language.rewards.python_expressions import (
     MOST_ROUNDS,
-    Renamed,
+    NameReplacer,
     Unclear,
-    asserts,
-    assigned,
+    assign_expressions,
     bound_names,
-    containers,
     expression,
+    has_assertion,
+    has_return,
     items,
-    literal,
-    returns,
-    written_out,
+    mutable_ids,
+    parse_literal,
+    to_expression,
 )
 
 _PLAIN_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef,
@@ -54,7 +54,7 @@ class Reader:
         self._functions = dict(functions)
         self._leaves, self._all_inside, self._rounds, self._trial = 0, False, 0, False
         self._bound: dict[str, list[Any]] = {}
-        self._done: list[int] = []
+        self._step_numbers: list[int] = []
 
     def read(self, body: list[ast.stmt]) -> TestPlan:
         """Parses the statements of a test.
@@ -75,28 +75,28 @@ class Reader:
             self._inline(function, [])
             if self.judged + self.possible == num_before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
-        prepared_steps = [*self.plan.prepared, *self._done]
+        prepared_steps = [*self.plan.prepared, *self._step_numbers]
         if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
             self.plan.set_prepared(prepared_steps)
         if prepared_steps:  # no statement of the test may raise
             self.plan.claims[num_claims:] = [
-                outside.after(prepared_steps, claim) for claim in self.plan.claims[num_claims:]
+                outside.require_steps(prepared_steps, claim) for claim in self.plan.claims[num_claims:]
             ]
         return self.plan
 
-    def _do(self, statement: ast.stmt) -> None:
+    def _add_statement(self, statement: ast.stmt) -> None:
         """Adds a statement to the steps, after its prerequisites."""
         stored_names = {
             n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
         }
         is_simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
-        source = ast.unparse(self._inserted(statement, is_simple))
+        source = ast.unparse(self._insert_values(statement, is_simple))
         for name in stored_names:
             self.plan.values.pop(name, None)
         self.plan.meanings.update(meanings_of([statement]))
-        self._done.append(add_step(self.plan, "do", source))
+        self._step_numbers.append(add_step(self.plan, "do", source))
 
-    def _inserted(self, node: Any, simple: bool = True) -> Any:
+    def _insert_values(self, node: Any, simple: bool = True) -> Any:
         """Replaces known expressions by their values, and binds names in the sandbox that the program may change or keep."""
         node = (
             ast.parse(ast.unparse(node), mode="eval").body
@@ -109,7 +109,7 @@ class Reader:
             isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.plan.values for n in ast.walk(node)
         ):
             raise Unclear
-        inserter = _Inserted(self, local_names, simple)
+        inserter = _ValueInserter(self, local_names, simple)
         node = inserter.visit(node)
         for name in sorted(inserter.needed):
             self._bind_inside(name)
@@ -121,23 +121,23 @@ class Reader:
         if name not in self.plan.values:
             return
         known_value = self.plan.values.pop(name)
-        source = ast.unparse(written_out(known_value))
-        shared_ids = containers(known_value)
+        source = ast.unparse(to_expression(known_value))
+        shared_ids = mutable_ids(known_value)
         self.plan.meanings[name] = ""
-        self._done.append(add_step(self.plan, "do", f"{name} = {source}"))
+        self._step_numbers.append(add_step(self.plan, "do", f"{name} = {source}"))
         for alias, alias_value in list(self.plan.values.items()):
             if alias_value is known_value and shared_ids:
                 del self.plan.values[alias]
                 self.plan.meanings[alias] = ""
-                self._done.append(add_step(self.plan, "do", f"{alias} = {name}"))
-            elif shared_ids & containers(alias_value):
+                self._step_numbers.append(add_step(self.plan, "do", f"{alias} = {name}"))
+            elif shared_ids & mutable_ids(alias_value):
                 raise Unclear
 
     def _define(self, names: set[str]) -> None:
         """Defines functions and classes of the tests in the sandbox if they are used there."""
         for name in sorted(names & self.plan.definitions.keys()):
             definition = self.plan.definitions.pop(name)
-            self._do(definition)
+            self._add_statement(definition)
 
     def bind(self, statement: ast.Assign) -> bool:
         """Binds names to a value that is known outside the sandbox; returns False if it is not known."""
@@ -174,7 +174,7 @@ class Reader:
         }
         for statement in function.body:
             statement_copy = ast.parse(ast.unparse(statement)).body[0]
-            self._statement(ast.fix_missing_locations(Renamed(replacements).visit(statement_copy)))
+            self._statement(ast.fix_missing_locations(NameReplacer(replacements).visit(statement_copy)))
 
     def _statement(self, statement: ast.stmt) -> None:
         inner_nodes = list(ast.walk(statement))
@@ -191,7 +191,7 @@ class Reader:
             self.plan.meanings.update(meanings_of([statement]))
             module = statement.module if isinstance(statement, ast.ImportFrom) else statement.names[0].name
             if module not in _FRAMEWORKS:
-                self._do(statement)
+                self._add_statement(statement)
         elif isinstance(statement, ast.With) and self._expects_exception(statement):
             self._raises(statement)
         elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner_nodes):
@@ -206,11 +206,11 @@ class Reader:
         elif not (isinstance(statement, ast.Assign) and self.bind(statement)):
             if (
                 not isinstance(statement, _PLAIN_STATEMENTS)
-                or returns(statement)
-                or asserts([statement], self._functions)
+                or has_return(statement)
+                or has_assertion([statement], self._functions)
             ):
                 raise Unclear
-            self._do(statement)
+            self._add_statement(statement)
 
     def _asserting_call(self, call: ast.expr) -> bool:
         """Parses a call of a test's function that asserts something; returns False for other expressions.
@@ -218,7 +218,7 @@ class Reader:
         Raises:
             Unclear: Only the function itself can decide.
         """
-        if not isinstance(call, ast.Call) or not asserts([ast.Expr(call)], self._functions):
+        if not isinstance(call, ast.Call) or not has_assertion([ast.Expr(call)], self._functions):
             return False
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         simple_types = (ast.Name, ast.Constant, ast.Attribute)
@@ -254,10 +254,12 @@ class Reader:
             raise Unclear
         classes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else [call.args[0]]
         exception_names = [ast.unparse(node).rpartition(".")[2] for node in classes]
-        source = "\n".join(ast.unparse(self._inserted(inner_statement, False)) for inner_statement in statement.body)
+        source = "\n".join(
+            ast.unparse(self._insert_values(inner_statement, False)) for inner_statement in statement.body
+        )
         step_number = add_step(self.plan, "raises", source)
         pattern = str(match_values[0]) if match_values else None
-        self.plan.claims.append(lambda answers: outside.raised(answers, step_number, exception_names, pattern))
+        self.plan.claims.append(lambda answers: outside.has_raised(answers, step_number, exception_names, pattern))
         self.judged += 1
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
@@ -335,7 +337,7 @@ class Reader:
         """Returns a function that computes an expression. Parts that depend only on known values are computed outside
         the sandbox.
         """
-        is_literal, value = literal(node)
+        is_literal, value = parse_literal(node)
         if is_literal:
             return lambda answers: value
         if self._is_leaf(node):
@@ -343,17 +345,17 @@ class Reader:
         match node:
             case ast.BoolOp():
                 part_terms = [self._term(part_node) for part_node in node.values]
-                return outside.either(part_terms, stops=isinstance(node.op, ast.Or))
+                return outside.evaluate_bool_op(part_terms, stops=isinstance(node.op, ast.Or))
             case ast.UnaryOp():
                 sign, operand = outside.SIGNS[type(node.op)], self._term(node.operand)
                 return lambda answers: sign(operand(answers))
             case ast.Compare():
-                return outside.compared(
+                return outside.compare_chain(
                     [self._term(n) for n in (node.left, *node.comparators)], [type(operator) for operator in node.ops]
                 )
             case ast.BinOp():
                 operator_type, left_term, right_term = type(node.op), self._term(node.left), self._term(node.right)
-                return lambda answers: outside.computed(operator_type, left_term(answers), right_term(answers))
+                return lambda answers: outside.compute(operator_type, left_term(answers), right_term(answers))
             case ast.List() | ast.Tuple() | ast.Set():
                 container_type = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
                 element_terms = [self._term(element) for element in node.elts]
@@ -393,7 +395,7 @@ class Reader:
                     str(keyword.arg): self._key(keyword.value) if keyword.arg == "key" else self._term(keyword.value)
                     for keyword in node.keywords
                 }
-                return lambda answers: outside.called(
+                return lambda answers: outside.call_function(
                     function,
                     [argument_term(answers) for argument_term in arguments],
                     {n: keyword_term(answers) for n, keyword_term in keywords.items()},
@@ -411,7 +413,7 @@ class Reader:
         if self._trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
         self._leaves += 1
-        source = ast.unparse(self._inserted(node))
+        source = ast.unparse(self._insert_values(node))
         for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
             self.plan.values.pop(name, None)
         step_number = add_step(self.plan, "value", source)
@@ -473,7 +475,7 @@ class Reader:
 
     def _is_leaf(self, node: ast.expr) -> bool:
         """Returns whether a complete expression is computed in the sandbox."""
-        if literal(node)[0]:
+        if parse_literal(node)[0]:
             return False
         match node:
             case ast.BoolOp() | ast.Compare() | ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
@@ -515,7 +517,7 @@ class Reader:
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
         container_type: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
-        outer_bindings, plan_before = dict(self._bound), (self.plan.copy(), list(self._done))
+        outer_bindings, plan_before = dict(self._bound), (self.plan.copy(), list(self._step_numbers))
         try:
             if any(generator.is_async for generator in node.generators):
                 raise Unclear
@@ -523,7 +525,7 @@ class Reader:
         except Unclear:
             if isinstance(node, ast.GeneratorExp) or outer_bindings:
                 raise
-            self.plan, self._done = plan_before
+            self.plan, self._step_numbers = plan_before
             return self._leaf(node)  # a list can be returned as it is
         finally:
             self._bound = outer_bindings
@@ -544,7 +546,7 @@ class Reader:
                 self._rounds += 1
                 if self._rounds > MOST_ROUNDS:
                     raise Unclear
-                renamer = Renamed(assigned(first_generator.target, value))
+                renamer = NameReplacer(assign_expressions(first_generator.target, value))
                 condition_terms = [self._term(renamer.visit(expression(test))) for test in first_generator.ifs]
                 inner_generators = [ast.comprehension(g.target, renamer.visit(expression(g.iter)),
                          [renamer.visit(expression(test)) for test in g.ifs], 0) for g in other_generators]  # fmt: skip
@@ -558,7 +560,7 @@ class Reader:
                 for element_value in part(answers)
             ]
         iterable_term = self._term(first_generator.iter)
-        cells: dict[str, list[Any]] = {name: [None] for name in assigned(first_generator.target, None)}
+        cells: dict[str, list[Any]] = {name: [None] for name in assign_expressions(first_generator.target, None)}
         self._bound |= cells
         condition_terms = [self._term(test) for test in first_generator.ifs]
         body = self._rounds_of(other_generators, element)
@@ -604,7 +606,7 @@ class Reader:
         return ""
 
 
-class _Inserted(ast.NodeTransformer):
+class _ValueInserter(ast.NodeTransformer):
     """Transformer that inserts the tests' values into an expression for the sandbox, and only those that it needs.
 
     Attributes:
@@ -628,10 +630,10 @@ class _Inserted(ast.NodeTransformer):
             known_value = self._reader.plan.values[node.id]
             if may_be_replaced and isinstance(known_value, _CONSTANT):
                 with contextlib.suppress(Unclear):
-                    return written_out(known_value)
+                    return to_expression(known_value)
             self.needed.add(node.id)
             return node
         if may_be_replaced and not isinstance(node, ast.Starred):
             with contextlib.suppress(Unclear):
-                return written_out(self._reader.constant_value(node))
+                return to_expression(self._reader.constant_value(node))
         return self.generic_visit(node)

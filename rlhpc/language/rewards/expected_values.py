@@ -228,7 +228,7 @@ def value_of(answers: Sequence[Answer], number: int) -> Any:
     return decode(answers[number]["value"])
 
 
-def raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
+def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
     """Returns whether statements ended with one of the exceptions. A name missing in the program is not its error."""
     error_text, classes = value_of(answers, number)
     if "NameError" in classes and "NameError" not in names:
@@ -252,11 +252,11 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def after(done: Sequence[int], claim: Term) -> Term:
+def require_steps(done: Sequence[int], claim: Term) -> Term:
     return lambda answers: all("passed" in answers[step_number] for step_number in done) and claim(answers)
 
 
-def either(parts: Sequence[Term], *, stops: bool) -> Term:
+def evaluate_bool_op(parts: Sequence[Term], *, stops: bool) -> Term:
     """Returns `or` of terms if `stops` is true, else `and`."""
 
     def value(answers: Sequence[Answer]) -> Any:
@@ -270,7 +270,7 @@ def either(parts: Sequence[Term], *, stops: bool) -> Term:
     return value
 
 
-def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
+def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
     def value(answers: Sequence[Answer]) -> bool:
         left_value = terms[0](answers)
         for operator_type, term in zip(kinds, terms[1:], strict=True):
@@ -283,7 +283,7 @@ def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
     return value
 
 
-def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
+def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
     """Computes arithmetic on numbers, and harmless operations on sequences; bounded, since a program chose the operands."""
     number_types: Any = (int, float, complex, Fraction, Decimal)
     if isinstance(first, number_types) and isinstance(second, number_types):
@@ -305,7 +305,7 @@ def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
     raise TypeError("no arithmetic of these")
 
 
-def called(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+def call_function(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     if function is type and len(arguments) != 1:
         raise TypeError("type() of one value")
     return function(*arguments, **keywords)

@@ -12,7 +12,7 @@ from rlhpc.language.rewards import problem_formats
 from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, calls, has_check, meanings_of
 from rlhpc.language.rewards.code_tests import Reader
 from rlhpc.language.rewards.expected_values import Term
-from rlhpc.language.rewards.python_expressions import Unclear, always_true, asserts, written_out
+from rlhpc.language.rewards.python_expressions import Unclear, has_assertion, is_always_true, to_expression
 
 _PREPARATION = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Pass)
 
@@ -41,7 +41,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
             claim = _equal(add_step(plan, "value", str(test["call"])), test["output"])
-            plan.claims.append(outside.after(plan.prepared, claim) if plan.prepared else claim)
+            plan.claims.append(outside.require_steps(plan.prepared, claim) if plan.prepared else claim)
             num_judged += 1
             continue
         body = problem_formats.parse_test(test)
@@ -89,14 +89,14 @@ def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
             lines.append(ast.unparse(statement))
             used_names |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
             for name in used_names & plan.values.keys():  # needed by later statements of the setup
-                lines.insert(len(lines) - 1, f"{name} = {ast.unparse(written_out(plan.values.pop(name)))}")
+                lines.insert(len(lines) - 1, f"{name} = {ast.unparse(to_expression(plan.values.pop(name)))}")
     plan.setup = "\n".join(lines)
     return plan
 
 
 def _refuse_constant(body: Sequence[ast.stmt], number: int) -> None:
     for node in (n for statement in body for n in ast.walk(statement)):
-        if isinstance(node, ast.Assert) and always_true(node.test):
+        if isinstance(node, ast.Assert) and is_always_true(node.test):
             raise ValueError(
                 f"test {number} has an assertion that is always true, {ast.unparse(node)[:60]}: write assert CONDITION"
             )
@@ -135,11 +135,11 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
         for source_statement in tree.body
         if isinstance(source_statement, ast.FunctionDef)
     }
-    if not (asserts(tree.body, functions_by_name) or classes):
+    if not (has_assertion(tree.body, functions_by_name) or classes):
         return 0
     mentioned_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     value_statements = [
-        f"{name} = {ast.unparse(written_out(known_value))}"
+        f"{name} = {ast.unparse(to_expression(known_value))}"
         for name, known_value in plan.values.items()
         if name in mentioned_names and _has_notation(known_value)
     ]
@@ -158,7 +158,7 @@ def _prepares(statement: ast.stmt) -> bool:
 
 def _has_notation(value: Any) -> bool:
     try:
-        written_out(value)
+        to_expression(value)
     except Unclear:
         return False
     return True

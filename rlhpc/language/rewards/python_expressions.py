@@ -14,7 +14,7 @@ class Unclear(Exception):
     """Error of a test, or a part of one, that cannot be decided outside the sandbox."""
 
 
-class Renamed(ast.NodeTransformer):
+class NameReplacer(ast.NodeTransformer):
     """Transformer that replaces names by expressions."""
 
     def __init__(self, names: Mapping[str, ast.expr]) -> None:
@@ -29,21 +29,21 @@ class Renamed(ast.NodeTransformer):
         return ast.Name(replacement.id, node.ctx) if isinstance(replacement, ast.Name) else replacement
 
 
-def literal(node: ast.expr) -> tuple[bool, Any]:
+def parse_literal(node: ast.expr) -> tuple[bool, Any]:
     try:
         return True, ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False, None
 
 
-def always_true(test: ast.expr) -> bool:
+def is_always_true(test: ast.expr) -> bool:
     """Returns whether an assertion always holds, such as the assertion of a tuple of condition and message."""
     if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
         return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
     return isinstance(test, (ast.GeneratorExp, ast.Lambda))
 
 
-def returns(statement: ast.stmt) -> bool:
+def has_return(statement: ast.stmt) -> bool:
     """Returns whether a statement contains a `return`, `yield`, `await` or scope declaration of the enclosing function."""
     nested_ids = {
         id(n)
@@ -73,7 +73,7 @@ def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
     return list(container)
 
 
-def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
+def assign_expressions(target: ast.expr, value: Any) -> dict[str, ast.expr]:
     """Returns the value, as an expression, of each name in a loop's target."""
     target_names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     if not all(isinstance(name, ast.Name) for name in target_names):
@@ -87,7 +87,7 @@ def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
     if len(element_values) != len(target_names):
         raise Unclear
     return {
-        name.id: written_out(element_value)
+        name.id: to_expression(element_value)
         for name, element_value in zip(target_names, element_values, strict=True)
         if isinstance(name, ast.Name)
     }
@@ -97,17 +97,17 @@ def expression(node: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(node), mode="eval").body
 
 
-def written_out(value: Any) -> ast.expr:
+def to_expression(value: Any) -> ast.expr:
     try:
         expression_node = ast.parse(repr(value), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Unclear from None
-    if not literal(expression_node)[0]:
+    if not parse_literal(expression_node)[0]:
         raise Unclear  # inf, or a value without a literal
     return expression_node
 
 
-def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
+def has_assertion(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
     """Returns whether statements assert anything when they run, including functions that they call."""
     pending_nodes, entered_functions = list[ast.AST](body), set[str]()
     while pending_nodes:
@@ -144,10 +144,10 @@ def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def containers(value: Any) -> set[int]:
+def mutable_ids(value: Any) -> set[int]:
     """Returns the identities of all mutable parts of a value."""
     if isinstance(value, (list, set)):
-        return {id(value)}.union(*(containers(element) for element in value))
+        return {id(value)}.union(*(mutable_ids(element) for element in value))
     if isinstance(value, dict):
-        return {id(value)}.union(*(containers(element) for element in value.values()))
-    return set().union(*(containers(element) for element in value)) if isinstance(value, tuple) else set()
+        return {id(value)}.union(*(mutable_ids(element) for element in value.values()))
+    return set().union(*(mutable_ids(element) for element in value)) if isinstance(value, tuple) else set()

@@ -19,7 +19,7 @@ _MAX_REWARDS = 10_000
 
 
 @dataclass
-class _Awaited:
+class _DelayedRewards:
     """Episode with delayed rewards: its completions without a reward, the sum of the received rewards, and the
     callback.
     """
@@ -48,27 +48,27 @@ class Feedback:
     def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
         self.key = f"rf-{secrets.token_urlsafe(24)}"
         self._turns = turns
-        self._awaited: dict[str, _Awaited] = {}
+        self._awaited: dict[str, _DelayedRewards] = {}
         self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
 
-    def expect(self, turns: Mapping[str, AgentTurn], patience_s: float, done: Callable[[float | None], None]) -> None:
+    def expect(self, turns: Mapping[str, AgentTurn], timeout_s: float, done: Callable[[float | None], None]) -> None:
         """Registers the turns with delayed rewards of an episode that has ended.
 
         Args:
             turns: Turns to be rewarded, by the ids of their completions.
-            patience_s: Time limit of the last reward, in seconds.
+            timeout_s: Time limit of the last reward, in seconds.
             done: Callback with the sum of the rewards; with None if some did not arrive in time.
         """
         loop = asyncio.get_running_loop()
-        delayed_episode = _Awaited({}, 0.0, done)
-        delayed_episode.timer = loop.call_later(patience_s, self._over, delayed_episode)
+        delayed_episode = _DelayedRewards({}, 0.0, done)
+        delayed_episode.timer = loop.call_later(timeout_s, self._on_timeout, delayed_episode)
         for name, turn in turns.items():
             if turn.feedback is None:
                 delayed_episode.pending[name] = turn
                 self._awaited.update(dict.fromkeys(turn.names, delayed_episode))
             else:  # it came before the agent was done
                 delayed_episode.total += turn.feedback
-        self._look(delayed_episode)
+        self._finish_if_complete(delayed_episode)
 
     def check(self, key: str) -> None:
         """Checks the scorer's key.
@@ -120,14 +120,14 @@ class Feedback:
             }
             for completion_id in turn.names:
                 self._awaited.pop(completion_id, None)
-            self._look(delayed_episode)
+            self._finish_if_complete(delayed_episode)
 
-    def _look(self, awaited: _Awaited) -> None:
+    def _finish_if_complete(self, awaited: _DelayedRewards) -> None:
         if not awaited.pending:
             awaited.stop()
             awaited.done(awaited.total)
 
-    def _over(self, awaited: _Awaited) -> None:
+    def _on_timeout(self, awaited: _DelayedRewards) -> None:
         self._awaited = {
             name: delayed_episode for name, delayed_episode in self._awaited.items() if delayed_episode is not awaited
         }

@@ -36,18 +36,18 @@ def main() -> None:
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
     _raise_loopback()
     if spec["fixed"]:
-        _fix(spec["fixed"])
+        _make_read_only(spec["fixed"])
     _limit(spec)
     _drop_capabilities()
     if spec["socket"]:
-        _open_door(spec["socket"])
+        _start_relay(spec["socket"])
     try:
         os.execvp(command[0], command)
     except OSError as error:
         sys.exit(f"{command[0]}: {error.strerror}")
 
 
-def _open_door(path: str) -> None:
+def _start_relay(path: str) -> None:
     """Relays the port to the model's socket, in a child process."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,11 +57,11 @@ def _open_door(path: str) -> None:
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == pid:
-                _lead(listener, path)
+                _relay_connections(listener, path)
             os._exit(0)
 
 
-def _fix(folder: str) -> None:
+def _make_read_only(folder: str) -> None:
     """Makes a folder read-only for the sandbox. All folders above it become mounts, too, so that they cannot be
     renamed.
     """
@@ -118,9 +118,9 @@ def _raise_loopback() -> None:
             fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _UP))
 
 
-def _lead(door: socket.socket, path: str) -> None:
+def _relay_connections(listener: socket.socket, path: str) -> None:
     while True:
-        client_socket, _ = door.accept()
+        client_socket, _ = listener.accept()
         model_socket = socket.socket(socket.AF_UNIX)
         try:
             model_socket.connect(path)
@@ -128,17 +128,18 @@ def _lead(door: socket.socket, path: str) -> None:
             client_socket.close()
             continue
         for source, target in ((client_socket, model_socket), (model_socket, client_socket)):
-            threading.Thread(target=_pass, args=(source, target), daemon=True).start()
+            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
 
 
-def _pass(one: socket.socket, other: socket.socket) -> None:
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copies all data of a socket to another one."""
     try:
         while True:
-            chunk = one.recv(1 << 16)
+            chunk = source.recv(1 << 16)
             if not chunk:
                 break
-            other.sendall(chunk)
-        other.shutdown(socket.SHUT_WR)  # the other direction may go on
+            target.sendall(chunk)
+        target.shutdown(socket.SHUT_WR)  # the other direction may go on
     except OSError:
         pass
 

@@ -46,9 +46,9 @@ _shells: Any = _load_sibling("shell")
 #: Maximum number of bytes of an outcome, of a command's output, and of the retained end of other output.
 _OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
 #: Time limit for killed processes to disappear, in seconds.
-_GONE_S = 4.0
+_KILL_S = 4.0
 #: Seconds between two checks of an episode's resources, and the minimum of that as a multiple of a check's duration.
-_LOOK_S, _LOOK_SHARE = 0.25, 20.0
+_CHECK_S, _CHECK_SHARE = 0.25, 20.0
 #: Maximum number of processes of an episode in a sandbox, and seconds between two counts. Resource limits do not bind root.
 _PROCESSES, _COUNT_S = 512, 0.1
 #: Maximum number of threads of an episode in a sandbox, per allowed process.
@@ -91,17 +91,17 @@ def main() -> None:
     try:
         agent_function = _load_function(spec)
     except BaseException as error:
-        _say(replies, {"failed": f"{type(error).__name__}: {error}"})
+        _send(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
     _prctl(_SET_SUBREAPER, 1)
     _prctl(_SET_DUMPABLE, 0)  # an episode cannot reach its descriptors, by which outcomes go out
     import_child_pids = frozenset(_children(os.getpid()))  # by what was imported
-    _say(replies, {"ready": True})
+    _send(replies, {"ready": True})
     guards: dict[int, _Guard] = {}  # by the end of a pipe
     while True:
         for ready_fd in [commands] if lines.pending else _shells.readable([commands, *guards]):
             if ready_fd != commands:
-                _hear(ready_fd, guards, replies, import_child_pids)
+                _read_outcome(ready_fd, guards, replies, import_child_pids)
                 continue
             for command in lines.read():
                 if "kill" in command:
@@ -119,7 +119,7 @@ def main() -> None:
             if lines.at_end:
                 for guard in guards.values():
                     _signal(guard.pid, signal.SIGTERM)
-                _reap_for(_GONE_S)
+                _reap_for(_KILL_S)
                 return
 
 
@@ -145,7 +145,7 @@ def _load_function(spec: dict[str, Any]) -> Any:
     return target
 
 
-def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset[int]) -> None:
+def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset[int]) -> None:
     guard = guards[pipe]
     chunk = os.read(pipe, 1 << 16)
     guard.output.extend(chunk)
@@ -158,10 +158,10 @@ def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset
         outcome = json.loads(bytes(guard.output))
     except ValueError:
         outcome = {"error": "the process that watches over the episode was killed"}
-        _end_orphans(started.union(other_guard.pid for other_guard in guards.values()), _GONE_S)
+        _end_orphans(started.union(other_guard.pid for other_guard in guards.values()), _KILL_S)
     if guard.folder and os.path.lexists(guard.folder):
         _shells.remove_folder(guard.folder)
-    _say(replies, {"id": guard.number, "outcome": outcome})
+    _send(replies, {"id": guard.number, "outcome": outcome})
 
 
 def _end_orphans(children: frozenset[int], seconds: float) -> None:
@@ -174,7 +174,7 @@ def _end_orphans(children: frozenset[int], seconds: float) -> None:
         if not orphan_pids:
             return
         for orphan_pid in orphan_pids:
-            for pid in (orphan_pid, *_below(orphan_pid)):
+            for pid in (orphan_pid, *_descendants_of(orphan_pid)):
                 _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(orphan_pid, os.WNOHANG)
@@ -211,19 +211,19 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
     parent_pid = os.getppid()
     os.setsid()
     _prctl(_SET_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, _raise_ended)
+    signal.signal(signal.SIGTERM, _raise_terminated)
     _prctl(_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         return {}
     outcome: dict[str, Any] = {}
     folder = ticket["folder"]
     try:
-        outcome = _watched(ticket, run, spec, out)
+        outcome = _supervise(ticket, run, spec, out)
     except _Terminated:
         outcome = {"error": "the episode was ended from outside"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        num_remaining = _end_all(_GONE_S)
+        num_remaining = _end_all(_KILL_S)
         if folder:
             _shells.remove_folder(folder)
     if num_remaining:
@@ -231,7 +231,7 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
     return outcome
 
 
-def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
+def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
     result_pipe, output_pipe, printed_pipe = os.pipe(), os.pipe(), os.pipe()
     wakeup_pipe = os.pipe()
     for fd in wakeup_pipe:
@@ -262,30 +262,30 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
         if current_time >= next_process_count:
             max_processes = spec["sandbox"].get("processes", _PROCESSES)
-            descendants = _below(os.getpid())
+            descendants = _descendants_of(os.getpid())
             if len(descendants) > max_processes:
                 return {"error": f"it was ended: it had more than {max_processes} processes"}
             if sum(_stat_value(pid, _NUM_THREADS) for pid in descendants) > _THREADS * max_processes:
                 return {"error": f"it was ended: it had more than {_THREADS * max_processes} threads"}
-            next_process_count = time.monotonic() + max(_COUNT_S, _LOOK_SHARE * (time.monotonic() - current_time))
+            next_process_count = time.monotonic() + max(_COUNT_S, _CHECK_SHARE * (time.monotonic() - current_time))
         if current_time >= next_disk_check:
             check_start = time.monotonic()
-            excess_reason = _excess(spec["sandbox"], ticket["folder"])
+            excess_reason = _exceeded_limit(spec["sandbox"], ticket["folder"])
             if excess_reason:
                 return {"error": f"it was ended: {excess_reason}"}
             elapsed_s = time.monotonic() - check_start
-            next_disk_check = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * elapsed_s)
+            next_disk_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * elapsed_s)
         for fd in _shells.readable(
             [*open_fds, wakeup_pipe[0]], max(0.0, min(deadline, next_disk_check, next_process_count) - time.monotonic())
         ):
             if fd == wakeup_pipe[0]:
                 os.read(fd, 1 << 16)
-            elif not _take(fd, received_bytes[fd], limits.get(fd)):
+            elif not _read_limited(fd, received_bytes[fd], limits.get(fd)):
                 open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
     for fd in open_fds:  # output written before the end
-        while _shells.readable([fd], 0) and _take(fd, received_bytes[fd], limits.get(fd)):
+        while _shells.readable([fd], 0) and _read_limited(fd, received_bytes[fd], limits.get(fd)):
             if len(received_bytes[fd]) >= (limits.get(fd) or _TAIL):
                 break
     if len(received_bytes[result_pipe[0]]) >= _OUTCOME and b"\n" not in received_bytes[result_pipe[0]]:
@@ -305,14 +305,14 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
         return {"error": f"its process ended with {exit_text}" + (f"; it said: {tail[-500:]}" if tail else "")}
 
 
-def _take(fd: int, into: bytearray, limit: int | None) -> bool:
+def _read_limited(fd: int, buffer: bytearray, limit: int | None) -> bool:
     """Reads available data. Data beyond `limit` bytes is dropped; without a limit only the end is retained."""
     chunk = os.read(fd, 1 << 16)
     if limit is None:
-        into += chunk
-        del into[:-_TAIL]
+        buffer += chunk
+        del buffer[:-_TAIL]
     else:
-        into += chunk[: max(0, limit - len(into))]
+        buffer += chunk[: max(0, limit - len(buffer))]
     return bool(chunk)
 
 
@@ -346,7 +346,7 @@ def _end_all(seconds: float) -> int:
     deadline = time.monotonic() + seconds
     while True:
         _reap(0)
-        descendants = _below(os.getpid())
+        descendants = _descendants_of(os.getpid())
         if not descendants or time.monotonic() > deadline:
             return len(descendants)
         for pid in descendants:
@@ -354,7 +354,7 @@ def _end_all(seconds: float) -> int:
         time.sleep(0.002)
 
 
-def _below(pid: int) -> list[int]:
+def _descendants_of(pid: int) -> list[int]:
     """Returns all descendants of a process. Linux makes an orphan a child of the nearest guard above it."""
     descendants: list[int] = []
     pending_pids, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
@@ -389,17 +389,17 @@ def _map_by_parent() -> dict[int, list[int]]:
 # -- resources of an episode ------------------------------------------------------------------------------------------
 
 
-def _excess(confinement: dict[str, Any], folder: str) -> str:
+def _exceeded_limit(confinement: dict[str, Any], folder: str) -> str:
     """Returns a message about the limit that the processes below this one exceed; "" if none."""
-    descendants = _below(os.getpid())
+    descendants = _descendants_of(os.getpid())
     memory_bytes = sum(_stat_value(pid, _RSS_PAGES) for pid in descendants) * _PAGE
-    on_disk, in_memory = _nameless_files(descendants, folder)
+    on_disk, in_memory = _unlinked_files(descendants, folder)
     in_memory += _segments(descendants)
     limit_mb = confinement.get("memory_mb") or (memory_bytes + in_memory)
-    if (memory_bytes + in_memory) >> 20 > limit_mb and (_unshared(descendants) + in_memory) >> 20 > limit_mb:
+    if (memory_bytes + in_memory) >> 20 > limit_mb and (_proportional_memory(descendants) + in_memory) >> 20 > limit_mb:
         return f"its processes used more memory than agent.memory_mb ({limit_mb} MB)"
     limit_mb = confinement.get("disk_mb") or 0
-    if limit_mb and (on_disk + _size(folder, limit_mb << 20)) >> 20 >= limit_mb:
+    if limit_mb and (on_disk + _folder_size(folder, limit_mb << 20)) >> 20 >= limit_mb:
         return f"its folder and its /tmp were larger than agent.disk_mb ({limit_mb} MB)"
     return ""
 
@@ -417,7 +417,7 @@ def _stat_value(pid: int, index: int) -> int:
         return 0
 
 
-def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
+def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
     """Returns the sizes in bytes of open files without a name: on the disk of the folder, and elsewhere, such as in
     memory.
     """
@@ -442,7 +442,7 @@ def _segments(pids: list[int]) -> int:
     spaces: dict[str, int] = {}
     for pid in pids:
         spaces.setdefault(_namespace(pid, "ipc"), pid)
-    return sum(_segments_beside(pid) for space, pid in spaces.items() if space not in ("", _namespace("self", "ipc")))
+    return sum(_read_segments(pid) for space, pid in spaces.items() if space not in ("", _namespace("self", "ipc")))
 
 
 def _namespace(pid: Any, kind: str) -> str:
@@ -452,7 +452,7 @@ def _namespace(pid: Any, kind: str) -> str:
         return ""
 
 
-def _segments_beside(pid: int) -> int:
+def _read_segments(pid: int) -> int:
     """Returns the bytes of segments in the namespace of another process. A child reads them there, because /proc shows
     only the reader's namespace.
     """
@@ -481,7 +481,7 @@ def _segments_beside(pid: int) -> int:
             os.waitpid(child, 0)
 
 
-def _unshared(pids: list[int]) -> int:
+def _proportional_memory(pids: list[int]) -> int:
     """Returns the memory of processes in bytes. Shared pages are divided among their users, except for a process that
     hides this division: all its pages are counted.
     """
@@ -496,7 +496,7 @@ def _unshared(pids: list[int]) -> int:
     return num_bytes
 
 
-def _size(folder: str, limit: int) -> int:
+def _folder_size(folder: str, limit: int) -> int:
     """Returns the size of a folder in bytes, at least 1 KiB for each name in it; stops counting at `limit`."""
     num_bytes, pending_folders, inodes = 0, [folder], set()
     while pending_folders and num_bytes < limit:
@@ -594,7 +594,7 @@ class _Lines:
         return None
 
 
-def _say(fd: int, message: dict[str, Any]) -> None:
+def _send(fd: int, message: dict[str, Any]) -> None:
     _write(fd, json.dumps(message).encode() + b"\n")
 
 
@@ -609,7 +609,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _raise_ended(*_: Any) -> NoReturn:
+def _raise_terminated(*_: Any) -> NoReturn:
     raise _Terminated
 
 

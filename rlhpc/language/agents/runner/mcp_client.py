@@ -34,7 +34,7 @@ class ToolFailed(Exception):
     """Failed tool call: the server refused it, or the tool reported an error."""
 
 
-class _Command:
+class _CommandTransport:
     """Connection to a server in a child process, with one line per message."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -44,15 +44,15 @@ class _Command:
         os.set_blocking(self._stdin, False)
         self._buffer = bytearray()
 
-    def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
-        self.say(message, timeout_s)
+        self.send(message, timeout_s)
         while True:
             reply = _message(self._line(deadline))
-            if _answers(reply, message):
+            if _is_reply_to(reply, message):
                 return reply
             if "id" in reply and "method" in reply:  # it wants something of its client
-                self.say(_reply(reply))
+                self.send(_reply(reply))
 
     def _line(self, deadline: float) -> bytes:
         """Reads a line; a line that is too long is cut.
@@ -75,7 +75,7 @@ class _Command:
         del self._buffer[: line_end + 1]
         return line
 
-    def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
+    def send(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
         deadline, unwritten_bytes = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
         while unwritten_bytes:
             if not _is_ready(self._stdin, select.POLLOUT, deadline):
@@ -89,7 +89,7 @@ class _Command:
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
 
-    def agreed(self, version: str) -> None:
+    def set_version(self, version: str) -> None:
         """Ignores the protocol version that the server has chosen: messages over pipes do not repeat it."""
 
 
@@ -102,7 +102,7 @@ def _message(data: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def _answers(reply: dict[str, Any], message: dict[str, Any]) -> bool:
+def _is_reply_to(reply: dict[str, Any], message: dict[str, Any]) -> bool:
     return reply.get("id") == message["id"] and "method" not in reply
 
 
@@ -114,14 +114,14 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     return {**reply, "error": {"code": -32601, "message": "this client cannot do that"}}
 
 
-class _Web:
+class _HttpTransport:
     """Connection to a server at a URL (streamable HTTP)."""
 
     def __init__(self, url: str) -> None:
         self._url = urllib.parse.urlsplit(url)
         self._headers: dict[str, str] = {}
 
-    def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         with contextlib.closing(self._connection(timeout_s)) as connection:
             response = self._post(connection, message)
@@ -131,12 +131,12 @@ class _Web:
                 self._headers["Mcp-Session-Id"] = response.headers["Mcp-Session-Id"]
             if response.headers.get("Content-Type", "").startswith("text/event-stream"):
                 for reply in _events(response, deadline):
-                    if _answers(reply, message):
+                    if _is_reply_to(reply, message):
                         return reply
                 raise ConnectionError(f"{self._address()} ended its answer before it had given it")
             return _message(response.read(_MAX_BYTES))
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.closing(self._connection(_ANSWER_S)) as connection:
             self._post(connection, message).read(_MAX_BYTES)
 
@@ -147,7 +147,7 @@ class _Web:
                 connection.request("DELETE", self._target(), headers=self._headers)
                 connection.getresponse().read(_MAX_BYTES)
 
-    def agreed(self, version: str) -> None:
+    def set_version(self, version: str) -> None:
         """Adds the protocol version that the server has chosen to all later requests."""
         self._headers["MCP-Protocol-Version"] = version
 
@@ -183,7 +183,7 @@ def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dic
             raise TimeoutError
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
+def _message_part(part: dict[str, Any]) -> dict[str, Any]:
     if part.get("type") != "image":
         return {"type": "text", "text": part.get("text", f"[{part.get('type')}]")}
     url = f"data:{part.get('mimeType', 'image/png')};base64,{part['data']}"
@@ -201,18 +201,18 @@ class ToolServer:
 
     def __init__(self, command: Sequence[str] = (), url: str | None = None, reads_images: bool = False) -> None:
         self._reads_images = reads_images
-        self._wire: Any = _Web(url) if url else _Command(command)
+        self._transport: Any = _HttpTransport(url) if url else _CommandTransport(command)
         self._number = 0
 
     def __enter__(self) -> ToolServer:
         client_info = {"name": "rlhpc", "version": "1"}
         session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
-        self._wire.agreed(str(session.get("protocolVersion", _VERSION)))
-        self._wire.say({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        self._transport.set_version(str(session.get("protocolVersion", _VERSION)))
+        self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._wire.close()
+        self._transport.close()
 
     def tools(self) -> list[dict[str, Any]]:
         """Returns its tools, in OpenAI's format."""
@@ -244,7 +244,7 @@ class ToolServer:
         if tool_result.get("isError"):
             raise ToolFailed(output_text)
         if self._reads_images and any(content_part.get("type") == "image" for content_part in content):
-            return [_part(content_part) for content_part in content]
+            return [_message_part(content_part) for content_part in content]
         return output_text
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ToolServer:
         if method == "tools/call":
             timeout_s = _TOOL_S
         try:
-            reply = self._wire.ask(message, timeout_s)
+            reply = self._transport.exchange(message, timeout_s)
         except _TIMEOUTS:
             reason = f"no answer within {timeout_s:g} s"
             raise (ToolFailed if method == "tools/call" else ConnectionError)(f"{method}: {reason}") from None

@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.language.envs import games as kuhn
 from rlhpc.language.envs.base import step_of
-from rlhpc.language.envs.games import Guess, judged
+from rlhpc.language.envs.games import Guess, score_guess
 from tests.unit.language.envs.playing import begun, said
 
 
@@ -27,7 +27,12 @@ def test_halving_finds_what_the_best_player_finds(high: int, turns: int) -> None
 
 
 def test_hints_of_mastermind() -> None:
-    assert [judged(guess, "AABC") for guess in ("AABC", "BAAC", "CCCC", "DDDA")] == [(4, 0), (2, 2), (1, 0), (0, 1)]
+    assert [score_guess(guess, "AABC") for guess in ("AABC", "BAAC", "CCCC", "DDDA")] == [
+        (4, 0),
+        (2, 2),
+        (1, 0),
+        (0, 1),
+    ]
 
 
 def test_kuhn_poker_is_worth_what_is_known() -> None:

@@ -66,7 +66,7 @@ def test_a_test_that_cannot_be_split_runs_in_the_sandbox(test: str) -> None:
 
 
 def test_a_test_of_nothing_is_refused() -> None:
-    for test, message in (("x = 1", "tests nothing"), ("assert (f(1) == 2, 'no')", "always true"),
+    for test, message in (("x = 1", "test nothing"), ("assert (f(1) == 2, 'no')", "always true"),
                           ("def test_a():\n    pass", "asserts nothing")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             read_tests([test], {})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.rewards import expected_values
-from rlhpc.language.rewards.expected_values import Approximation, decode, holds, raised, value_of
+from rlhpc.language.rewards.expected_values import Approximation, decode, has_raised, holds, value_of
 
 ONE = {"i": "0x1"}
 
@@ -119,7 +119,7 @@ def test_a_claim_that_cannot_be_evaluated_does_not_hold() -> None:
 )
 def test_exceptions_of_a_program(classes: list[str], names: list[str], pattern: str | None, result: bool) -> None:
     answer = {"value": {"t": ["ValueError: negative", {"l": list(classes)}]}}
-    assert raised([answer], 0, names, pattern) == result
+    assert has_raised([answer], 0, names, pattern) == result
 
 
 def test_computations_outside_are_bounded() -> None:

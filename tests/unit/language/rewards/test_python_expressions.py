@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.rewards import python_expressions as expressions
-from rlhpc.language.rewards.python_expressions import MOST_ROUNDS, Renamed, Unclear
+from rlhpc.language.rewards.python_expressions import MOST_ROUNDS, NameReplacer, Unclear
 
 
 def expression(text: str) -> ast.expr:
@@ -29,7 +29,7 @@ def target(text: str) -> ast.expr:
 
 
 def test_names_are_replaced_by_expressions() -> None:
-    renamed = Renamed({"a": expression("[1, 2]"), "b": expression("c")})
+    renamed = NameReplacer({"a": expression("[1, 2]"), "b": expression("c")})
     assert ast.unparse(renamed.visit(expression("f(a, b, d)"))) == "f([1, 2], c, d)"
     assert ast.unparse(renamed.visit(body("b = 1")[0])) == "c = 1"
     with pytest.raises(Unclear):
@@ -38,7 +38,7 @@ def test_names_are_replaced_by_expressions() -> None:
 
 @pytest.mark.parametrize(("text", "result"), [("[1, (2, 'x')]", (True, [1, (2, "x")])), ("f(1)", (False, None))])
 def test_literals(text: str, result: tuple[bool, Any]) -> None:
-    assert expressions.literal(expression(text)) == result
+    assert expressions.parse_literal(expression(text)) == result
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_literals(text: str, result: tuple[bool, Any]) -> None:
      ("lambda: x", True), ("x == 1", False)],
 )  # fmt: skip
 def test_assertions_that_hold_whatever_the_program_does(text: str, holds: bool) -> None:
-    assert expressions.always_true(expression(text)) == holds
+    assert expressions.is_always_true(expression(text)) == holds
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_assertions_that_hold_whatever_the_program_does(text: str, holds: bool) 
      ("global x", True), ("x = 1", False)],
 )  # fmt: skip
 def test_returns_of_the_function_around_a_statement(text: str, result: bool) -> None:
-    assert expressions.returns(ast.parse(text).body[0]) == result
+    assert expressions.has_return(ast.parse(text).body[0]) == result
 
 
 def test_items_of_a_loop_are_bounded() -> None:
@@ -68,12 +68,12 @@ def test_items_of_a_loop_are_bounded() -> None:
 
 
 def test_each_name_of_a_loops_target_gets_its_value() -> None:
-    named = expressions.assigned(target("a, b"), (1, [2]))
+    named = expressions.assign_expressions(target("a, b"), (1, [2]))
     assert {name: ast.unparse(value) for name, value in named.items()} == {"a": "1", "b": "[2]"}
-    assert ast.unparse(expressions.assigned(target("a"), (1, 2))["a"]) == "(1, 2)"
+    assert ast.unparse(expressions.assign_expressions(target("a"), (1, 2))["a"]) == "(1, 2)"
     for text, value in (("a, b", (1, 2, 3)), ("a, b", 7), ("a[0]", 1), ("a", float("inf")), ("a", object())):
         with pytest.raises(Unclear):
-            expressions.assigned(target(text), value)
+            expressions.assign_expressions(target(text), value)
 
 
 def test_values_are_bound_to_nested_targets() -> None:
@@ -102,7 +102,7 @@ def test_statements_that_assert_something(text: str, result: bool) -> None:
         for node in body("def check(c):\n    assert c(1)\n    check(c)\ndef idle(c):\n    c(1)")
         if isinstance(node, ast.FunctionDef)
     }
-    assert expressions.asserts(body(text), functions) == result
+    assert expressions.has_assertion(body(text), functions) == result
 
 
 def test_a_copy_of_an_expression_is_equal_and_another_object() -> None:
@@ -114,5 +114,5 @@ def test_a_copy_of_an_expression_is_equal_and_another_object() -> None:
 def test_the_mutable_parts_of_a_value() -> None:
     inner: list[int] = []
     value = {"a": (inner, {1}), "b": 2}
-    assert expressions.containers(value) == {id(value), id(inner), id(value["a"][1])}  # type: ignore[index]
-    assert expressions.containers((1, "x")) == set()
+    assert expressions.mutable_ids(value) == {id(value), id(inner), id(value["a"][1])}  # type: ignore[index]
+    assert expressions.mutable_ids((1, "x")) == set()
