@@ -259,7 +259,9 @@ def ending_of(sweep: Sweep) -> list[str]:
         (run.point.name, state) for run, state in zip(sweep.runs, run_states, strict=True) if state.state != "finished"
     ]
     lines = [f"{sweep.name}: {len(run_states) - len(failed_runs)} of {len(run_states)} runs finished"]
-    lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in failed_runs[:10]]
+    lines += [
+        f"  {name}: {state.state}{f', {state.reason}' if state.reason else ''}" for name, state in failed_runs[:10]
+    ]
     lines += [f"  and {len(failed_runs) - 10} more"] if len(failed_runs) > 10 else []
     if sweep.paths.is_there:
         from rlhpc.runs.sweep_page import rank_sweep, render_ranking

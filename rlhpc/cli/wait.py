@@ -6,7 +6,7 @@ import sys
 
 from rlhpc.cli.train import tell
 from rlhpc.jobs.wait_client import Wait, hand_over
-from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
+from rlhpc.jobs.waiter import WaitInterrupted, interruption_text, say
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.standard_streams import standard_streams
 
@@ -18,7 +18,7 @@ def _wait(wait: Wait, *, alone: bool) -> int:
             hand_over(wait)
         wait_result = waiter.wait()
     except KeyboardInterrupt:
-        raise WaitInterrupted(goes_on(waiter.files, waiter.record)) from None
+        raise WaitInterrupted(interruption_text(waiter.files, waiter.record)) from None
     tell(waiter.answer(wait_result), answers=wait.answers)
     return 0
 

@@ -9,7 +9,7 @@ import time
 
 from rlhpc.jobs.elastic.records import end_helpers
 from rlhpc.jobs.job_record import end_process, find_job, job_words, probe_for, segment_job_name
-from rlhpc.jobs.paths import RunPaths, segment_name
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.slurm import is_job_named, scancel
@@ -55,7 +55,8 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     """
     require_own(paths)
     sentences = []
-    for files in _segments_of(paths) if segment is None else [SegmentJournal(paths, segment)]:
+    for number in paths.submitted() if segment is None else [segment]:
+        files = SegmentJournal(paths, number)
         if files.marker.exists() and _ends_by_itself(files):
             continue
         record = find_job(files)
@@ -81,12 +82,6 @@ def _ends_by_itself(files: SegmentJournal) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _segments_of(paths: RunPaths) -> list[SegmentJournal]:
-    names = [p.name.removeprefix(segment_name("")) for p in paths.submit.glob(f"{segment_name('*')}.json")]
-    segments = sorted({int(segment) for name in names if (segment := name.partition(".")[0]).isdigit()})
-    return [SegmentJournal(paths, segment) for segment in segments]
 
 
 def _end_waiting(files: SegmentJournal) -> bool:

@@ -58,22 +58,16 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
     if content is None:
         return
     job = str(content.get("job") or "")
-    if job and job == os.environ.get("SLURM_JOB_ID") and _is_elsewhere(content):
-        return  # an earlier start of this job
+    process = ProcessId.from_json(content.get("process"))
+    if process is None or (job and job == os.environ.get("SLURM_JOB_ID") and process.alive() is None):
+        return  # the latter is an earlier start of this job
     if not is_held(paths.driver_record, content, lambda: _is_running(job)):
         return
-    process = ProcessId.from_json(content["process"])
-    assert process is not None
     holder_text = f"process {process.pid} on {process.host.split('/')[0]}"
     raise UserError(
         f"{paths.root} is being trained by {f'Slurm job {job} ({holder_text})' if job else holder_text}: one run, one driver. "
-        f"Wait for it, end it ({_ending(paths, content)}), or give this one a name of its own (runner.name=…)"
+        f"Wait for it, end it ({_end_command(paths, job)}), or give this one a name of its own (runner.name=…)"
     )
-
-
-def _is_elsewhere(content: dict[str, Any]) -> bool:
-    process = ProcessId.from_json(content.get("process"))
-    return process is not None and process.alive() is None
 
 
 def _is_running(job: str) -> bool | None:
@@ -81,21 +75,14 @@ def _is_running(job: str) -> bool | None:
     if not job:
         return None
     report = SlurmProbe().query_one(job)
-    if report.state is JobState.UNKNOWN:
-        return False if report.conclusive else None
-    return not report.state.is_terminal
+    return False if report.is_over else None if report.state is JobState.UNKNOWN else True
 
 
-def _ending(paths: RunPaths, content: dict[str, Any]) -> str:
-    job = str(content.get("job") or "")
-    was_submitted = paths.submit.is_dir()
-    return (
-        f"rlhpc cancel {paths.root}"
-        if was_submitted
-        else f"scancel --batch --signal=TERM {job}"
-        if job
-        else "Ctrl-C there"
-    )
+def _end_command(paths: RunPaths, job: str) -> str:
+    """Returns the command that ends the driver."""
+    if paths.submit.is_dir():
+        return f"rlhpc cancel {paths.root}"
+    return f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
@@ -108,8 +95,7 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
         return
     job = environ["SLURM_JOB_ID"]
     report = SlurmProbe().query_one(job)
-    is_over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
-    if is_over:
+    if report.is_over:
         reason = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
         raise ConfigError(
             f"SLURM_JOB_ID is {job}, but that job is over ({reason}): this shell still has the variables of an allocation "

@@ -84,11 +84,7 @@ def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -
 def find_job(files: SegmentJournal) -> JobRecord | None:
     """Returns the live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
     record = JobRecord.read(files)
-    if record is None:
-        return None
-    if files.exit_of(record.token) is not None:
-        return None
-    if record.phase == "refused":
+    if record is None or record.phase == "refused" or files.exit_of(record.token) is not None:
         return None
     probe = probe_for(record, files)
     claim = Claim.newest(files)
@@ -104,27 +100,22 @@ def find_job(files: SegmentJournal) -> JobRecord | None:
     if not record.job_id:
         return None
     report = probe.query_one(record.job_id)
-    if record.executor == "slurm":
-        is_over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
-    else:
-        is_over = report.state is not JobState.RUNNING and report.conclusive
-        if not report.conclusive and claim is not None:
-            is_over = True  # on another host, and it has stopped renewing its claim
-    return None if is_over else record
+    # a job on another host that has stopped renewing its claim
+    has_stopped = record.executor == "local" and not report.conclusive and claim is not None
+    return None if report.is_over or has_stopped else record
 
 
 def was_cancelled(files: SegmentJournal) -> JobRecord | None:
     """Returns the segment's last submission if it was ended on purpose, by `rlhpc cancel` or scancel."""
     record = JobRecord.read(files)
-    if record is None:
-        return None
-    if files.cancelled(record.token):
+    if record is None or files.cancelled(record.token):
         return record
     if (exit_record := files.exit_of(record.token)) is not None:
         return record if exit_record.cancelled else None
-    if record.executor == "slurm" and record.job_id:
-        return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
-    return None
+    is_known = record.executor == "slurm" and record.job_id
+    return (
+        record if is_known and probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
+    )
 
 
 #: Seconds between two looks for a job that is ending: of this host, and of Slurm.
@@ -147,7 +138,7 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
     done_segments = {
         k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None
     }
-    later_segments = [k for k in _finished(paths) if k >= len(ends)]
+    later_segments = [k for k in paths.finished_segments() if k >= len(ends)]
     for segment, record in done_segments.items():
         step = int(record.get("global_step", ends[segment]))
         if step == ends[segment] or (str(record.get("stop_reason")) not in _AS_PLANNED and not goal_moved):
@@ -193,7 +184,3 @@ def reopen(paths: RunPaths, segment: int) -> Path:
     marker = paths.segment_done(segment)
     record = read_json_file(marker) or {}
     return marker.replace(marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))
-
-
-def _finished(paths: RunPaths) -> list[int]:
-    return sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())

@@ -8,9 +8,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlhpc.jobs.probes import ProcessId
@@ -116,8 +115,9 @@ class Lease:
             self.path.unlink(missing_ok=True)
 
 
-class LeaseLock:
-    """Lock on decisions about a job, for one process of any host at a time.
+@contextlib.contextmanager
+def lease_lock(path: Path, subject: str, timeout_s: float = 120.0) -> Iterator[None]:
+    """Holds a lock on decisions about a job, for one process of any host at a time.
 
     Args:
         path: File that names the process; its folder must exist.
@@ -125,31 +125,21 @@ class LeaseLock:
         timeout_s: Maximum wait for another process.
 
     Raises:
-        DeadlineExceeded: On entering: the other process did not finish in time.
-        SubmitError: On entering: the folder cannot be written.
+        DeadlineExceeded: The other process did not finish in time.
+        SubmitError: The folder cannot be written.
     """
-
-    def __init__(self, path: Path, subject: str, timeout_s: float = 120.0) -> None:
-        self._subject = subject
-        self._timeout_s = timeout_s
-        self._lease = Lease(path)
-
-    def __enter__(self) -> LeaseLock:
-        deadline = time.monotonic() + self._timeout_s
-        path = self._lease.path
-        try:
-            while not self._lease.take_over():
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"{self._subject}: another process has been submitting it for "
-                        f"{self._timeout_s:.0f} s and holds {path}; if it hangs, end it and try again"
-                    )
-                time.sleep(0.1)
-        except OSError as error:
-            raise SubmitError(f"cannot write {path}: {error.strerror or error}") from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lease.release()
+    lease, deadline = Lease(path), time.monotonic() + timeout_s
+    try:
+        while not lease.take_over():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{subject}: another process has been submitting it for {timeout_s:.0f} s and holds {path}; if it hangs, "
+                    "end it and try again"
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        raise SubmitError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lease.release()

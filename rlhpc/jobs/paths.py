@@ -113,6 +113,10 @@ class RunPaths:
     def segment_done(self, segment: int) -> Path:
         return self.segments / f"{segment}.json"
 
+    def finished_segments(self) -> list[int]:
+        """Returns the segments that have finished, ascending."""
+        return sorted(int(path.stem) for path in self.segments.glob("*.json") if path.stem.isdigit())
+
     @property
     def submit(self) -> Path:
         """submitit's folder: job pickles and the record that lets a later process re-attach."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.config.sections import JobConfig, RunConfig
-from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans
+from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans, submitit_options
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
@@ -88,19 +88,13 @@ class JobPlan:
 
         submitit writes one component only; the others go first into its `setup`, whose `#SBATCH` lines sbatch reads.
         """
-        parameters: dict[str, Any] = {
-            name.replace("-", "_"): option_value for name, option_value in self.components[0].options
-        }
-        if "time" in parameters:
-            parameters["time"] = minutes_of(parameters["time"])
-        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
-            if name in parameters:
-                parameters[name] = int(parameters[name])
         options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
         more_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
-        parameters["setup"] = [*options, *more_lines, *self.setup]
-        parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
-        return parameters
+        return {
+            **submitit_options(self.components[0].options),
+            "setup": [*options, *more_lines, *self.setup],
+            "additional_parameters": {"signal": f"B:USR2@{self.signal_lead_s}"},
+        }
 
     def test_script(self) -> str:
         """Returns a batch script that requests the same nodes and does nothing, for `sbatch --test-only`."""
@@ -269,25 +263,24 @@ def _options(
 ) -> tuple[tuple[str, str], ...]:
     """Returns the sbatch options of a component: those of its groups or, without groups, those of the whole cluster."""
 
-    def one(key: Key) -> str | None:
+    def common_value(key: Key) -> str | None:
         values = {str(v) for raw_group in members if (v := read_key(raw_group, key)) is not None}
         if len(values) > 1:
             raise ConfigError(
                 f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
                 f"share their resources; give each its own het_component"
             )
-        common_value = read_key(section, key)
-        return next(iter(values), None if common_value is None else str(common_value))
+        default = read_key(section, key)
+        return next(iter(values), None if default is None else str(default))
 
-    options: list[tuple[str, str]] = [(k, v) for k in _DIRECTIVES[:4] if (v := one(k)) is not None]
-    options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks run in steps
-    if (cpus := one("cpus_per_node")) is not None:
-        options.append(("cpus-per-task", cpus))
-    gres = one("gres")
+    gres = common_value("gres")
     if accelerators and gpus_in(gres) is None:
-        gres = ",".join(filter(None, (gres, f"{one('gres_name') or 'gpu'}:{accelerators}")))
-    resources = {"mem": one("mem"), "gres": gres, "time": one("time")}
-    return (*options, *((k, v) for k, v in resources.items() if v is not None))
+        gres = ",".join(filter(None, (gres, f"{common_value('gres_name') or 'gpu'}:{accelerators}")))
+    options: dict[str, str | None] = {key: common_value(key) for key in _DIRECTIVES[:4]}
+    # the only task is the driver; ranks run in steps
+    options |= {"nodes": str(nodes), "ntasks-per-node": "1", "cpus-per-task": common_value("cpus_per_node")}
+    options |= {"mem": common_value("mem"), "gres": gres, "time": common_value("time")}
+    return tuple((name, option) for name, option in options.items() if option is not None)
 
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:

@@ -83,18 +83,12 @@ class JobState(Enum):
     @classmethod
     def parse(cls, text: str) -> JobState:
         """Parses a state as squeue, sacct or scontrol prints it: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
-        state_words = text.strip().upper().split()
-        if not state_words:
-            return cls.UNKNOWN
-        state_word = state_words[0].rstrip("+")
-        for state in cls:
-            if state_word in (state.value, state.code):
-                return state
-        if state_words[0].endswith("+"):  # sacct cuts long words off
-            long_enough = [s for s in cls if s.value.startswith(state_word)]
-            if len(long_enough) == 1:
-                return long_enough[0]
-        return cls.UNKNOWN
+        name, _, _ = text.strip().upper().partition(" ")
+        word = name.rstrip("+")
+        matches = [state for state in cls if word in (state.value, state.code)]
+        if not matches and name.endswith("+"):  # sacct cuts long words off
+            matches = [state for state in cls if state.value.startswith(word)]
+        return matches[0] if len(matches) == 1 else cls.UNKNOWN
 
 
 _TERMINAL = frozenset(
@@ -186,6 +180,11 @@ class JobReport:
     source: str = "none"
     conclusive: bool = True
 
+    @property
+    def is_over(self) -> bool:
+        """True if the job has ended, or if Slurm has forgotten it."""
+        return self.state.is_terminal or (self.state is JobState.UNKNOWN and self.conclusive)
+
 
 class JobProbe(ABC):
     """Probe of the states of many jobs at once."""
@@ -217,10 +216,11 @@ class LocalProbe(JobProbe):
 
     def _report(self, job_id: str) -> JobReport:
         process = self._processes.get(job_id)
-        is_alive = None if process is None else process.alive()
-        if process is None or is_alive is None:
-            detail = "" if process is None else f"runs on {process.host.split('/')[0]}"
-            return JobReport(JobState.UNKNOWN, detail, conclusive=False)
+        if process is None:
+            return JobReport(JobState.UNKNOWN, conclusive=False)
+        is_alive = process.alive()
+        if is_alive is None:
+            return JobReport(JobState.UNKNOWN, f"runs on {process.host.split('/')[0]}", conclusive=False)
         if is_alive:
             return JobReport(JobState.RUNNING, source="proc")
         # /proc does not show how it ended: a waiter reads the marker or the exit record

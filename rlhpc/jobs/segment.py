@@ -10,15 +10,17 @@ once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.lease import LEASE_S, Lease, LeaseLock
+from rlhpc.jobs.lease import LEASE_S, Lease, lease_lock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.shared_files import look_again, read_json_file, renewed_within, write_json
@@ -67,10 +69,8 @@ class SegmentJournal:
 
     def exit_of(self, token: str) -> ExitRecord | None:
         """Returns how the driver of the submission with this token ended without finishing; None if it has not."""
-        exit_content = read_json_file(self.exit)
-        return (
-            None if exit_content is None or exit_content.get("token") != token else ExitRecord.from_json(exit_content)
-        )
+        content = read_json_file(self.exit)
+        return ExitRecord.from_json(content) if content is not None and content.get("token") == token else None
 
     def write_exit(self, record: ExitRecord) -> None:
         """Records how a driver ended."""
@@ -84,11 +84,11 @@ class SegmentJournal:
         """Marks the submission with this token as cancelled."""
         write_json(self.cancel, {"token": token, "time": time.time()})
 
-    def submit_lock(self, timeout_s: float = 120.0) -> LeaseLock:
+    def submit_lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
         """Returns the lock on submitting the segment: one process at a time checks whether a job exists, and starts it if
         not. The folder `submit/` must exist.
         """
-        return LeaseLock(self.lease, f"segment {self.segment}", timeout_s)
+        return lease_lock(self.lease, f"segment {self.segment}", timeout_s)
 
     @property
     def lease(self) -> Path:
@@ -172,8 +172,7 @@ class JobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**fields, "process": self.process.to_json() if self.process else None}
+        return asdict(self)
 
     def write(self, journal: SegmentJournal) -> None:
         """Replaces the segment's record."""
@@ -369,10 +368,8 @@ class Attempts:
     def __init__(self, files: SegmentJournal, token: str) -> None:
         self._path, self._token = files.attempts, token
         content = read_json_file(self._path) or {}
-        rows = content.get("attempts")
-        self._rows: list[dict[str, Any]] = (
-            list(rows) if content.get("token") == token and isinstance(rows, list) else []
-        )
+        rows = content.get("attempts") if content.get("token") == token else None
+        self._rows: list[dict[str, Any]] = rows if isinstance(rows, list) else []
 
     @property
     def count(self) -> int:
@@ -404,12 +401,7 @@ class Attempts:
 
     def idle(self, newest: int) -> int:
         """Returns the number of attempts in a row that began at checkpoint `newest` and so have added no checkpoint."""
-        count = 0
-        for row in reversed(self._rows):
-            if row.get("step") != newest:
-                break
-            count += 1
-        return count
+        return sum(1 for _ in itertools.takewhile(lambda row: row.get("step") == newest, reversed(self._rows)))
 
     def blames(self, node: str) -> bool:
         """Returns whether the attempt before the last one also failed on this node."""

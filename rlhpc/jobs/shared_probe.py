@@ -30,7 +30,7 @@ _RETENTION_S = 60.0
 _RENEWED_S = 15.0
 
 
-def meeting_place() -> Path:
+def wait_folder() -> Path:
     """Returns the folder where this user's waiting commands meet: one for each host, installation and cluster."""
     key_fields = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
@@ -43,13 +43,13 @@ class SharedProbe(JobProbe):
 
     Args:
         probe: Slurm probe; used directly if the folder cannot be used.
-        place: The folder where the commands meet.
+        folder: The folder where the commands meet.
         interval_s: Minimum time between two queries.
     """
 
-    def __init__(self, probe: SlurmProbe, place: Path | None = None, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, probe: SlurmProbe, folder: Path | None = None, *, interval_s: float = INTERVAL_S) -> None:
         self._probe = probe
-        self._place = place or meeting_place()
+        self._folder = folder or wait_folder()
         self._interval_s = interval_s
         self._renewed: dict[str, float] = {}
 
@@ -67,7 +67,7 @@ class SharedProbe(JobProbe):
         if renew or self._is_due(answers, now):
             with self._lock() as has_lock:
                 if has_lock:  # otherwise another command is asking right now, and the next query reads its answer
-                    answers = self._meet(self._read(), ids, now)
+                    answers = self._renew_and_query(self._read(), ids, now)
         return {job: _report(answers["reports"].get(job)) for job in ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
@@ -82,10 +82,10 @@ class SharedProbe(JobProbe):
                 self._write(answers)
             elif has_lock:
                 for name in ("answers.json", "lock"):
-                    (self._place / name).unlink(missing_ok=True)
-                self._place.rmdir()
+                    (self._folder / name).unlink(missing_ok=True)
+                self._folder.rmdir()
 
-    def _meet(self, answers: dict[str, Any], ids: list[str], now: float) -> dict[str, Any]:
+    def _renew_and_query(self, answers: dict[str, Any], ids: list[str], now: float) -> dict[str, Any]:
         """Adds the jobs of this process, and asks Slurm if a query is due; the caller holds the lock."""
         renewal_times = {job: renewed for job, renewed in answers["wanted"].items() if now - renewed < _RETENTION_S}
         for job in ids:
@@ -111,8 +111,8 @@ class SharedProbe(JobProbe):
         """Returns whether the folder exists and belongs to this user alone."""
         try:
             with contextlib.suppress(FileExistsError):
-                self._place.mkdir(mode=0o700)
-            status = self._place.lstat()
+                self._folder.mkdir(mode=0o700)
+            status = self._folder.lstat()
         except OSError:
             return False
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -120,7 +120,7 @@ class SharedProbe(JobProbe):
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
         """Yields whether this process has the lock."""
-        fd = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,15 +133,15 @@ class SharedProbe(JobProbe):
     def _read(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"asked": float("-inf"), "pause": self._interval_s, "wanted": {}, "reports": {}}
         try:
-            content = json.loads((self._place / "answers.json").read_text())
+            content = json.loads((self._folder / "answers.json").read_text())
             return {**empty, **content}
         except (OSError, ValueError, TypeError):
             return empty
 
     def _write(self, answers: dict[str, Any]) -> None:
-        new_file = self._place / "answers.new"
+        new_file = self._folder / "answers.new"
         new_file.write_text(json.dumps(answers))
-        new_file.replace(self._place / "answers.json")
+        new_file.replace(self._folder / "answers.json")
 
 
 def _report(row: list[Any] | None) -> JobReport:

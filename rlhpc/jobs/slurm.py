@@ -24,9 +24,9 @@ def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [job for job in ids if job] or [job for job in [environ.get("SLURM_JOB_ID", "")] if job]
 
 
-def end_steps(patience_s: float = 20.0) -> bool:
+def end_steps(timeout_s: float = 20.0) -> bool:
     """Kills the steps that a dead driver left, and waits for their end; returns True if no step remains."""
-    deadline, pause_s = time.monotonic() + patience_s, 0.5
+    deadline, pause_s = time.monotonic() + timeout_s, 0.5
     jobs = component_ids()
     while True:
         squeue_output = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
@@ -47,10 +47,10 @@ def end_steps(patience_s: float = 20.0) -> bool:
 
 #: A node refuses to restart a job with a credential that is older, by the node's clock, than the end of the job's
 #: previous start; the job would be lost. Slurm waits two minutes to be safe; this delay tolerates clocks that differ.
-_HASTE_S = 15
+_START_DELAY_S = 15
 
 
-def hasten(job_id: str, name: str) -> None:
+def bring_start_forward(job_id: str, name: str) -> None:
     """Moves the start of a requeued job forward, which Slurm delays by two minutes by default.
 
     Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING). A job with another name, or one
@@ -65,7 +65,7 @@ def hasten(job_id: str, name: str) -> None:
     rows = [line.split("|") for line in squeue_output.lines if line.count("|") == 3]
     if not squeue_output.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
         return
-    soon_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
+    soon_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _START_DELAY_S))
     for job, _, _, start in rows:
         if start > soon_text:
             ask("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon_text}")
@@ -89,7 +89,7 @@ def requeue_without(job_id: str, node: str) -> bool:
 def end_of(job_id: str) -> float | None:
     """Returns the Unix time at which Slurm ends a job, infinite without a limit; None if Slurm does not answer."""
     time_texts = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
-    end_times = [_time_of(time_text) for time_text in time_texts]  # one per component; N/A without a limit
+    end_times = [parse_time(time_text) for time_text in time_texts]  # one per component; N/A without a limit
     return min((math.inf if end_time is None else end_time for end_time in end_times), default=None)
 
 
@@ -135,7 +135,7 @@ def has_gpus(partition: str | None) -> bool:
 def _start_in(answer: CommandOutput) -> float | None:
     """Returns the Unix time at which a job would start, from the output of `sbatch --test-only`."""
     match = _START.search(answer.error + answer.text)
-    return _time_of(match[1]) if match else None
+    return parse_time(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -293,12 +293,13 @@ def jobs_named(name: str) -> list[QueuedJob] | None:
         return None
     rows = [line.strip().split("|") for line in squeue_output.lines if line.count("|") == 4]
     return [
-        QueuedJob(job, state, reason, node, _time_of(start) if node else None)
+        QueuedJob(job, state, reason, node, parse_time(start) if node else None)
         for job, state, reason, node, start in rows
     ]
 
 
-def _time_of(text: str) -> float | None:
+def parse_time(text: str) -> float | None:
+    """Parses a local time as Slurm prints it, into Unix time; returns None for words such as N/A."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -316,17 +317,12 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
     """
     if shutil.which("scancel") is None:
         return False
-    has_answered = True
-    if queued_only or softly:
-        has_answered = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
+    selections = [["--state=PENDING"]] if queued_only or softly else [[]]
     if softly:
-        signal = ("--state=RUNNING", "--batch", "--signal=USR1")
-        has_answered = (
-            ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and has_answered
-        )
-    if not queued_only and not softly:
-        has_answered = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
-    return has_answered
+        selections.append(["--state=RUNNING", "--batch", "--signal=USR1"])
+    argv = ("scancel", "--me", f"--name={name}")
+    outputs = [ask(*argv, *options, timeout_s=timeout_s, apart=True) for options in selections]
+    return all(output.ok for output in outputs)
 
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.lease import LeaseLock
+from rlhpc.jobs.lease import lease_lock
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.shared_files import read_json_file, write_json
 from rlhpc.jobs.shared_probe import SharedProbe
@@ -42,20 +42,23 @@ _NOT_FAILED = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
 _COMPARED = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
 
 
-def _executor_class() -> Any:
-    """Returns the class of Snakemake's Slurm executor; None without it.
+def _unadapted_executor(mark: str) -> Any:
+    """Returns the class of Snakemake's Slurm executor, and marks it as adapted; None without it, or if it has the mark.
 
     Snakemake imports its executors before it reads a workflow.
     """
-    return getattr(sys.modules.get(_PLUGIN), "Executor", None)
+    executor = getattr(sys.modules.get(_PLUGIN), "Executor", None)
+    if executor is None or hasattr(executor, mark):
+        return None
+    setattr(executor, mark, True)
+    return executor
 
 
 def keep_unanswered_jobs() -> None:
     """Makes Snakemake's Slurm executor return each job that it has not reported as ended."""
-    executor = _executor_class()
-    if executor is None or getattr(executor, "_keeps_unanswered_jobs", False):
+    executor = _unadapted_executor("_keeps_unanswered_jobs")
+    if executor is None:
         return
-    executor._keeps_unanswered_jobs = True
     executor.report_job_success = _noting(executor.report_job_success)
     executor.report_job_error = _noting(executor.report_job_error)
     check = executor.check_active_jobs
@@ -94,10 +97,9 @@ def share_jobs() -> None:
     is alive, or has written outputs that are newer than the inputs, no job is submitted. Jobs of a rule without a log, grouped
     jobs and job arrays are not shared.
     """
-    executor = _executor_class()
-    if executor is None or getattr(executor, "_shares_jobs", False):
+    executor = _unadapted_executor("_shares_jobs")
+    if executor is None:
         return
-    executor._shares_jobs = True
     submit, check = executor.run_job, executor.check_active_jobs
     cancel, report_submission = executor.cancel_jobs, executor.report_job_submission
 
@@ -110,7 +112,7 @@ def share_jobs() -> None:
         is_submitted = False
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
-            with LeaseLock(record.with_suffix(".lease"), str(job.rule.name)):
+            with lease_lock(record.with_suffix(".lease"), str(job.rule.name)):
                 if (job_info := _find_shared(self, job, record)) is not None:
                     self.logger.info(
                         f"Job {job.jobid} waits for SLURM job {job_info.external_jobid}, submitted for it before."
@@ -200,9 +202,7 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
         return None
     job_id = str(job_content["job_id"])
     report = SlurmProbe().query_one(job_id)
-    if report.state is JobState.UNKNOWN and report.conclusive:
-        return None
-    if report.state.is_terminal and not (report.state.is_success and _outputs_are_current(executor, job, job_content)):
+    if report.is_over and not (report.state.is_success and _outputs_are_current(executor, job, job_content)):
         return None
     return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: job_content, "slurm_logfile": None})
 
@@ -262,7 +262,7 @@ async def _settle(executor: Any, info: Any, report: JobReport) -> bool:
     """
     if report.state.is_success:
         executor.report_job_success(info)
-    elif report.state in _NOT_FAILED or (report.state is JobState.UNKNOWN and report.conclusive):
+    elif report.state in _NOT_FAILED or (report.state is JobState.UNKNOWN and report.is_over):
         await asyncio.to_thread(executor.run_job, info.job)
     elif report.state.is_terminal:
         executor.report_job_error(

@@ -26,6 +26,9 @@ OVER = (*FINAL, "cancelled", "dead")
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
            JobState.REQUEUE_FED, JobState.EXPEDITING, JobState.RESV_DEL_HOLD)  # fmt: skip
+#: Slurm's states of a job between running and ended → the run's state.
+_TRANSITIONS = {JobState.COMPLETING: "ending", JobState.STAGE_OUT: "ending", JobState.SUSPENDED: "suspended",
+                JobState.STOPPED: "suspended"}  # fmt: skip
 #: The driver's stop reason at the end of a segment.
 _SEGMENT_END = "segment_end"
 #: The driver's stop reasons for a planned end, in words.
@@ -43,13 +46,13 @@ class RunState:
     Attributes:
         state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed,
             cancelled, dead (its processes are gone) or unknown.
-        why: Consequence or cause of the state.
+        reason: Consequence or cause of the state.
         job: `Slurm job 27`, for example; "" for a run that was not submitted.
         is_current: Whether `status.json` is from the newest attempt.
     """
 
     state: str
-    why: str = ""
+    reason: str = ""
     job: str = ""
     is_current: bool = True
 
@@ -93,22 +96,23 @@ class Facts:
         if self._done():
             return RunState(*self._after_segment(), job)
         is_cancelled = files.cancelled(record.token)
+        cancelled_state = RunState("cancelled", f"{job}; submit the run again to go on", job)
         if self.exit_record:
-            if self.exit_record.cancelled:
-                return RunState("cancelled", f"{job}; submit the run again to go on", job)
-            return RunState("failed", self.exit_record.message.partition("\n")[0], job)
+            failure = self.exit_record.message.partition("\n")[0]
+            return cancelled_state if self.exit_record.cancelled else RunState("failed", failure, job)
         if record.phase == "refused":
             return RunState("failed", record.reason)
         if record.phase == "waiting":
             reason = f"not submitted yet: {record.reason}; waits for room"
-            return RunState("cancelled", "before it was submitted", "") if is_cancelled else RunState("waiting", reason)
+            return RunState("cancelled", "before it was submitted") if is_cancelled else RunState("waiting", reason)
         if self.claim is not None and self.claim.alive_here():
             return self._running(job)
+        has_ended = report is not None and report.state.is_terminal
+        if (report is not None and report.state is JobState.CANCELLED) or (is_cancelled and has_ended):
+            return cancelled_state
         if report is not None and report.state is not JobState.UNKNOWN:
-            return self._by_report(report, job, is_cancelled)
-        if is_cancelled:
-            return RunState("cancelled", f"{job}; submit the run again to go on", job)
-        return self._by_processes(report, job)
+            return self._by_report(report, job)
+        return cancelled_state if is_cancelled else self._by_processes(report, job)
 
     def _done(self) -> bool:
         return self.files is not None and self.files.marker.exists()
@@ -137,7 +141,7 @@ class Facts:
         claim, files, record = self.claim, self.files, self.record
         if claim is None or files is None or record is None:
             return RunState("starting", job, job, is_current=False)
-        state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
+        state, reason = self._driver_state()
         attempts = Attempts(files, record.token)
         start_text = f", start {attempts.count}" if attempts.count > 1 else ""
         if attempts.last_end:
@@ -150,29 +154,21 @@ class Facts:
             return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, is_current=False)
         return RunState("running", f"{job}{start_text}", job)
 
-    def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
+    def _by_report(self, report: JobReport, job: str) -> RunState:
         if report.state in _QUEUED:
             resume_text = ", to go on" if self.claim is not None else ""
             is_current = self.claim is None or not self._is_own(self.claim)
             reason = (
-                report.reason if report.reason != "None" else ""
+                "" if report.reason == "None" else report.reason
             )  # Slurm's placeholder before it has determined a reason
             reason = reason or ("" if report.state is JobState.PENDING else report.state.value.lower())
-            return RunState(
-                "pending", f"{job}{resume_text}" + (f": {reason}" if reason else ""), job, is_current=is_current
-            )
-        if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
-            return RunState("cancelled", f"{job}; submit the run again to go on", job)
+            reason_text = f": {reason}" if reason else ""
+            return RunState("pending", f"{job}{resume_text}{reason_text}", job, is_current=is_current)
         if report.state.is_terminal:
-            state_name = report.state.value
-            return RunState(
-                "dead", f"{job} ended without a result ({state_name}); submit the run again to resume it", job
-            )
-        if report.state in (JobState.COMPLETING, JobState.STAGE_OUT):
-            return RunState("ending", job, job)
-        if report.state in (JobState.SUSPENDED, JobState.STOPPED):
-            return RunState("suspended", job, job)
-        return self._running(job)
+            outcome = f"{job} ended without a result ({report.state.value}); submit the run again to resume it"
+            return RunState("dead", outcome, job)
+        state = _TRANSITIONS.get(report.state)
+        return RunState(state, job, job) if state else self._running(job)
 
     def _by_processes(self, report: JobReport | None, job: str) -> RunState:
         """Returns the state by the processes, if they are on this host, when neither the files nor Slurm determine it."""
@@ -195,8 +191,12 @@ class Facts:
             return RunState(*self._of_status(), job)
         return RunState("starting", job, job, is_current=False)
 
+    def _driver_state(self) -> tuple[str, str]:
+        """Returns the driver's state and stop reason by `status.json`; "" for what it does not have."""
+        return str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
+
     def _after_segment(self) -> tuple[str, str]:
-        state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
+        state, reason = self._driver_state()
         if state == "stopped" and reason == _SEGMENT_END and self.files is not None:
             return "stopped", f"segment {self.files.segment} is finished, and the next one not submitted"
         return (state, ending_words(reason)) if state in FINAL else ("finished", "")
@@ -204,7 +204,7 @@ class Facts:
     def _of_status(self) -> tuple[str, str]:
         """Returns state and explanation from `status.json` alone."""
         status, paths = self.status, self.paths
-        state, reason = str(status.get("state") or ""), str(status.get("stop_reason") or "")
+        state, reason = self._driver_state()
         if state in FINAL:
             return state, ending_words(reason)
         if not state:
@@ -239,7 +239,7 @@ def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list
 def run_state(paths: RunPaths) -> tuple[str, str]:
     """Returns (state, explanation) of one run; see `RunState`."""
     [(_, run)] = states([paths])
-    return run.state, run.why
+    return run.state, run.reason
 
 
 def newest_segment(paths: RunPaths) -> SegmentJournal | None:
@@ -296,8 +296,8 @@ def _readable(folder: Path) -> bool:
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
     """Returns the number under a key of a JSON object; None if the key is missing or another type."""
-    field_value = values.get(key)
-    return float(field_value) if isinstance(field_value, int | float) and not isinstance(field_value, bool) else None
+    number = values.get(key)
+    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
 
 
 #: Minimum interval between Slurm queries, and the number of equal answers required in a row: between the end of one attempt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,24 +71,31 @@ def progress_line(paths: RunPaths, since: float = 0.0) -> str:
     return ", ".join(_progress(status))
 
 
+#: Key of status.json → phrase with its number, in the order of the progress line.
+_PHRASES = {
+    "return": "return {:.1f}",
+    "env_steps_per_s": "{:.0f} env steps/s",
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.3f}",
+    "tokens_per_s": "{:.0f} tokens/s",
+}
+
+
 def _progress(status: dict[str, Any]) -> list[str]:
-    phrases = []
+    step, eta = _step_text(status), number_of(status, "eta_s")
+    numbers = {key: number for key in _PHRASES if (number := number_of(status, key)) is not None}
+    return [
+        *([f"step {step}"] if step else []),
+        *(_PHRASES[key].format(number) for key, number in numbers.items()),
+        *([f"ETA {duration(eta)}"] if eta is not None and status.get("state") not in FINAL else []),
+    ]
+
+
+def _step_text(status: dict[str, Any]) -> str:
+    """Returns `12/100`; "" before the first step."""
     step, max_steps = number_of(status, "step"), number_of(status, "max_steps")
-    if step is not None:
-        phrases.append(f"step {step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""))
-    mean_return, rate, eta = (number_of(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
-    if mean_return is not None:
-        phrases.append(f"return {mean_return:.1f}")
-    if rate is not None:
-        phrases.append(f"{rate:.0f} env steps/s")
-    for name in ("reward", "loss"):
-        if (metric := number_of(status, name)) is not None:
-            phrases.append(f"{name} {metric:.3f}")
-    if (tokens := number_of(status, "tokens_per_s")) is not None:
-        phrases.append(f"{tokens:.0f} tokens/s")
-    if eta is not None and status.get("state") not in FINAL:
-        phrases.append(f"ETA {duration(eta)}")
-    return phrases
+    goal = f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""
+    return "" if step is None else f"{step:.0f}{goal}"
 
 
 def best_words(status: dict[str, Any]) -> str:
@@ -101,12 +110,10 @@ def best_words(status: dict[str, Any]) -> str:
 
 def newest_generation(paths: RunPaths) -> Path | None:
     """Returns the registry folder of the current generation; the newest one if none is declared current."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         generation_folder = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
         if generation_folder.is_dir():
             return generation_folder
-    except (OSError, ValueError):
-        pass
     try:
         folders = [p for p in paths.registry.iterdir() if p.is_dir()]
         return max(folders, key=lambda p: p.stat().st_mtime) if folders else None
@@ -154,7 +161,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
         raise UserError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
     [(facts, run)] = states([paths])
     status = facts.status
-    reason = f": {run.why}" if run.why else ""
+    reason = f": {run.reason}" if run.reason else ""
     lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {run.state}{reason}"]
     progress = _progress(status) if run.is_current or run.state in OVER else []
     if progress:
@@ -162,7 +169,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     if headlines is not None and (headline_cells := headlines([paths])):
         lines.append("results      " + ", ".join(f"{title} {cell}" for title, (cell,) in headline_cells.items()))
     lines += _time_lines(status, run)
-    done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
+    done = paths.finished_segments()
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, _ in paths.complete_steps()]
     lines.append("checkpoints  " + (", ".join(step_name(step) for step in steps) if steps else "none"))
@@ -263,17 +270,15 @@ def render_runs(
 
 def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
     """Returns a run's line of the list: title of the column → text."""
-    step, max_steps, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
-    reason = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
+    eta = number_of(facts.status, "eta_s")
+    reason = run.reason.removeprefix(run.job).lstrip(":;, ") if run.job else run.reason
     exists = facts.paths.root.is_dir()
     prefix = "ended: " if reason and run.state in FINAL else ""
     return {
         "run": str(facts.paths.root.relative_to(folder)),
         "state": run.state if exists else "not started",
         "job": run.job,
-        "step": ""
-        if step is None
-        else f"{step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""),
+        "step": _step_text(facts.status),
         "time left": duration(eta) if eta is not None and run.state == "running" else "",
         "note": "; ".join(filter(None, (f"{prefix}{reason}" if exists else "", note))),
     }
@@ -298,14 +303,11 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     folders = sorted(paths.logs.glob(segment_name("*")), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
     for path in sorted([*folders[-1].glob("*.out"), *folders[-1].glob("*.err")]) if folders else []:
         labels.setdefault(path, path.stem)
-    log_files = {}
-    for path, label in labels.items():
-        name, _, rank_text = label.rpartition("-")
-        if not name:
-            name, rank_text = label, ""  # the driver has no rank
-        if (group is None or group == name) and (rank is None or str(rank) == rank_text):
-            log_files[path] = label
-    return log_files
+    # the driver has no rank
+    pattern = re.compile(
+        rf"{'.+' if group is None else re.escape(group)}{r'(-[^-]*)?' if rank is None else f'-{rank}'}"
+    )
+    return {path: label for path, label in labels.items() if pattern.fullmatch(label)}
 
 
 def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:

@@ -28,7 +28,7 @@ from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.slurm import nothing_queued
-from rlhpc.jobs.submit_backoff import Backoff, NotNow, not_now, room_words
+from rlhpc.jobs.submit_backoff import Backoff, NotNow, not_now, refusal_text
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,
@@ -38,7 +38,7 @@ from rlhpc.jobs.waiter import (
     WaitInterrupted,
     answer,
     cancelled_error,
-    goes_on,
+    interruption_text,
     say,
 )
 from rlhpc.runtime.errors import RlhpcError, SubmitError
@@ -133,20 +133,6 @@ class WaitOptions:
 
 
 @dataclass(frozen=True)
-class _Finished:
-    """The segment had finished before."""
-
-    result: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Busy:
-    """No job could be submitted at present."""
-
-    refusal: NotNow
-
-
-@dataclass(frozen=True)
 class _Job:
     """The job to wait for.
 
@@ -214,11 +200,11 @@ class Submission:
         while True:
             _await_orphan(files, self.request.save_grace_s, self._out)
             outcome = self._submit_or_attach()
-            if isinstance(outcome, _Finished):
-                return answer("finished", JobRecord.read(files), segment, outcome.result)
-            if isinstance(outcome, _Busy):
-                say(self._out, f"{files.paths.root.name} segment {segment}: {room_words(outcome.refusal)}")
-                self._backoff.wait(outcome.refusal, self._check_still_requested)
+            if isinstance(outcome, dict):
+                return answer("finished", JobRecord.read(files), segment, outcome)
+            if isinstance(outcome, NotNow):
+                say(self._out, f"{files.paths.root.name} segment {segment}: {refusal_text(outcome)}")
+                self._backoff.wait(outcome, self._check_still_requested)
                 continue
             if not self.wait.enabled:
                 return answer(outcome.state, outcome.record, segment, None)
@@ -229,12 +215,17 @@ class Submission:
                 if not self._was_ending_when_found(outcome, error):
                     raise
 
-    def _submit_or_attach(self) -> _Finished | _Busy | _Job:
-        """Decides under the submit lock, so that two submissions start only one job."""
+    def _submit_or_attach(self) -> dict[str, Any] | NotNow | _Job:
+        """Decides under the submit lock, so that two submissions start only one job.
+
+        Returns:
+            The result of a segment that has finished, the refusal if no job can be submitted at present, or the job to wait
+            for.
+        """
         files, request = self.files, self.request
         with files.submit_lock():
             if (segment_result := files.result()) is not None:
-                return _Finished(segment_result)
+                return segment_result
             try:
                 if (record := find_job(files)) is not None:
                     request.on_decision(True)
@@ -247,7 +238,7 @@ class Submission:
             except NotNow as refusal:
                 if not self.wait.patient:
                     raise
-                return _Busy(refusal)
+                return refusal
 
     def _check_still_requested(self) -> None:
         """Raises if the segment was cancelled since the beginning, or if the requester has ended."""
@@ -277,7 +268,7 @@ class Submission:
         try:
             return waiter.answer(waiter.wait(lambda: self._hand_over(job, waiter)))
         except KeyboardInterrupt:
-            raise WaitInterrupted(goes_on(self.files, owner_of(self.files, job.record))) from None
+            raise WaitInterrupted(interruption_text(self.files, owner_of(self.files, job.record))) from None
 
     def _hand_over(self, job: _Job, waiter: Waiter) -> None:
         """Hands the wait over once it is certain that no other job has to be submitted for one that was ending."""

@@ -49,7 +49,7 @@ def not_now(segment: int, output: str) -> NotNow | None:
     return None
 
 
-def room_words(refusal: NotNow) -> str:
+def refusal_text(refusal: NotNow) -> str:
     """Formats the refusal: `QOSMaxSubmitJobPerUserLimit: waits for room` and the like."""
     return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
 

@@ -26,12 +26,12 @@ from typing import Any
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.segment import JobRecord, SegmentJournal
-from rlhpc.jobs.shared_probe import meeting_place
-from rlhpc.jobs.waiter import Waiter, goes_on
+from rlhpc.jobs.shared_probe import wait_folder
+from rlhpc.jobs.waiter import Waiter, interruption_text
 from rlhpc.runtime.env_references import values_read
 from rlhpc.runtime.imports import python_path, run_module
 
-#: Files in the meeting place; the watcher holds the lock for as long as it lives.
+#: Files in that folder; the watcher holds the lock for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
 #: First message of the watcher, before the lines for the shell.
 WELCOME = b"ok\n"
@@ -120,7 +120,7 @@ def hand_over(wait: Wait) -> None:
     assert record is not None
     # PYTHONPATH is for starting Python again; the shell submits no job
     environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
-    environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {goes_on(files, record)}"}
+    environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {interruption_text(files, record)}"}
     name = f"rlhpc submit: {files.paths.root.name}"
     with connection, contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -136,9 +136,9 @@ def peer_is_own(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def address(place: int, name: str = SOCKET) -> str:
+def address(folder_fd: int, name: str = SOCKET) -> str:
     """Returns the socket address of a file in an open folder, however long the folder's path is."""
-    return f"/proc/self/fd/{place}/{name}"
+    return f"/proc/self/fd/{folder_fd}/{name}"
 
 
 def _reach(wait: Wait) -> socket.socket | None:
@@ -147,7 +147,7 @@ def _reach(wait: Wait) -> socket.socket | None:
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
         while time.monotonic() < deadline and num_started < _STARTS:
-            with _open_place() as folder_fd:
+            with _open_wait_folder() as folder_fd:
                 connection = _connect(folder_fd, json.dumps(request).encode() + b"\n")
                 if connection is not None:
                     return connection
@@ -161,13 +161,13 @@ def _reach(wait: Wait) -> socket.socket | None:
 
 
 @contextlib.contextmanager
-def _open_place() -> Any:
+def _open_wait_folder() -> Any:
     """Opens the folder where a user's waiting commands meet.
 
     Raises:
         OSError: The folder cannot be made, or is not private to this user.
     """
-    path = meeting_place()
+    path = wait_folder()
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -180,12 +180,12 @@ def _open_place() -> Any:
         os.close(folder_fd)
 
 
-def _connect(place: int, request: bytes) -> socket.socket | None:
+def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
     """Returns a connection to a watcher that took the request; None if no watcher runs, or it is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_REACH_S)
-        connection.connect(address(place))
+        connection.connect(address(folder_fd))
         if not peer_is_own(connection):
             raise PermissionError("the watcher is another user's")
         connection.sendall(request)
@@ -201,22 +201,22 @@ def _connect(place: int, request: bytes) -> socket.socket | None:
     return None
 
 
-def _start(place: int) -> bool:
+def _start(folder_fd: int) -> bool:
     """Starts a watcher unless another process has the lock. It inherits lock and socket, so no process waits for its start."""
     try:
-        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
     except FileNotFoundError:
         return False  # the folder was removed with a watcher that has just ended
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(LOCK, dir_fd=place, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
+        if os.stat(LOCK, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
             return False  # the lock of a watcher that has just ended
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(SOCKET, dir_fd=place)
+            os.unlink(SOCKET, dir_fd=folder_fd)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address(place))
+            listener.bind(address(folder_fd))
             listener.listen(1024)
-            inherited = (lock, listener.fileno(), place)
+            inherited = (lock, listener.fileno(), folder_fd)
             subprocess.Popen(
                 run_module("rlhpc.jobs.wait_server", *map(str, inherited)),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited,

@@ -20,7 +20,7 @@ from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmPro
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.shared_files import look_again
 from rlhpc.jobs.shared_probe import SharedProbe
-from rlhpc.jobs.slurm import hasten
+from rlhpc.jobs.slurm import bring_start_forward
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
@@ -30,7 +30,7 @@ _SETTLE_S = 2.0
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
 #: Seconds between two attempts to release a job that is held after a requeue.
-_HASTEN_S = 60.0
+_RELEASE_S = 60.0
 #: The next check of the run's folders comes after a tenth of the time waited so far, and after this at the latest.
 _LOOK_S = 5.0
 #: Interval at which files are read even if the folders seem unchanged: two changes may fall into one clock tick.
@@ -97,7 +97,7 @@ def answer_line(answer: dict[str, Any]) -> str:
     return f"segment {answer['segment']}: {answer['state']}{end_text}"
 
 
-def goes_on(files: SegmentJournal, record: JobRecord) -> str:
+def interruption_text(files: SegmentJournal, record: JobRecord) -> str:
     """Returns the message for a user who stops waiting."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
@@ -165,7 +165,7 @@ class Waiter:
         self._folder_times = (0, 0)
         self._claim: Claim | None = None
         self._report = JobReport(JobState.UNKNOWN, conclusive=False)
-        self._next_look = self._next_read = self._next_probe = self._next_line = self._next_hasten = 0.0
+        self._next_look = self._next_read = self._next_probe = self._next_line = self._next_release = 0.0
         self._ended_claim = 0
         self._last_line = ""
         self._silent_since: float | None = None
@@ -230,7 +230,7 @@ class Waiter:
                 f"{job_words(self.record)} goes on; log: {self.files.driver_err}"
             )
         if self.asked_by is not None and self.asked_by.alive() is False:
-            raise WaitInterrupted(goes_on(self.files, self.record))
+            raise WaitInterrupted(interruption_text(self.files, self.record))
         return None
 
     def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
@@ -282,10 +282,10 @@ class Waiter:
         if report.state is not JobState.UNKNOWN:
             self._silent_since = None
             is_held = report.state is JobState.PENDING and report.reason == "BeginTime"
-            if is_held and claim is not None and time.monotonic() > self._next_hasten:
-                self._next_hasten = time.monotonic() + _HASTEN_S
+            if is_held and claim is not None and time.monotonic() > self._next_release:
+                self._next_release = time.monotonic() + _RELEASE_S
                 # it ran before, so this is the hold after a requeue
-                hasten(self.record.job_id, segment_job_name(self.files))
+                bring_start_forward(self.record.job_id, segment_job_name(self.files))
             return report
         if claim is not None and not report.conclusive and self._is_claim_alive(claim):
             self._silent_since = None

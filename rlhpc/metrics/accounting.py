@@ -10,13 +10,14 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.shared_files import read_json_file
+from rlhpc.jobs.slurm import parse_time
 from rlhpc.metrics.accounting_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
@@ -177,8 +178,8 @@ def _row(line: str) -> AccountingRow | None:
         step=match[3] or "",
         state=(columns["State"].split() or [""])[0],
         elapsed=float(columns["ElapsedRaw"] or 0) if columns["ElapsedRaw"].isdigit() else 0.0,
-        start=_moment(columns["Start"]),
-        end=_moment(columns["End"]),
+        start=parse_time(columns["Start"]),
+        end=parse_time(columns["End"]),
         cpus=int(columns["AllocCPUS"]) if columns["AllocCPUS"].isdigit() else 0,
         gpus=_gpus(tres),
         memory=_bytes(tres.get("mem", "")),
@@ -188,13 +189,6 @@ def _row(line: str) -> AccountingRow | None:
         partition=columns["Partition"],
         name=columns["JobName"],
     )
-
-
-def _moment(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None  # Unknown, None
 
 
 def _seconds(text: str) -> float:
@@ -271,23 +265,23 @@ def account(
         jobs: The run's jobs.
         of_starts: Placements of the run's starts, which may differ from the last one.
     """
-    placements = _Placements(placement, of_starts)
     started = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started) for start in started}
     roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
     for start in started:
         for step in start.steps:
-            step_placement = placements.of(step)
+            step_placement = _placement_of(step, placement, of_starts)
             role = _role(step, step_placement)
             if role is not None:
                 roles.setdefault(role, []).append((step, _accelerators(step, role, step_placement, ranks[id(start)])))
     components = {start.component: [s for s in started if s.component == start.component] for start in started}
-    last_placement = placements.last
     role_names = [
-        *(name for name in last_placement if name in roles),
-        *(name for name in sorted(roles) if name not in last_placement),
+        *(name for name in placement if name in roles),
+        *(name for name in sorted(roles) if name not in placement),
     ]
-    keys = {id(step): held for rows in roles.values() for step, held in rows}
+    keys = {id(step): accelerators for rows in roles.values() for step, accelerators in rows}
+    placements = [placement, *(start.placement for start in of_starts)]
+    rank_entries = [entry for groups in placements for entries in groups.values() for entry in entries]
     first_components = {
         start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started
     }
@@ -301,32 +295,17 @@ def account(
         "requeues": sum(s.component == first_components[s.job_id] for s in started) - len(first_components),
         "driver_starts": jobs.drivers,
         "roles": {name: _of_role(roles[name]) for name in role_names},
-        "components": [_of_component(k, components[k], keys, placements, ranks) for k in sorted(components)],
+        "components": [_of_component(k, components[k], keys, rank_entries, ranks) for k in sorted(components)],
     }
 
 
-class _Placements:
-    """Placements of a run's starts, which may differ; a start without a recorded placement uses the last one.
-
-    Args:
-        last: Placement of the last start.
-        of_starts: Placements of starts that have recorded one.
+def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[PlacedStart]) -> Placement:
+    """Returns the placement of the start that a step belongs to: the last start in its job before the step. A start without
+    a recorded placement has that of the last one.
     """
-
-    def __init__(self, last: Placement, of_starts: Sequence[PlacedStart]) -> None:
-        self.last, self._of_starts = last, of_starts
-
-    def of(self, step: AccountingRow) -> Placement:
-        """Returns the placement of the start that a step belongs to: the last start in its job before the step."""
-        in_job = [start for start in self._of_starts if start.job == step.job_id]
-        earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
-        return earlier_starts[-1].placement if earlier_starts else in_job[0].placement if in_job else self.last
-
-    def every(self) -> Iterator[Placement]:
-        """Yields all placements."""
-        yield self.last
-        for start in self._of_starts:
-            yield start.placement
+    in_job = [start for start in of_starts if start.job == step.job_id]
+    earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
+    return earlier_starts[-1].placement if earlier_starts else in_job[0].placement if in_job else last
 
 
 def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
@@ -389,7 +368,7 @@ def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     return {
         "components": sorted(components),
         "elapsed_s": round(_length(row.span for row in rows), 3),
-        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in steps)),
+        "gpu_hours": _hours(sum(row.elapsed * len(accelerators) for row, accelerators in steps)),
         "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
         "idle_share": _idle(rows),
@@ -405,7 +384,7 @@ def _of_component(
     index: int,
     starts: Sequence[AccountingRow],
     keys: Mapping[int, set[Any]],
-    placements: _Placements,
+    rank_entries: Sequence[Mapping[str, Any]],
     ranks: Mapping[int, Sequence[int]],
 ) -> dict[str, Any]:
     accelerator_seconds: list[float] = []
@@ -416,25 +395,20 @@ def _of_component(
                 spans.setdefault(key, []).append(step.span)
         accelerator_seconds.append(sum(_length(s) for s in spans.values()))
     component_ranks = {rank for start in starts for rank in ranks[id(start)]}
-    rank_entries = [
-        rank_entry for placement in placements.every() for group in placement.values() for rank_entry in group
-    ]
     has_planned_gpus = any(
         rank_entry.get("accelerators")
         for rank_entry in rank_entries
         if int(rank_entry.get("node_rank", 0)) in component_ranks
     )
     gpu_seconds = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
-    gpu_hours = (
-        _hours(sum(gpu_seconds)) if gpu_seconds or not has_planned_gpus else None
-    )  # this site does not count GPUs
+    counts_gpus = bool(gpu_seconds) or not has_planned_gpus  # some sites do not
     steps = [step for start in starts for step in start.steps]
     return {
         "component": index,
         "partitions": sorted({start.partition for start in starts}),
         "nodes": max(len(start.nodes) for start in starts),
         "elapsed_s": round(sum(start.elapsed for start in starts), 3),
-        "gpu_hours": gpu_hours,
+        "gpu_hours": _hours(sum(gpu_seconds)) if counts_gpus else None,
         "gpu_hours_used": _hours(sum(accelerator_seconds)),
         "cpu_hours": _hours(sum(start.elapsed * start.cpus for start in starts)),
         "cpu_hours_used": _hours(sum(step.cpu_time for step in steps if step.measured)),

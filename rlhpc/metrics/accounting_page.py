@@ -25,7 +25,7 @@ def accounting_tables(record: Mapping[str, Any]) -> str:
             _hours(role["gpu_hours"]),
             _hours(role["cpu_hours"]),
             _hours(role["cpu_hours_used"]),
-            _share(role["idle_share"]),
+            "–" if role["idle_share"] is None else f"{role['idle_share']:.1%}",
             _size(role["max_rss_bytes"]),
             role["restarts"],
         ]
@@ -74,10 +74,6 @@ def _hours(value: float | None) -> str:
     if value is None:
         return "not counted"
     return "0" if value == 0 else f"{value:.3f}" if value < 1 else f"{value:,.2f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 def _size(value: int | None) -> str:

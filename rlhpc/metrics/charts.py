@@ -29,6 +29,10 @@ _MAX_POINTS = 500
 _LETTERS = 12.5
 _BOLD = 1.12 * _LETTERS
 _LINE = 17
+#: Opening tags of a chart, of one without data, and of one that is a sentence.
+_CHART = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
+_EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
+_STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
 #: Number of stretches of the x axis, each with a tooltip.
 _STRIPS = 32
 
@@ -81,7 +85,7 @@ class Frame:
         size: Size of the drawing.
         top: Upper end of the plot, below title and key.
         plot_left: Left end of the plot, to the right of the labels.
-        parts: Elements drawn so far.
+        elements: SVG elements drawn so far.
     """
 
     x0: float
@@ -91,7 +95,7 @@ class Frame:
     size: Size
     top: float = 40.0
     plot_left: float = _LEFT_MARGIN
-    parts: list[str] = field(default_factory=list)
+    elements: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> int:
@@ -123,9 +127,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def number(value: float) -> str:
     """Formats a number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, scale, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= limit:
-            scale = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
             return f"{value / scale:.4g}{unit}"
     if size and size < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
@@ -185,7 +188,7 @@ def line_chart(
     axes(frame, x_label)
     for line in lines:
         _draw(frame, line)
-    frame.parts += _strips(frame, x_label, lines)
+    frame.elements += _strips(frame, x_label, lines)
     return drawing(title, frame)
 
 
@@ -224,13 +227,12 @@ def standalone(svg: str) -> str:
 def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
     """Combines several drawings into one, in rows."""
     columns = min(columns, len(charts))
-    placed_charts = []
+    width, height = size
+    frame = Frame(0, 1, 0, 1, (columns * width, -(-len(charts) // columns) * height))
     for i, chart in enumerate(charts):
-        row, column = divmod(i, columns)
-        position = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
-        placed_charts.append(chart.replace("<svg ", f"<svg {position}", 1))
-    total_size = (columns * size[0], -(-len(charts) // columns) * size[1])
-    return drawing("", Frame(0, 1, 0, 1, total_size, parts=placed_charts))
+        position = f'x="{i % columns * width}" y="{i // columns * height}" width="{width}" height="{height}" '
+        frame.elements.append(chart.replace("<svg ", f"<svg {position}", 1))
+    return drawing("", frame)
 
 
 def is_empty(svg: str) -> bool:
@@ -252,22 +254,22 @@ def _draw(frame: Frame, line: Line) -> None:
     if line.band and line.low:
         outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
         points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
-        frame.parts.append(f'<polygon points="{points}" style="fill:{color};opacity:.18"/>')
+        frame.elements.append(f'<polygon points="{points}" style="fill:{color};opacity:.18"/>')
     for x, low, high in () if line.band else zip(line.x, line.low, line.high, strict=False):
         px, top, bottom = frame.px(x), frame.py(high), frame.py(low)
-        frame.parts.append(
+        frame.elements.append(
             f'<path d="M{px:.1f} {top:.1f}V{bottom:.1f}M{px - 4:.1f} {top:.1f}h8M{px - 4:.1f} {bottom:.1f}h8" '
             f'style="stroke:{color};stroke-width:1.4;fill:none;opacity:.75"/>'
         )
     smooth = line.smooth and len(line.x) >= 60
-    frame.parts.append(_path(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0))
+    frame.elements.append(_path(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0))
     if smooth:
-        frame.parts.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
+        frame.elements.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
     if line.markers or len(line.x) == 1:
         rings = line.hollow or [False] * len(line.x)
         for x, y, ring in zip(line.x, line.y, rings, strict=True):
             style = f"fill:var(--panel);stroke:{color};stroke-width:1.6" if ring else f"fill:{color}"
-            frame.parts.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{style}"/>')
+            frame.elements.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{style}"/>')
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
@@ -308,19 +310,15 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
     stretch_length = math.ceil(len(x) / (_MAX_POINTS // 2))
-    kept_indices: list[int] = []
-    for start in range(0, len(x), stretch_length):
-        indices = range(start, min(start + stretch_length, len(x)))
-        kept_indices += sorted({min(indices, key=lambda i: y[i]), max(indices, key=lambda i: y[i])})
-    return [x[i] for i in kept_indices], [y[i] for i in kept_indices]
+    stretches = [range(start, min(start + stretch_length, len(x))) for start in range(0, len(x), stretch_length)]
+    indices = sorted({extreme(stretch, key=lambda i: y[i]) for stretch in stretches for extreme in (min, max)})
+    return [x[i] for i in indices], [y[i] for i in indices]
 
 
 def running_mean(y: Sequence[float]) -> list[float]:
     """Returns the centred mean over about 4 % of the points."""
     half_width = max(1, len(y) // 50)
-    sums = [0.0]
-    for y_value in y:
-        sums.append(sums[-1] + y_value)
+    sums = list(itertools.accumulate(y, initial=0.0))
     windows = [(max(0, i - half_width), min(len(y), i + half_width + 1)) for i in range(len(y))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
@@ -344,31 +342,28 @@ def heading(
 
     Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `min_names` names is omitted.
     """
-    width, parts = frame.size[0], frame.parts
-    parts.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
+    width, elements = frame.size[0], frame.elements
+    elements.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
     bottom = 18.0
     if y_label:
         bottom += _LINE
-        parts.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
+        elements.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
     if len(names) >= min_names:
         rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
-        key_x = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
+        key_x = 32 + (text_width(y_label) if y_label else text_width(title, _BOLD))
         first_row_width = sum(entry_width for _, _, entry_width in rows[0])
-        if len(rows) == 1 and key_x + first_row_width <= width - 8:
-            row_x, bottom = width - 8 - first_row_width, bottom - _LINE
-        else:
-            row_x = 8.0
+        has_room = len(rows) == 1 and key_x + first_row_width <= width - 8
+        bottom -= _LINE if has_room else 0
         for row in rows:
             bottom += _LINE
-            x = row_x
+            x = width - 8 - first_row_width if has_room else 8.0
             for name, color, entry_width in row:
-                parts.append(
+                elements.append(
                     f'<rect x="{x:.0f}" y="{bottom - 9:.0f}" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
                     f'<text class="key" x="{x + 14:.0f}" y="{bottom:.0f}">{escape(name)}</text>'
                 )
                 x += entry_width
-        extra_height = max(0, len(rows) - 2) * _LINE
-        frame.size = (width, frame.size[1] + extra_height)
+        frame.size = (width, frame.size[1] + max(0, len(rows) - 2) * _LINE)
     frame.top = bottom + 14
 
 
@@ -387,49 +382,49 @@ def axes(frame: Frame, x_label: str) -> None:
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
     y_labels = tick_labels(y_ticks)
     frame.plot_left = max(34.0, 12 + max(map(text_width, y_labels)))
-    x_left, parts, bottom = frame.plot_left, frame.parts, frame.bottom
-    x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
-    for y, label in zip(y_ticks, y_labels, strict=True):
-        tick_position = frame.py(y)
-        parts.append(f'<path class="grid" d="M{x_left:.0f} {tick_position:.1f}H{frame.right}"/>')
-        parts.append(
-            f'<text class="num" x="{x_left - 6:.0f}" y="{tick_position + 4:.1f}" text-anchor="end">{label}</text>'
-        )
-    parts.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
-    for x, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
-        tick_position = frame.px(x)
-        parts.append(f'<path class="axis" d="M{tick_position:.1f} {bottom}v4"/>')
-        parts.append(f'<text class="num" x="{tick_position:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+    x_left, elements, bottom = frame.plot_left, frame.elements, frame.bottom
+    for tick_y, label in zip(map(frame.py, y_ticks), y_labels, strict=True):
+        elements += [
+            f'<path class="grid" d="M{x_left:.0f} {tick_y:.1f}H{frame.right}"/>',
+            f'<text class="num" x="{x_left - 6:.0f}" y="{tick_y + 4:.1f}" text-anchor="end">{label}</text>',
+        ]
+    elements.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
+    for tick_x, label in _x_ticks(frame, frame.size[0] // 90):
+        elements += [
+            f'<path class="axis" d="M{tick_x:.1f} {bottom}v4"/>',
+            f'<text class="num" x="{tick_x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>',
+        ]
     middle_x = (x_left + frame.right) / 2
-    parts.append(f'<text x="{middle_x:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
+    elements.append(f'<text x="{middle_x:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
-_EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
-_STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
+def _x_ticks(frame: Frame, about: int) -> Iterator[tuple[float, str]]:
+    """Yields the location in the drawing and the label of each tick of the x axis."""
+    positions = [x for x in ticks(frame.x0, frame.x1, about) if frame.x0 <= x <= frame.x1]
+    yield from zip(map(frame.px, positions), tick_labels(positions), strict=True)
 
 
 def stated_chart(title: str, text: str, size: Size = CHART) -> str:
     """Returns a drawing of a sentence, for a separate file; a page shows only the sentence (`statement`)."""
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     heading(frame, title, "")
-    frame.parts.append(f'<text x="8" y="40">{escape(text)}</text>')
-    plain_tag = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
-    return drawing(f"{title}: {text}", frame).replace(plain_tag, _STATED, 1)
+    frame.elements.append(f'<text x="8" y="40">{escape(text)}</text>')
+    return drawing(f"{title}: {text}", frame, _STATED)
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:
     """Returns an empty chart with the reason as text."""
     frame = Frame(0, 1, 0, 1, size)
     heading(frame, title, "")
-    frame.parts.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
-    return drawing(title, frame).replace('<svg xmlns="http://www.w3.org/2000/svg" class="chart"', _EMPTY, 1)
+    frame.elements.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
+    return drawing(title, frame, _EMPTY)
 
 
-def drawing(title: str, frame: Frame) -> str:
+def drawing(title: str, frame: Frame, tag: str = _CHART) -> str:
     """Returns the frame's complete drawing."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">' + "".join(frame.parts) + "</svg>"
+        f'{tag} viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">' + "".join(frame.elements) + "</svg>"
     )
 
 
@@ -459,7 +454,7 @@ def stacked_bars(
             top, bottom = frame.py(base[i] + values[i]), frame.py(base[i])
             base[i] += values[i]
             if bottom - top > 0.05:
-                frame.parts.append(
+                frame.elements.append(
                     f'<rect x="{x_left + gap / 2:.1f}" y="{top:.1f}" width="{max(x_right - x_left - gap, 0.5):.1f}" '
                     f'height="{bottom - top:.1f}" style="fill:var(--c{color % 8})">'
                     f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
@@ -510,12 +505,12 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         y += 8
     for exponent in range(low_exponent, int(frame.x1) + 1):
         x = at(10.0**exponent)
-        frame.parts.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
+        frame.elements.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
         anchor = "start" if exponent == low_exponent else "middle"  # the first label is at the drawing's edge
-        frame.parts.append(
+        frame.elements.append(
             f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**exponent)}</text>'
         )
-    frame.parts += bars
+    frame.elements += bars
     frame.size = (width, int(y) + 24)
     return drawing(title, frame)
 
@@ -571,13 +566,12 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
             f'opacity:.45"/>{points}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" style="fill:{color}"/></g>'
         )
         y += _INTERVAL_ROW
-    tick_values = [x for x in ticks(frame.x0, frame.x1, 4) if frame.x0 <= x <= frame.x1]
-    for x, label in zip(tick_values, tick_labels(tick_values), strict=True):
-        tick_x = frame.px(x)
-        frame.parts.append(f'<path class="grid" d="M{tick_x:.1f} {frame.top:.0f}V{y:.0f}"/>')
-        frame.parts.append(f'<text class="num" x="{tick_x:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>')
-    middle_x = width / 2
-    frame.parts.append(f'<text x="{middle_x:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
-    frame.parts += row_drawings
+    for tick_x, label in _x_ticks(frame, 4):
+        frame.elements.append(f'<path class="grid" d="M{tick_x:.1f} {frame.top:.0f}V{y:.0f}"/>')
+        frame.elements.append(
+            f'<text class="num" x="{tick_x:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>'
+        )
+    frame.elements.append(f'<text x="{width / 2:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
+    frame.elements += row_drawings
     frame.size = (width, int(y) + 42)
     return drawing(title, frame)

@@ -73,9 +73,9 @@ def metric_charts(
     return charts
 
 
-def _are_equal(one: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
-    return one[0] == other[0] and all(
-        math.isclose(y, other_y, rel_tol=1e-9, abs_tol=1e-9) for y, other_y in zip(one[1], other[1], strict=True)
+def _are_equal(points: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
+    return points[0] == other[0] and all(
+        math.isclose(y, other_y, rel_tol=1e-9, abs_tol=1e-9) for y, other_y in zip(points[1], other[1], strict=True)
     )
 
 

@@ -8,6 +8,7 @@ was killed and resumed writes the same rows as a run that was never killed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runtime.disk_errors import storage_error
-from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
 
 #: Largest metrics.jsonl that is read.
@@ -70,7 +71,7 @@ class MetricLogger:
         self._last_row: dict[str, Any] = {}
         self._last_offset = 0
         self._committed = 0
-        try:
+        with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
                 _set_aside(self._path)
@@ -78,8 +79,6 @@ class MetricLogger:
                 backlog = [(step, _numbers(row)) for step, row in self._truncate(resume_step)]
             self._file: IO[bytes] = self._path.open("ab")
             memory = Memory(paths.loggers, fresh=resume_step is None)
-        except OSError as error:
-            raise self._failed(error) from error
         for name, logger in loggers.items():
             run = RunFacts(paths.root.name, paths.root, config or {}, memory.recall(name))
             self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
@@ -94,15 +93,13 @@ class MetricLogger:
         values = {name: _plain(value) for name, value in metrics.items()}
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}")
-        try:
+        with self._writing():
             if step == self._last_step:
                 self._merge(values)
             else:
                 self._last_step, self._last_row, self._last_offset = step, values, self._file.tell()
                 self._file.write(_line(step, values))
                 self._file.flush()
-        except OSError as error:
-            raise self._failed(error) from error
         if self._feeds:
             numeric_row = _numbers(values)
             for feed in self._feeds:
@@ -110,11 +107,9 @@ class MetricLogger:
 
     def commit(self) -> None:
         """Makes all rows durable. Call this before committing a checkpoint: its step's row must not be lost."""
-        try:
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._failed(error) from error
         self._committed = self._file.tell()
         for feed in self._feeds:
             feed.commit()
@@ -166,8 +161,13 @@ class MetricLogger:
         self._committed = len(kept_bytes)
         return sorted(rows.items())
 
-    def _failed(self, error: OSError) -> StorageError:
-        return storage_error(error, self._path, "metrics")
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns failures of a block that writes into errors that name the file."""
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, self._path, "metrics") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -267,10 +267,8 @@ def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
 def _set_aside(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
-    suffix_number = 1
-    while (backup_path := path.with_name(f"{path.stem}.{suffix_number}{path.suffix}")).exists():
-        suffix_number += 1
-    path.rename(backup_path)
+    backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(backup for backup in backups if not backup.exists()))
 
 
 Clock = Callable[[], float]
@@ -304,6 +302,18 @@ def quiet_terminal() -> Iterator[None]:
 
 #: Displayed facts of a step, in this order.
 _ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
+#: Fact, metric, text. Of two metrics of a fact, the later one counts.
+_FACTS = (
+    ("return", "train/episode_return", "return {:.1f}"),
+    ("eval", "eval/return_mean", "eval {:.1f}"),
+    ("reward", "train/reward", "reward {:.3f}"),
+    ("accuracy", "train/accuracy", "accuracy {:.3f}"),
+    ("loss", "train/loss", "loss {:.3f}"),
+    ("tokens", "time/train_tokens_per_s", "{:,.0f} tokens/s"),
+    ("tokens", "time/tokens_per_s", "{:,.0f} tokens/s"),
+    ("rate", "time/env_steps_per_s", "{:,.0f} env steps/s"),
+)
+_NAN_BEFORE_FIRST_EPISODE = ("return", "eval", "rate")
 
 
 class ProgressBar:
@@ -408,20 +418,14 @@ class ProgressBar:
 
 
 def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
-    texts = {}
-    if (value := metrics.get("train/episode_return")) is not None and value == value:
-        texts["return"] = f"return {value:.1f}"
-    if (value := metrics.get("eval/return_mean")) is not None and value == value:
-        texts["eval"] = f"eval {value:.1f}"
-    for name in ("reward", "accuracy", "loss"):
-        # a language model's row has both reward and loss: the reward says more
-        if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in texts):
-            texts[name] = f"{name} {value:.3f}"
+    values = [(name, metrics.get(metric), text) for name, metric, text in _FACTS]
+    texts = {
+        name: text.format(value)
+        for name, value, text in values
+        if value is not None and (value == value or name not in _NAN_BEFORE_FIRST_EPISODE)
+    }
+    if "reward" in texts:
+        texts.pop("loss", None)  # a language model's row has both: the reward says more
     if failed := metrics.get("rollout/failed_rewards"):
         texts["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
-    tokens = metrics.get("time/tokens_per_s", metrics.get("time/train_tokens_per_s"))
-    if tokens is not None:
-        texts["tokens"] = f"{tokens:,.0f} tokens/s"
-    if (value := metrics.get("time/env_steps_per_s")) is not None and value == value:
-        texts["rate"] = f"{value:,.0f} env steps/s"
     return texts

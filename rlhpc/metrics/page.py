@@ -115,7 +115,10 @@ def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) ->
     if main is not None:
         grid_charts = [narrow := main(CHART), *charts]
         if _has_curve(narrow):
-            main_html, grid_charts = _responsive(main(WIDE), narrow), list(charts)
+            main_html = (
+                f'<figure class="main"><div class="wide">{main(WIDE)}</div><div class="narrow">{narrow}</div></figure>'
+            )
+            grid_charts = list(charts)
     curves = main_html + "".join(f"<figure>{chart}</figure>" for chart in grid_charts if _has_curve(chart))
     sentences = "".join(f"<li>{sentence}</li>" for chart in grid_charts if (sentence := statement(chart)) is not None)
     html = f'<div class="figures">{curves}</div>' if curves else ""
@@ -124,10 +127,6 @@ def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) ->
 
 def _has_curve(chart: str) -> bool:
     return bool(chart) and not is_empty(chart) and statement(chart) is None
-
-
-def _responsive(wide: str, narrow: str) -> str:
-    return f'<figure class="main"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>'
 
 
 def missing(html: str) -> str:

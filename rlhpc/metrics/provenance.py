@@ -7,9 +7,11 @@ another commit is visible.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -134,11 +136,10 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 
 def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
     """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
-    mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
-    typed_fields = {
-        name: value for name, value in record.items()
-        if not (name in mappings and not isinstance(value, dict)) and not (name in lists and not isinstance(value, list))
-    }  # fmt: skip
+    types: dict[str, type] = {"segments": list, **dict.fromkeys(("git", "versions", "slurm", "placement"), dict)}
+    typed_fields: dict[str, Any] = {
+        name: value for name, value in record.items() if isinstance(value, types.get(name, object))
+    }
     if "segments" in typed_fields:
         typed_fields["segments"] = [
             _drop_mistyped(start) for start in typed_fields["segments"] if isinstance(start, dict)
@@ -189,10 +190,8 @@ def versions() -> dict[str, str]:
 
     package_versions = {"rlhpc": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             package_versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return package_versions
 
 
@@ -280,14 +279,8 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
     """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
-    matching_results = []
-    for path in paths.eval_results():
-        evaluation, _ = typed_result(read_json_file(path) or {})
-        if figure in evaluation and "global_step" in evaluation:
-            matching_results.append(
-                {**evaluation, "suite": evaluation.get("suite", path.stem), figure: float(evaluation[figure])}
-            )
-    return sorted(matching_results, key=lambda result: (result["suite"], result["global_step"]))
+    results = [result | {figure: float(result[figure])} for result in read_all_results(paths) if figure in result]
+    return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
 
 
 def left_out(paths: RunPaths) -> list[str]:
@@ -439,8 +432,13 @@ def judged_results(
 
 def _find_trained_suite(paths: RunPaths) -> str:
     """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or `default` for robots."""
+    return _configured_suite(paths, "data", "eval", 0, "name")
+
+
+def _configured_suite(paths: RunPaths, *keys: str | int) -> str:
+    """Returns the suite at the end of a path of keys in the run's configuration, or `default` without one."""
     try:
-        return str(read_yaml(read_file(paths.config))["data"]["eval"][0]["name"])
+        return str(functools.reduce(operator.getitem, keys, read_yaml(read_file(paths.config))))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
         return "default"
 
@@ -462,10 +460,7 @@ def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
     """Returns the suite by which a run is judged: the first of `workflow.eval_suites`, or the first of the results' suites if
     they do not have it.
     """
-    try:
-        configured_suite = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
-        configured_suite = "default"
+    configured_suite = _configured_suite(paths, "workflow", "eval_suites", 0)
     suites = [str(evaluation["suite"]) for evaluation in results]
     return suites[0] if suites and configured_suite not in suites else configured_suite
 

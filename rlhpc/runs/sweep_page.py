@@ -235,7 +235,7 @@ def _runs_table(
         lines.append(
             f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if state_text in _BAD else ""}">{escape(state_text)}</td>'
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
-            f'<td class="t">{escape(run_state.why if has_started else "")}</td></tr>'
+            f'<td class="t">{escape(run_state.reason if has_started else "")}</td></tr>'
         )
     cells = "".join(f"<th{'' if i in (2, 3) else ' class=t'}>{escape(title)}</th>" for i, title in enumerate(head))
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

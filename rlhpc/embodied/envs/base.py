@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,10 +74,7 @@ class Timing:
         if not self.latency_s:
             return "no steps"
         median_ms, p99_ms = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
-        counts = (
-            f"{self.num_late} late, {self.num_dropped} dropped, {self.num_held} held, {self.num_refused} refused, "
-            f"{self.num_stopped} stopped"
-        )
+        counts = ", ".join(f"{getattr(self, f'num_{name}')} {name}" for name in _COUNTS[:-1])
         return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
@@ -328,16 +326,10 @@ def check_step(env: VectorEnv, name: str, answer: Any) -> None:
         raise _refusal(env, f"{name}() returned {describe(answer)}")
     obs, rewards, terminations, truncations, infos = answer
     _check_observations(env, name, obs)
-    for label, values, dtype_kinds in (
-        ("rewards", rewards, "fiu"),
-        ("terminations", terminations, "b"),
-        ("truncations", truncations, "b"),
-    ):
-        if (
-            not isinstance(values, np.ndarray)
-            or values.shape != (env.num_envs,)
-            or values.dtype.kind not in dtype_kinds
-        ):
+    arrays = {"rewards": (rewards, "fiu"), "terminations": (terminations, "b"), "truncations": (truncations, "b")}
+    for label, (values, dtype_kinds) in arrays.items():
+        is_array = isinstance(values, np.ndarray) and values.dtype.kind in dtype_kinds
+        if not is_array or values.shape != (env.num_envs,):
             raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
     if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):
         raise _refusal(env, f"{name}() ended episodes, and its infos have no final_obs")
@@ -357,6 +349,12 @@ def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
         "(observations [N, …], infos) from reset(), and (observations [N, …], rewards [N], terminations bool [N], "
         "truncations bool [N], infos) from step(), where infos have final_obs if an episode ended (rlhpc.VectorEnv)"
     )
+
+
+def similar_ids_hint(env_id: str, ids: Iterable[str], otherwise: str) -> str:
+    """Returns a hint at ids that are similar to an unknown one; `otherwise` without any."""
+    similar_ids = difflib.get_close_matches(env_id, list(ids), 3, 0.5)
+    return f"did you mean {', '.join(similar_ids)}?" if similar_ids else otherwise
 
 
 def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:

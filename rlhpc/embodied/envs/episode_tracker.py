@@ -27,17 +27,17 @@ class EpisodeTracker:
         #: Seed of each slot's series of episodes: a restarted simulator begins another series.
         self.seeds = np.full(num_envs, seed, np.int64)
         self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
-        self._fixed = cfg.use_fixed_reset_state_ids
-        self._relative = cfg.use_rel_reward
+        self._repeats_first_state = cfg.use_fixed_reset_state_ids
+        self._uses_relative_reward = cfg.use_rel_reward
         self._ignore_terminations = cfg.ignore_terminations
         self._scale = cfg.reward_scale
         #: Episodes that each slot has begun.
         self.num_begun = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int64)
         self.returns = np.zeros(num_envs, np.float64)
-        self._once = np.zeros(num_envs, bool)
-        self._now = np.zeros(num_envs, bool)
-        self._before = np.zeros(num_envs, np.float32)
+        self._succeeded = np.zeros(num_envs, bool)
+        self._succeeds_now = np.zeros(num_envs, bool)
+        self._previous_rewards = np.zeros(num_envs, np.float32)
         self._knows_success = False
 
     def reseed(self, seed: int) -> None:
@@ -45,13 +45,13 @@ class EpisodeTracker:
         self.seeds[:] = seed
         self.num_begun[:] = 0
 
-    def place(self, slot: int) -> dict[str, int]:
+    def position(self, slot: int) -> dict[str, int]:
         """Returns a slot's position in its series of episodes, the argument of `replay`."""
         return {"seed": int(self.seeds[slot]), "begun": int(self.num_begun[slot])}
 
-    def replay(self, slot: int, place: dict[str, Any]) -> None:
-        """Makes a slot repeat the episode at the position `place` of its series as its next episode."""
-        self.seeds[slot], self.num_begun[slot] = int(place["seed"]), int(place["begun"]) - 1
+    def replay(self, slot: int, position: dict[str, Any]) -> None:
+        """Makes a slot repeat the episode at a `position` of its series as its next episode."""
+        self.seeds[slot], self.num_begun[slot] = int(position["seed"]), int(position["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:
         """Starts the next episode of `slots`.
@@ -60,14 +60,14 @@ class EpisodeTracker:
             Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
             same.
         """
-        for statistic in (self.elapsed, self.returns, self._once, self._now, self._before):
+        for statistic in (self.elapsed, self.returns, self._succeeded, self._succeeds_now, self._previous_rewards):
             statistic[slots] = 0
         seeds = [self._episode_seed(slot) for slot in slots.tolist()]
         self.num_begun[slots] += 1
         return seeds
 
     def _episode_seed(self, slot: int) -> int:
-        episode_number = 0 if self._fixed else int(self.num_begun[slot])
+        episode_number = 0 if self._repeats_first_state else int(self.num_begun[slot])
         sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), episode_number])
         return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
 
@@ -92,20 +92,23 @@ class EpisodeTracker:
         if success is not None:
             self._knows_success = True
             succeeded_now = success & active
-            self._now = np.where(active, success, self._now)
-            self._once |= succeeded_now
+            self._succeeds_now = np.where(active, success, self._succeeds_now)
+            self._succeeded |= succeeded_now
             terminated = terminated | succeeded_now
         if self._ignore_terminations:
             terminated = np.zeros_like(terminated)
         truncated = active & ~terminated & (self.elapsed >= self.limit) if self.limit else np.zeros_like(terminated)
-        if self._relative:
-            rewards, self._before = rewards - np.where(active, self._before, 0), np.where(active, rewards, self._before)
+        if self._uses_relative_reward:
+            rewards, self._previous_rewards = (
+                rewards - np.where(active, self._previous_rewards, 0),
+                np.where(active, rewards, self._previous_rewards),
+            )
         return rewards * np.float32(self._scale), terminated, truncated
 
     def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
         episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": done.copy()}
         if self._knows_success:
-            episode["success_once"] = self._once.astype(np.float64)
-            episode["success_at_end"] = self._now.astype(np.float64)
+            episode["success_once"] = self._succeeded.astype(np.float64)
+            episode["success_at_end"] = self._succeeds_now.astype(np.float64)
         return episode

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import difflib
+import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
+from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos, similar_ids_hint
 from rlhpc.embodied.envs.interface import reset_env, step_env, success_of
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
 from rlhpc.embodied.envs.wrappers import wrap
@@ -39,11 +39,6 @@ if TYPE_CHECKING:
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 #: Errors of numpy and dicts for an observation that does not fit its buffer.
 _MISFITS = (ValueError, TypeError, KeyError)
-
-
-def nearest_ids(env_id: str) -> list[str]:
-    """Returns registered ids that are similar to `env_id`."""
-    return difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
 
 
 def choose_renderer() -> None:
@@ -69,12 +64,7 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
             f"env_id {env_id!r} needs a package that is not installed ({error}); run: pip install 'rlhpc[embodied]'"
         ) from None
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        similar_ids = nearest_ids(env_id)
-        hint = (
-            f"did you mean {', '.join(map(repr, similar_ids))}?"
-            if similar_ids
-            else "see gymnasium.registry for all ids."
-        )
+        hint = similar_ids_hint(env_id, gymnasium.registry, "see gymnasium.registry for all ids.")
         if isinstance(error, ModuleNotFoundError) and cfg.simulator_python is None:
             hint = (
                 "simulators with a Python of their own are named by env.train.simulator_python (make setup-simulators)"
@@ -82,9 +72,8 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
         raise ConfigError(f"env_id is {env_id!r}, which gymnasium does not know ({error}); {hint}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_id {env_id!r} refuses kwargs {kwargs}: {error}") from None
-    limit = cfg.max_episode_steps
-    if limit is None:
-        limit = env.spec.max_episode_steps if env.spec is not None else None
+    registered_limit = env.spec.max_episode_steps if env.spec is not None else None
+    limit = registered_limit if cfg.max_episode_steps is None else cfg.max_episode_steps
     while isinstance(env, _STRIPPED):
         env = env.env
     if env.unwrapped.spec is not None:
@@ -94,29 +83,21 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
     """Returns the wrapper that counts returns, if any. Its returns are before changes of the reward by outer wrappers."""
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, RecordEpisodeStatistics):
-            return env
-        env = env.env
-    return None
+    return next((layer for layer in _layers(env) if isinstance(layer, RecordEpisodeStatistics)), None)
 
 
 def _control_hz(env: Any) -> float | None:
     """Returns the actions a second of an environment: by its time step `dt`, or by its render rate."""
-    frame_skip = 1
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, MaxAndSkipObservation):
-            frame_skip *= env._skip
-        elif isinstance(env, AtariPreprocessing):
-            frame_skip *= env.frame_skip
-        env = env.env
+    *wrappers, env = _layers(env)
+    skips = [wrapper._skip for wrapper in wrappers if isinstance(wrapper, MaxAndSkipObservation)]
+    skips += [wrapper.frame_skip for wrapper in wrappers if isinstance(wrapper, AtariPreprocessing)]
     step, rate = getattr(env, "dt", None), (env.metadata or {}).get("render_fps")
     if isinstance(step, int | float) and step > 0:
         rate = 1.0 / step
-    return float(rate) / frame_skip if isinstance(rate, int | float) and rate > 0 else None
+    return float(rate) / math.prod(skips) if isinstance(rate, int | float) and rate > 0 else None
 
 
-def _check_supported(env_id: str, space: Any) -> ConfigError:
+def _unsupported_space(env_id: str, space: Any) -> ConfigError:
     return ConfigError(
         f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
         f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
@@ -141,7 +122,7 @@ def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
     rows[i] = observed
 
 
-def _form(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
+def _row_spec(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
     """Returns shape and dtype of the observations of `count` slots."""
     return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
 
@@ -166,35 +147,34 @@ class GymnasiumVectorEnv(VectorEnv):
         self._limit = self.max_episode_steps = envs_and_limits[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.control_hz = _control_hz(self.envs[0])
-        self._several = isinstance(self.observation_space, spaces.Dict)
+        self._has_dict = isinstance(self.observation_space, spaces.Dict)
         self._texts: dict[str, int] = {}
-        if self._several:
+        if self._has_dict:
             self.observation_space = self._boxes(cfg.env_id)
         elif not isinstance(self.observation_space, spaces.Box):
-            raise _check_supported(cfg.env_id, self.observation_space)
-        self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
-        self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else write_row
+            raise _unsupported_space(cfg.env_id, self.observation_space)
+        self._row_specs = {key: _row_spec(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         # Policies count actions from 0.
         self._start: Any = getattr(self.action_space, "start", 0)
         self._box = isinstance(self.action_space, spaces.Box)
         self._ignore_terminations = cfg.ignore_terminations
-        self._scale = cfg.reward_scale
-        self._group = max(1, cfg.group_size)
-        self._fixed = cfg.use_fixed_reset_state_ids
-        self._relative = cfg.use_rel_reward
-        self._before = [0.0] * num_envs
-        self._once = [False] * num_envs
+        self._reward_scale = cfg.reward_scale
+        self._group_size = max(1, cfg.group_size)
+        self._repeats_first_state = cfg.use_fixed_reset_state_ids
+        self._uses_relative_reward = cfg.use_rel_reward
+        self._previous_rewards = [0.0] * num_envs
+        self._succeeded = [False] * num_envs
         self._elapsed = [0] * num_envs
         self._returns = [0.0] * num_envs
         self._episodes = [0] * num_envs
         self._seed = seed
-        self._fresh = True
+        self._seeds_reset = True
         #: For simulators that cannot be pickled but can be replayed: seed or generator state of each slot's episode,
         #: and its actions.
-        self._played: list[tuple[Any, list[Any]]] | None = None
+        self._replay_logs: list[tuple[Any, list[Any]]] | None = None
         if is_replayed(self.envs[0]):
-            self._played = [(None, []) for _ in range(num_envs)]
+            self._replay_logs = [(None, []) for _ in range(num_envs)]
         self.supports_state = can_save(self.envs[0], self._replay_log(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
@@ -207,25 +187,37 @@ class GymnasiumVectorEnv(VectorEnv):
             elif isinstance(space, spaces.Box):
                 boxes[key] = space
             else:
-                raise _check_supported(env_id, self.observation_space)
+                raise _unsupported_space(env_id, self.observation_space)
         return spaces.Dict(boxes)
 
     def _rows(self) -> Any:
         """Allocates a buffer for the observations of all slots."""
-        if self._several:
-            return {key: np.zeros(*form) for key, form in self._forms.items()}
-        return np.zeros(*self._forms[""])
+        if self._has_dict:
+            return {key: np.zeros(*spec) for key, spec in self._row_specs.items()}
+        return np.zeros(*self._row_specs[""])
 
-    def _write_parts(self, rows: dict[str, np.ndarray], i: int, observed: Any) -> None:
-        for key, column in rows.items():
-            write_row(column, i, encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key])
+    def _write(self, rows: Any, i: int, observed: Any) -> None:
+        """Writes a slot's observation into its rows.
+
+        Raises:
+            ConfigError: It is outside the environment's observation space.
+        """
+        try:
+            if not self._has_dict:
+                write_row(rows, i, observed)
+                return
+            for key, column in rows.items():
+                value = observed[key]
+                write_row(column, i, encode_text(value, self._texts[key]) if key in self._texts else value)
+        except _MISFITS as error:
+            raise self._misfit(observed, i) from error
 
     def _misfit(self, observed: Any, i: int) -> ConfigError:
         """Returns the error for an observation outside the environment's observation space."""
 
         def form(value: Any) -> str:
             if isinstance(value, dict):
-                return "{" + ", ".join(f"{key}: {form(part)}" for key, part in value.items()) + "}"
+                return "{" + ", ".join(f"{key}: {form(entry)}" for key, entry in value.items()) + "}"
             if hasattr(value, "shape") and hasattr(value, "dtype"):
                 return f"shape {tuple(value.shape)}, type {value.dtype}"
             return f"type {type(value).__name__}"
@@ -236,29 +228,25 @@ class GymnasiumVectorEnv(VectorEnv):
         )
 
     def _slot_seed(self, index: int) -> int:
-        group = (self._offset + index) // self._group
+        group = (self._offset + index) // self._group_size
         return int(np.random.SeedSequence([self._seed, group]).generate_state(1)[0])
 
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed = seed
-            self._fresh = True
+            self._seeds_reset = True
         obs = self._rows()
         for i in range(self.num_envs):
-            slot_obs = self._reset(i, self._fresh)
-            try:
-                self._write(obs, i, slot_obs)
-            except _MISFITS as error:
-                raise self._misfit(slot_obs, i) from error
-            self._elapsed[i], self._returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
-        self._fresh = False
+            self._write(obs, i, self._reset(i, self._seeds_reset))
+            self._elapsed[i], self._returns[i], self._previous_rewards[i], self._succeeded[i] = 0, 0.0, 0.0, False
+        self._seeds_reset = False
         return obs, {}
 
     def _reset(self, i: int, fresh: bool = False) -> Any:
-        seed = self._slot_seed(i) if fresh or self._fixed else None
-        if self._played is not None:
-            self._played[i] = (seed if seed is not None else generator_state(self.envs[i]), [])
+        seed = self._slot_seed(i) if fresh or self._repeats_first_state else None
+        if self._replay_logs is not None:
+            self._replay_logs[i] = (seed if seed is not None else generator_state(self.envs[i]), [])
         return reset_env(self.envs[i], self._env_id, seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
@@ -307,20 +295,20 @@ class GymnasiumVectorEnv(VectorEnv):
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
         limit, elapsed, returns, write = self._limit, self._elapsed, self._returns, self._write
-        played = self._played
+        replay_logs = self._replay_logs
         for i in slots:
             env = self.envs[i]
             slot_obs, reward, terminated, truncated, info = step_env(env, self._env_id, env_actions[i])
-            if played is not None:
-                played[i][1].append(env_actions[i])
+            if replay_logs is not None:
+                replay_logs[i][1].append(env_actions[i])
             elapsed[i] += 1
             returns[i] += reward
             rewards[i] = reward
-            if self._relative:
-                rewards[i], self._before[i] = reward - self._before[i], reward
+            if self._uses_relative_reward:
+                rewards[i], self._previous_rewards[i] = reward - self._previous_rewards[i], reward
             if info and (success := success_of(self._env_id, info)) is not None:
                 infos.setdefault("success", np.zeros(n, bool))[i] = success
-                self._once[i] |= success
+                self._succeeded[i] |= success
             if terminated and self._ignore_terminations:
                 terminated = False
             if limit and elapsed[i] >= limit:
@@ -330,15 +318,12 @@ class GymnasiumVectorEnv(VectorEnv):
                 is_life_lost = terminated and "life_lost" in info
                 self._end(i, slot_obs, info, infos, counts=not is_life_lost)
                 slot_obs = self._reset(i)
-                self._before[i] = 0.0
+                self._previous_rewards[i] = 0.0
                 if not is_life_lost:
-                    elapsed[i], returns[i], self._once[i] = 0, 0.0, False
-            try:
-                write(obs, i, slot_obs)
-            except _MISFITS as error:
-                raise self._misfit(slot_obs, i) from error
-        if self._scale != 1.0:
-            rewards *= self._scale
+                    elapsed[i], returns[i], self._succeeded[i] = 0, 0.0, False
+            write(obs, i, slot_obs)
+        if self._reward_scale != 1.0:
+            rewards *= self._reward_scale
         return obs, rewards, terminations, truncations, infos
 
     def _end(self, i: int, final: Any, info: Mapping[str, Any], infos: dict[str, Any], counts: bool) -> None:
@@ -356,12 +341,12 @@ class GymnasiumVectorEnv(VectorEnv):
         episode["return"][i] = np.asarray(total).item()  # some environments' rewards are arrays of one number
         episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
         if (success := success_of(self._env_id, info)) is not None:
-            for key, is_success in (("success_once", self._once[i]), ("success_at_end", success)):
+            for key, is_success in (("success_once", self._succeeded[i]), ("success_at_end", success)):
                 episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(is_success)
         self._episodes[i] += 1
 
     def _replay_log(self, i: int) -> tuple[Any, list[Any]] | None:
-        return None if self._played is None else self._played[i]
+        return None if self._replay_logs is None else self._replay_logs[i]
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -374,8 +359,8 @@ class GymnasiumVectorEnv(VectorEnv):
                     "elapsed": self._elapsed[i],
                     "return": self._returns[i],
                     "episodes": self._episodes[i],
-                    "before": self._before[i],
-                    "once": self._once[i],
+                    "before": self._previous_rewards[i],
+                    "once": self._succeeded[i],
                 }
                 for i, env in enumerate(self.envs)
             ]
@@ -386,12 +371,15 @@ class GymnasiumVectorEnv(VectorEnv):
         slots = self.slots_of(state)
         for i, slot in enumerate(slots):
             replay_log = restore_simulator(self.envs[i], slot["simulator"])
-            if self._played is not None and replay_log is not None:
-                self._played[i] = replay_log
+            if self._replay_logs is not None and replay_log is not None:
+                self._replay_logs[i] = replay_log
             self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
             self._episodes[i] = int(slot["episodes"])
-            self._before[i], self._once[i] = float(slot.get("before", 0.0)), bool(slot.get("once", False))
-        self._fresh = False
+            self._previous_rewards[i], self._succeeded[i] = (
+                float(slot.get("before", 0.0)),
+                bool(slot.get("once", False)),
+            )
+        self._seeds_reset = False
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
         """Renders slots (`VectorEnv.render`)."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.config.options import read_options
+from rlhpc.embodied.envs.base import similar_ids_hint
 from rlhpc.embodied.envs.observations import ORIENTATIONS, encode_text, oriented, text_bytes
 from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 from rlhpc.runtime.errors import ConfigError
@@ -90,9 +90,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
         self._stride = cfg.num_envs
         self._slot_offset = slot_offset
-        #: Task of each slot's episode, and its simulator.
+        #: Task of each slot's episode.
         self._tasks = [task_ids[0]] * num_envs
-        self._envs: list[Any] = [None] * num_envs
         rgb = spaces.Box(0, 255, (*self._size, 3 * len(self._cameras)), np.uint8)
         state = spaces.Box(-np.inf, np.inf, (8,), np.float32)
         text_box = spaces.Box(0, 255, (size,), np.uint8)
@@ -161,12 +160,6 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         frame: np.ndarray = self._last_obs[slot]["rgb"][..., :3]
         return frame
 
-    def close(self) -> None:
-        """Closes the simulators."""
-        for env in self._envs:
-            if env is not None:
-                env.close()
-
 
 def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
     """Returns the (task, initial state) pairs of a suite, from the number of states of each task: state 0 of every task,
@@ -198,9 +191,6 @@ def _suite(name: str) -> Any:
         ) from None
     suites = benchmark.get_benchmark_dict()
     if name not in suites:
-        matches = difflib.get_close_matches(name, list(suites), 3, 0.5)
-        raise ConfigError(
-            f"env_id is {name!r}, which LIBERO does not know; "
-            f"{'did you mean ' + ', '.join(matches) + '?' if matches else ''}"
-        )
+        hint = similar_ids_hint(name, suites, f"there are: {', '.join(suites)}")
+        raise ConfigError(f"env_id is {name!r}, which LIBERO does not know; {hint}")
     return suites[name]()

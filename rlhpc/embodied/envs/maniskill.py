@@ -4,16 +4,17 @@ simulation on a GPU.
 
 from __future__ import annotations
 
-import difflib
+import itertools
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.base import Step, VectorEnv, similar_ids_hint
 from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.envs.maniskill_data import (
     convert,
@@ -120,8 +121,7 @@ def find_task(env_id: str) -> Any:
     from mani_skill.utils.registration import REGISTERED_ENVS
 
     if env_id not in REGISTERED_ENVS:
-        similar_ids = difflib.get_close_matches(env_id, list(REGISTERED_ENVS), 3, 0.5)
-        hint = f"did you mean {', '.join(map(repr, similar_ids))}?" if similar_ids else "see mani_skill's list of tasks"
+        hint = similar_ids_hint(env_id, REGISTERED_ENVS, "see mani_skill's list of tasks")
         raise ConfigError(f"env_id is {env_id!r}, which ManiSkill does not know; {hint}")
     spec = REGISTERED_ENVS[env_id]
     for name in spec.asset_download_ids or []:
@@ -182,35 +182,34 @@ class ManiSkillVectorEnv(VectorEnv):
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         draws_jointly = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
-        self._alone = is_separate = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
+        self._is_separate = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
-        self._parts = self._build(
-            spec, [1] * num_envs if is_separate else [num_envs], is_separate, seeded=not draws_jointly
-        )
+        self._simulations = self._build(spec, seeded=not draws_jointly)
         self._spec = spec
         self._camera: Any = None
         #: Arguments of `gym.make` that rebuild the task, for recordings.
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
-        first_simulation = self._parts[0]
+        first_simulation = self._simulations[0]
         self.control_hz = float(first_simulation.control_freq)
-        self.action_space, self._split = joint_action_space(first_simulation.single_action_space)
+        self.action_space, self._robot_widths = joint_action_space(first_simulation.single_action_space)
         row = convert(first_simulation.get_obs())
-        self.can_stay_on_device = self._gpu and len(self._parts) == 1
+        self.can_stay_on_device = self._gpu and len(self._simulations) == 1
         self.observation_space = space_of(row)
-        self._played = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
+        self._action_log = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
-    def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
+    def _build(self, spec: Any, seeded: bool) -> list[Any]:
+        """Builds a simulation of each slot, or one of all."""
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
 
-        is_batched, simulations, start = not self._gpu and not alone, [], 0
+        is_batched, simulations = not self._gpu and not self._is_separate, []
+        size = 1 if self._is_separate else self.num_envs
         kwargs = {**self._kwargs, "render_backend": "none"} if is_batched else self._kwargs
         try:
-            for size in sizes:
+            for start in range(0, self.num_envs, size):
                 task = seeded_task(spec.cls, is_batched, seeded, self._build_seeds[start : start + size])
                 with torch.inference_mode():
                     simulations.append(task(num_envs=size, **kwargs))
-                start += size
         except (TypeError, ValueError, KeyError, AssertionError, NotImplementedError, RuntimeError) as error:
             raise ConfigError(f"env_id {self._env_id!r} refuses kwargs {self._kwargs}: {error}") from None
         return simulations
@@ -227,20 +226,20 @@ class ManiSkillVectorEnv(VectorEnv):
     def _begin(self, slots: np.ndarray) -> Any:
         """Resets slots; returns the observation of all."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
-        self._played.begin(slots)
-        return self._reset_parts(seeds)
-
-    def _reset_parts(self, seeds: dict[int, int]) -> Any:
-        observations, start = [], 0
-        for simulation in self._parts:
-            part_seeds = {
-                slot - start: seed for slot, seed in seeds.items() if start <= slot < start + simulation.num_envs
+        self._action_log.begin(slots)
+        observations = []
+        for start, simulation in self._starts():
+            local_seeds = {
+                slot - start: seeds[slot] for slot in range(start, start + simulation.num_envs) if slot in seeds
             }
-            observations.append(
-                convert(simulation.reset_slots(part_seeds) if part_seeds else simulation._last_obs, self.on_device)
-            )
-            start += simulation.num_envs
+            obs = simulation.reset_slots(local_seeds) if local_seeds else simulation._last_obs
+            observations.append(convert(obs, self.on_device))
         return join(observations)
+
+    def _starts(self) -> Iterator[tuple[int, Any]]:
+        """Yields the first slot of each simulation, and the simulation."""
+        first_slots = itertools.accumulate((simulation.num_envs for simulation in self._simulations), initial=0)
+        return zip(first_slots, self._simulations, strict=False)
 
     @torch.inference_mode()
     def step(self, actions: np.ndarray) -> Step:
@@ -265,7 +264,7 @@ class ManiSkillVectorEnv(VectorEnv):
             if not active.any():
                 break
             obs, rewards, failed, success = self._simulate(actions[:, i])
-            self._played.add(actions[:, i])
+            self._action_log.add(actions[:, i])
             chunk_rewards[:, i], terminated, truncated = self.episodes.add(rewards, failed, success, active)
             executed[:, i] = active
             terminations |= terminated
@@ -290,17 +289,14 @@ class ManiSkillVectorEnv(VectorEnv):
         """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` where the
         task knows it.
         """
-        obs, rewards, failed, success, start = [], [], [], [], 0
-        for simulation in self._parts:
-            simulation_actions = torch.from_numpy(
-                np.ascontiguousarray(actions[start : start + simulation.num_envs], np.float32)
-            )
-            part_actions = simulation_actions.to(simulation.device)
-            simulation_obs, reward, _, _, info = simulation.step(
-                part_actions
-                if self._split is None
-                else dict(zip(self._split, part_actions.split([*self._split.values()], 1), strict=True))
-            )
+        obs, rewards, failed, success = [], [], [], []
+        for start, simulation in self._starts():
+            rows = np.ascontiguousarray(actions[start : start + simulation.num_envs], np.float32)
+            joint_actions: Any = torch.from_numpy(rows).to(simulation.device)
+            if self._robot_widths is not None:
+                robot_actions = joint_actions.split([*self._robot_widths.values()], 1)
+                joint_actions = dict(zip(self._robot_widths, robot_actions, strict=True))
+            simulation_obs, reward, _, _, info = simulation.step(joint_actions)
             obs.append(convert(simulation_obs, self.on_device))
             flag_names = [name for name in ("fail", "success") if name in info]
             reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], simulation.num_envs)
@@ -309,7 +305,6 @@ class ManiSkillVectorEnv(VectorEnv):
             failed.append(flags.get("fail", np.zeros(simulation.num_envs, bool)))
             if "success" in flags:
                 success.append(flags["success"].astype(bool))
-            start += simulation.num_envs
         return (
             join(obs),
             np.concatenate(rewards).astype(np.float32),
@@ -322,7 +317,7 @@ class ManiSkillVectorEnv(VectorEnv):
     def state_dict(self) -> dict[str, Any]:
         """Returns for each slot the number of its episode and the actions since its reset."""
         slots = range(self.num_envs)
-        return {"slots": [{**self.episodes.place(slot), "actions": self._played.of(slot)} for slot in slots]}
+        return {"slots": [{**self.episodes.position(slot), "actions": self._action_log.of(slot)} for slot in slots]}
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
@@ -346,13 +341,13 @@ class ManiSkillVectorEnv(VectorEnv):
             active = lengths >= remaining
             for slot in np.flatnonzero(active).tolist():
                 actions[slot] = played[slot][lengths[slot] - remaining]
-            self._played.add(actions)
+            self._action_log.add(actions)
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
 
     def env_states(self) -> dict[str, Any]:
         """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
-        return join_states([simulation.get_state_dict() for simulation in self._parts])
+        return join_states([simulation.get_state_dict() for simulation in self._simulations])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
@@ -362,15 +357,15 @@ class ManiSkillVectorEnv(VectorEnv):
         without one.
         """
         rendered_slots = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
-        if self._alone and self._kwargs["render_backend"] != "none":
-            return np.concatenate([picture(self._parts[slot]) for slot in rendered_slots])
+        if self._is_separate and self._kwargs["render_backend"] != "none":
+            return np.concatenate([picture(self._simulations[slot]) for slot in rendered_slots])
         if self._gpu and self._kwargs["render_backend"] != "none":
-            return picture(self._parts[0])[rendered_slots]
+            return picture(self._simulations[0])[rendered_slots]
         if self._camera is None and not self._open_camera():
             return None
         frames = []
         for slot in rendered_slots:
-            simulation, row = (self._parts[slot], 0) if self._alone else (self._parts[0], slot)
+            simulation, row = (self._simulations[slot], 0) if self._is_separate else (self._simulations[0], slot)
             self._camera.set_state_dict(row_of(simulation.get_state_dict(), row))
             frames.append(picture(self._camera))
         return np.concatenate(frames)
@@ -393,10 +388,9 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def close(self) -> None:
         """Frees the scenes."""
-        for env in [*self._parts, *([self._camera] if self._camera else [])]:
+        for env in [*self._simulations, *([self._camera] if self._camera else [])]:
             env.close()
-        self._parts = []
-        self._camera = None
+        self._simulations, self._camera = [], None
 
 
 def build_seed(seed: int, group: int) -> int:

@@ -11,7 +11,7 @@ environment, step for step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 import numpy as np
@@ -169,14 +169,9 @@ class BatchedPhysx:
             buffer.array[row, :dof] = getattr(articulation, name)
         buffer.agree()
 
-    def gpu_fetch_articulation_qpos(self) -> None:
-        self._fetch("qpos")
-
-    def gpu_fetch_articulation_qvel(self) -> None:
-        self._fetch("qvel")
-
-    def gpu_fetch_articulation_qacc(self) -> None:
-        self._fetch("qacc")
+    gpu_fetch_articulation_qpos = partialmethod(_fetch, "qpos")
+    gpu_fetch_articulation_qvel = partialmethod(_fetch, "qvel")
+    gpu_fetch_articulation_qacc = partialmethod(_fetch, "qacc")
 
     def gpu_fetch_articulation_target_qpos(self) -> None:
         """Does nothing: simulators do not change targets."""
@@ -224,26 +219,18 @@ class BatchedPhysx:
         for row in buffer.changed():
             setattr(self._articulations[row], name, buffer.array[row, : self._dofs[row]])
 
-    def gpu_apply_articulation_qpos(self) -> None:
-        self._apply("qpos")
+    gpu_apply_articulation_qpos = partialmethod(_apply, "qpos")
+    gpu_apply_articulation_qvel = partialmethod(_apply, "qvel")
+    gpu_apply_articulation_qf = partialmethod(_apply, "qf")
 
-    def gpu_apply_articulation_qvel(self) -> None:
-        self._apply("qvel")
-
-    def gpu_apply_articulation_qf(self) -> None:
-        self._apply("qf")
-
-    def gpu_apply_articulation_target_position(self) -> None:
-        buffer = self._q["target_qpos"]
+    def _apply_targets(self, name: str, setter: str) -> None:
+        buffer = self._q[name]
         for row in buffer.changed():
             for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
-                joint.set_drive_target(target)
+                getattr(joint, setter)(target)
 
-    def gpu_apply_articulation_target_velocity(self) -> None:
-        buffer = self._q["target_qvel"]
-        for row in buffer.changed():
-            for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
-                joint.set_drive_velocity_target(target)
+    gpu_apply_articulation_target_position = partialmethod(_apply_targets, "target_qpos", "set_drive_target")
+    gpu_apply_articulation_target_velocity = partialmethod(_apply_targets, "target_qvel", "set_drive_velocity_target")
 
     # -- contacts ---------------------------------------------------------------------------------------------------
 

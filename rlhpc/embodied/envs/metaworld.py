@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.config.options import read_options
+from rlhpc.embodied.envs.base import similar_ids_hint
 from rlhpc.embodied.envs.observations import ORIENTATIONS, oriented
 from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 from rlhpc.runtime.errors import ConfigError
@@ -64,11 +64,8 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         tasks = _tasks()
         name = cfg.env_id
         if name not in tasks:
-            similar_names = difflib.get_close_matches(name, list(tasks), 3, 0.5)
-            raise ConfigError(
-                f"env_id is {name!r}, which MetaWorld does not know; "
-                f"{'did you mean ' + ', '.join(similar_names) if similar_names else 'tasks are named as reach-v3'}"
-            )
+            hint = similar_ids_hint(name, tasks, "tasks are named as reach-v3")
+            raise ConfigError(f"env_id is {name!r}, which MetaWorld does not know; {hint}")
         self._envs = [_build(tasks[name], options) for _ in range(num_envs)]
         self.control_hz = 1.0 / float(self._envs[0].dt)
         space = self._envs[0].sawyer_observation_space
@@ -91,11 +88,6 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         """Renders a slot (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._envs[slot].render()
         return oriented(frame, self._orientation)
-
-    def close(self) -> None:
-        """Closes the simulators."""
-        for env in self._envs:
-            env.close()
 
 
 def _tasks() -> Any:

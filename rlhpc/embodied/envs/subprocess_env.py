@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import EnvFactory, Step, Timing, VectorEnv
 from rlhpc.embodied.envs.observations import join
-from rlhpc.embodied.envs.subprocess_main import CLOSE_S, receive, send
+from rlhpc.embodied.envs.subprocess_main import CLOSE_S, FACTS, receive, send
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
@@ -175,12 +175,8 @@ class ProcessVectorEnv(VectorEnv):
         except BaseException:
             self.close()
             raise
-        self.observation_space, self.action_space = env_facts[0]["observation_space"], env_facts[0]["action_space"]
-        self.supports_state = env_facts[0]["supports_state"]
-        self.holds_hardware = env_facts[0]["holds_hardware"]
-        self.max_episode_steps = env_facts[0]["max_episode_steps"]
-        self.record_kwargs = env_facts[0]["record_kwargs"]
-        self.control_hz = env_facts[0]["control_hz"]
+        for name in FACTS:
+            setattr(self, name, env_facts[0][name])
         if env_facts[0]["timed"]:
             self.timing = Timing()
 
@@ -339,21 +335,19 @@ class ProcessVectorEnv(VectorEnv):
         """
         while True:
             restarted_before = set(self._restarted_obs)
-            states = self._ask_between("save")
+            states = [self._call_between(i, "save") for i in range(len(self._simulators))]
             if set(self._restarted_obs) == restarted_before:
                 return {"slots": [slot for simulator_state in states for slot in simulator_state]}
 
-    def _ask_between(self, name: str) -> list[Any]:
-        """Calls all simulators between steps, as `_ask` does; the episodes of a failed simulator end at the next step."""
-        answers: list[Any] = []
-        for i, simulator in enumerate(self._simulators):
-            try:
-                simulator.call(name, timeout_s=self._timeout_s)
-                answers.append(simulator.answer())
-            except SimulatorFailed as failure:
-                self._restarted_obs[i] = self._restart(simulator, failure)
-                answers.append(None)
-        return answers
+    def _call_between(self, index: int, name: str, *args: Any) -> Any:
+        """Calls a simulator between steps; returns None if it fails, and its episodes then end at the next step."""
+        simulator = self._simulators[index]
+        try:
+            simulator.call(name, *args, timeout_s=self._timeout_s)
+            return simulator.answer()
+        except SimulatorFailed as failure:
+            self._restarted_obs[index] = self._restart(simulator, failure)
+            return None
 
     def load_state_dict(self, state: Any) -> None:
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
@@ -368,21 +362,12 @@ class ProcessVectorEnv(VectorEnv):
             except SimulatorFailed as failure:
                 raise ValueError(f"a simulator {failure} while it took over its state") from None
 
-    def slot_state(self, state: Any, index: int) -> Any:
-        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
-        return state["slots"][index]
-
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
         """Renders slots (`VectorEnv.render`)."""
         frames = []
         for slot in range(self.num_envs) if slots is None else slots:
-            simulator = next(owner for owner in self._simulators if slot in owner.share)
-            try:
-                simulator.call("render", [slot - simulator.share.start], timeout_s=self._timeout_s)
-                frames.append(simulator.answer())
-            except SimulatorFailed as failure:
-                self._restarted_obs[self._simulators.index(simulator)] = self._restart(simulator, failure)
-                frames.append(None)
+            index = next(i for i, simulator in enumerate(self._simulators) if slot in simulator.share)
+            frames.append(self._call_between(index, "render", [slot - self._simulators[index].share.start]))
         return np.concatenate(frames) if all(frame is not None for frame in frames) else None
 
     def close(self) -> None:
@@ -418,9 +403,8 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
         return 1
     if processes is None:
-        if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
-            return 0
-        if factory.uses_accelerator(cfg):
+        is_env = isinstance(factory, type) and issubclass(factory, VectorEnv)
+        if not is_env or not factory.gains_by_processes or factory.uses_accelerator(cfg):
             return 0
         # The launcher's limit for this rank; the affinity of a shared machine does not have it.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
@@ -428,11 +412,11 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     return min(processes, num_envs)
 
 
-def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+def _merge(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Merges infos of neighbouring slots; rows of simulators without an entry are 0."""
     merged: dict[str, Any] = {}
-    for name in {name: None for simulator_infos in parts for name in simulator_infos}:
-        values = [simulator_infos.get(name) for simulator_infos in parts]
+    for name in {name: None for infos in infos_by_simulator for name in infos}:
+        values = [infos.get(name) for infos in infos_by_simulator]
         first_array = next(value for value in values if value is not None)
         if isinstance(first_array, dict):
             merged[name] = _merge([value or {} for value in values], sizes)

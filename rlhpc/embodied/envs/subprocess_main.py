@@ -54,11 +54,8 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
 
 
 def _limit(sock: socket.socket, deadline: float | None) -> None:
-    if deadline is None:
-        sock.settimeout(None)
-        return
     # Data that has arrived is read even after the deadline: the time may have gone into waiting for another simulator.
-    sock.settimeout(max(deadline - time.monotonic(), 0.05))
+    sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.05))
 
 
 def die_with(lifeline: int) -> None:

@@ -44,6 +44,8 @@ class SlotwiseVectorEnv(VectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs = num_envs
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
+        #: Simulator of each slot; None before its first episode where an episode builds it.
+        self._envs: list[Any] = [None] * num_envs
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._last_obs: list[Any] = [None] * num_envs
 
@@ -110,7 +112,7 @@ class SlotwiseVectorEnv(VectorEnv):
         no_actions = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
         return {
             "slots": [
-                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else no_actions}
+                {**self.episodes.position(slot), "actions": np.stack(actions) if actions else no_actions}
                 for slot, actions in enumerate(self._history)
             ]
         }
@@ -133,6 +135,12 @@ class SlotwiseVectorEnv(VectorEnv):
         frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
         available_frames = [frame for frame in frames if frame is not None]
         return np.stack(available_frames) if len(available_frames) == len(frames) else None
+
+    def close(self) -> None:
+        """Closes the simulators."""
+        for env in self._envs:
+            if env is not None:
+                env.close()
 
 
 def _stack(rows: list[Any]) -> Any:

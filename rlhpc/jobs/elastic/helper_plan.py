@@ -5,7 +5,7 @@ functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -203,9 +203,21 @@ class Rule:
 
 
 #: Keys of an entry that become sbatch options of the same name.
-_ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint", "mem")
+_ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint")
 #: The same, with the cluster's values as defaults.
 _SHARED: tuple[Key, ...] = ("partition", "account")
+
+
+def submitit_options(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Returns sbatch options as parameters of `submitit.SlurmExecutor`; times are in minutes."""
+    converters: dict[str, Callable[[str], Any]] = {
+        "nodes": int,
+        "ntasks_per_node": int,
+        "cpus_per_task": int,
+        "time": minutes_of,
+    }
+    parameters = {name.replace("-", "_"): option for name, option in options}
+    return {name: converters.get(name, str)(option) for name, option in parameters.items()}
 
 
 class HelperPlacement(Protocol):
@@ -248,12 +260,8 @@ class HelperPlan:
 
     def submitit_parameters(self) -> dict[str, Any]:
         """Returns the job's resources as parameters of `submitit.SlurmExecutor`."""
-        parameters: dict[str, Any] = {name.replace("-", "_"): option_value for name, option_value in self.options}
-        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
-            if name in parameters:
-                parameters[name] = int(parameters[name])
         additional = {"signal": f"B:USR2@{self.signal_lead_s}", "no-requeue": True}
-        return {**parameters, "time": self.minutes, "setup": list(self.setup), "additional_parameters": additional}
+        return {**submitit_options(self.options), "setup": list(self.setup), "additional_parameters": additional}
 
     def lines(self) -> list[str]:
         """Returns the lines that `rlhpc plan` prints."""
@@ -282,27 +290,18 @@ def _plan(
 ) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
     group_ranks = placements.get(group) or ()
-    ranks_accelerators = read_key(raw, "accelerators_per_rank")
-    accelerators = (
-        int(ranks_accelerators)
-        if ranks_accelerators is not None
-        else max((len(rank.accelerators) for rank in group_ranks), default=0)
-    )
-    options: list[tuple[str, str]] = [
-        (key, str(option_value))
-        for key in _SHARED
-        if (option_value := read_key(raw, key, read_key(section, key))) is not None
-    ]
-    options += [(key, str(option_value)) for key in _ENTRY_KEYS[:2] if (option_value := read_key(raw, key)) is not None]
-    options += [("nodes", "1"), ("ntasks-per-node", "1")]
-    options += [("cpus-per-task", str(cpus)) for cpus in [read_key(raw, "cpus_per_node")] if cpus is not None]
-    options += [("mem", str(memory)) for memory in [read_key(raw, "mem")] if memory is not None]
+    max_accelerators = max((len(rank.accelerators) for rank in group_ranks), default=0)
+    accelerators = int(read_key(raw, "accelerators_per_rank", max_accelerators))
     gres, count = read_key(raw, "gres"), accelerators * per_job
     if count and gpus_in(gres) is None:
         name = read_key(raw, "gres_name", read_key(section, "gres_name", "gpu"))
         gres = ",".join(filter(None, (gres, f"{name}:{count}")))
     time = str(read_key(raw, "time", "01:00:00"))
-    options += [*((("gres", str(gres)),) if gres else ()), ("time", time)]
+    values: dict[str, Any] = {key: read_key(raw, key, read_key(section, key)) for key in _SHARED}
+    values |= {key: read_key(raw, key) for key in _ENTRY_KEYS}
+    values |= {"nodes": 1, "ntasks-per-node": 1, "cpus-per-task": read_key(raw, "cpus_per_node")}
+    values |= {"mem": read_key(raw, "mem"), "gres": gres or None, "time": time}
+    options = tuple((name, str(option)) for name, option in values.items() if option is not None)
     minutes = minutes_of(time)
     budget = read_key(raw, "max_gpu_hours")
     bounds = Bounds(
@@ -310,7 +309,7 @@ def _plan(
         None if budget is None else float(budget), float(read_key(raw, "react_s", 60.0)),
     )  # fmt: skip
     return HelperPlan(
-        group, bounds, accelerators, tuple(options), minutes, float(read_key(raw, "start_within_s", 300.0)),
+        group, bounds, accelerators, options, minutes, float(read_key(raw, "start_within_s", 300.0)),
         float(read_key(raw, "look_s", 15.0)), int(read_key(raw, "signal_lead_s", 30)),
         tuple(read_key(section, "setup", ())), tuple(read_key(section, "container", ())),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -160,10 +160,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested keys joined by dots; lists are not flattened."""
     flattened: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flattened.update(flat(value, f"{prefix}{key}."))
-        else:
-            flattened[f"{prefix}{key}"] = value
+        is_nested = isinstance(value, Mapping) and value
+        flattened |= flat(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flattened
 
 
@@ -191,3 +189,18 @@ def records(path: Path) -> Iterator[bytes]:
         record = fragment if record_type in (_FULL, _FIRST) else record + fragment
         if record_type in (_FULL, _LAST):
             yield record
+
+
+def last_step_in(
+    paths: Iterable[Path], parse: Callable[[bytes], Any], record_type: str, step_of: Callable[[Any], int]
+) -> int | None:
+    """Returns the last step in files of earlier starts; None without one.
+
+    Args:
+        paths: The files.
+        parse: Parses one of their records.
+        record_type: Type of the records that have a step.
+        step_of: Returns such a record's step.
+    """
+    parsed = (parse(record) for path in paths for record in records(path))
+    return max((step_of(record) for record in parsed if record.WhichOneof("record_type") == record_type), default=None)

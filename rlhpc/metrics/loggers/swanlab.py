@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, records, require
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, last_step_in, printing_to_stderr, records, require
 
 
 class SwanLabLogger(ServiceLogger):
@@ -62,10 +62,5 @@ def _last_step(folder: Path, run_id: str) -> int | None:
     """Returns the last step in the files of earlier starts."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    steps = [
-        record.scalar.step
-        for path in folder.glob(f"run-*-{run_id}/run-{run_id}.swanlab")
-        for record in map(Record.FromString, records(path))
-        if record.WhichOneof("record_type") == "scalar"
-    ]
-    return max(steps, default=None)
+    paths = folder.glob(f"run-*-{run_id}/run-{run_id}.swanlab")
+    return last_step_in(paths, Record.FromString, "scalar", lambda record: record.scalar.step)

@@ -6,6 +6,7 @@ of each scalar: on a shared file system every metric of every step costs a round
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping
@@ -63,10 +64,10 @@ class TensorBoardLogger:
         self._folder.mkdir(parents=True, exist_ok=True)
         started_at = time.time()
         stem = f"events.out.tfevents.{int(started_at):010d}.{node_name()}.{os.getpid()}"
-        file_number = 0
-        while (path := self._folder / f"{stem}.{file_number}").exists():  # two starts in one second
-            file_number += 1
-        self._file = path.open("xb")
+        paths = (self._folder / f"{stem}.{number}" for number in itertools.count())
+        self._file = next(path for path in paths if not path.exists()).open(
+            "xb"
+        )  # several starts may fall into a second
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
         if self._purge_step is not None:

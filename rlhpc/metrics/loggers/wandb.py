@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, records, require
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, last_step_in, require
 
 
-class WandbLogger:
+class WandbLogger(ServiceLogger):
     """Logger to a W&B run; offline, in `<run>/wandb`, without a login."""
 
     def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
@@ -25,7 +25,6 @@ class WandbLogger:
             options: Further arguments of `wandb.init`: entity, group, tags, notes, settings…
         """
         self._project, self._mode, self._options = project, mode, options
-        self._run: Any = None
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the library reports its own errors to its makers
@@ -51,13 +50,6 @@ class WandbLogger:
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=step, commit=True)
 
-    def commit(self) -> None:
-        """Does nothing: wandb's own process has the rows."""
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-
 
 def _is_logged_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -73,10 +65,5 @@ def _last_step(folder: Path, run_id: str) -> int | None:
     """Returns the last step in the files of earlier offline starts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    steps = [
-        record.history.step.num
-        for path in folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
-        for record in map(Record.FromString, records(path))
-        if record.WhichOneof("record_type") == "history"
-    ]
-    return max(steps, default=None)
+    paths = folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+    return last_step_in(paths, Record.FromString, "history", lambda record: record.history.step.num)

@@ -128,7 +128,7 @@ def test_who_found_a_job_becomes_a_shell_too(runs: list[WaitedFor]) -> None:
 
 def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_path: Path) -> None:
     """The folder where they meet is open to others: no watcher is asked, and none is started."""
-    code = "from rlhpc.jobs.shared_probe import meeting_place; print(meeting_place())"
+    code = "from rlhpc.jobs.shared_probe import wait_folder; print(wait_folder())"
     environment = {**os.environ, **runs[0].environment}
     place = Path(subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True,
                                 check=True).stdout.strip())  # fmt: skip

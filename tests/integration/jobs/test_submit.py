@@ -466,7 +466,7 @@ def test_status_is_of_the_newest_attempt(run: Run) -> None:
     other = {"state": "failed", "stop_reason": "env[0] was killed", "pid": claim.driver.pid + 1, "step": 7}
     status = {**json.loads(run.paths.driver_state.read_text()), **other}
     found = Facts(run.paths, status, run.files, JobRecord.read(run.files), claim).state()
-    assert (found.state, found.is_current) == ("starting", False) and found.why == f"local job {claim.job_id}"
+    assert (found.state, found.is_current) == ("starting", False) and found.reason == f"local job {claim.job_id}"
     cancel(run.paths)
     ended = {**status, "elapsed_s": 3700.0}
     run.paths.driver_state.write_text(json.dumps(ended))
@@ -493,7 +493,7 @@ def test_status_of_a_job_of_slurm(run: Run) -> None:
         facts = Facts(run.paths, status, run.files, record, claim)
         assert facts.slurm_job == "27"
         found = facts.state(said)
-        return found.state, found.why
+        return found.state, found.reason
 
     job = "Slurm job 27"
     assert state(report("PENDING", "Priority"), {}, None) == ("pending", f"{job}: Priority")

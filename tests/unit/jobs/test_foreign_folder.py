@@ -10,7 +10,7 @@ import pytest
 from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
 from rlhpc.jobs.job_record import segment_job_name
-from rlhpc.jobs.slurm import hasten, scancel
+from rlhpc.jobs.slurm import bring_start_forward, scancel
 from rlhpc.runs.elastic_driver import HelperJobs
 from tests.unit.jobs.foreign_folder import claim_of, folder
 from tests.unit.runs.test_elastic_driver import helpers_of
@@ -31,10 +31,10 @@ def test_what_is_no_job_id_reaches_no_command(tmp_path: Path, calls: Callable[..
 
 def test_a_requeued_job_of_another_run_does_not_start_sooner(tmp_path: Path, calls: Callable[..., list[str]]) -> None:
     calls(state="PENDING")
-    hasten("12", "rlhpc-run-0-00000000")
+    bring_start_forward("12", "rlhpc-run-0-00000000")
     assert calls() == []
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    hasten("12", "analysis")
+    bring_start_forward("12", "analysis")
     assert calls() == []
 
 

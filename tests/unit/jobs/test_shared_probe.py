@@ -12,7 +12,7 @@ import pytest
 
 from rlhpc.jobs import shared_probe
 from rlhpc.jobs.probes import JobReport, JobState
-from rlhpc.jobs.shared_probe import SharedProbe, meeting_place
+from rlhpc.jobs.shared_probe import SharedProbe, wait_folder
 
 
 class Asked:
@@ -141,7 +141,7 @@ def test_a_file_that_is_damaged_counts_as_none(tmp_path: Path, clock: Clock, con
 
 
 def test_each_cluster_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = meeting_place()
-    assert here == meeting_place()
+    here = wait_folder()
+    assert here == wait_folder()
     monkeypatch.setenv("SLURM_CLUSTERS", "another")
-    assert meeting_place() != here
+    assert wait_folder() != here

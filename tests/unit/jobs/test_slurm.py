@@ -78,14 +78,14 @@ def test_the_start_of_a_requeued_job_is_moved_forward(
     commands: Commands, rows: str, named: str, moved: list[str]
 ) -> None:
     commands(squeue=queue(rows, named), scontrol="")
-    slurm.hasten("7", "mine")
+    slurm.bring_start_forward("7", "mine")
     updates = [call.split()[2] for call in commands() if call.startswith("scontrol update")]
     assert updates == [f"JobId={job}" for job in moved]
 
 
 def test_a_job_of_another_name_is_not_hastened_or_cancelled(commands: Commands) -> None:
     commands(squeue=queue("7|PENDING|BeginTime|2999-01-01T00:00:00\\n", "theirs"), scontrol="", scancel="")
-    slurm.hasten("7", "mine")
+    slurm.bring_start_forward("7", "mine")
     with pytest.raises(UserError, match="Slurm job 7 is named 'theirs', and this run's 'mine': it was left alone"):
         slurm.scancel("7", name="mine")
     assert not [call for call in commands() if not call.startswith("squeue")]

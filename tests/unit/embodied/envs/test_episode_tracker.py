@@ -46,13 +46,13 @@ def test_an_episode_can_be_begun_again_from_its_place() -> None:
     episodes = tracker()
     episodes.begin(np.arange(2))
     second = episodes.begin(np.arange(2))
-    place = episodes.place(1)
+    place = episodes.position(1)
     assert place == {"seed": 7, "begun": 2}
     other = tracker(seed=1)
     other.replay(1, place)
-    assert other.begin(np.array([1])) == second[1:] and other.place(1) == place
+    assert other.begin(np.array([1])) == second[1:] and other.position(1) == place
     episodes.reseed(9)
-    assert episodes.place(0) == {"seed": 9, "begun": 0}
+    assert episodes.position(0) == {"seed": 9, "begun": 0}
     assert episodes.begin(np.arange(2)) == tracker(seed=9).begin(np.arange(2))
 
 

@@ -156,7 +156,7 @@ def test_success_ends_an_episode_unless_ignored() -> None:
     for ignored in (False, True):
         env: Any = make_env(section(max_episode_steps=3, ignore_terminations=ignored), 2, seed=1)
         env.reset()
-        task = env._parts[0]
+        task = env._simulations[0]
         state = task.get_state_dict()
         state["actors"]["cube"][0, :2] = task.goal_region.pose.p[0, :2]
         with torch.inference_mode():
@@ -177,7 +177,7 @@ def test_several_robots_share_one_action() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env_id": "PushCub-v1"}, r"PushCub-v1.*did you mean 'PushCube-v1'"),
+        ({"env_id": "PushCub-v1"}, r"PushCub-v1.*did you mean PushCube-v1"),
         ({"kwargs": {"control_mode": "pd_joints"}}, "refuses kwargs .*pd_joints"),
         ({"kwargs": {"reward_mode": "denser"}}, "reward_mode is 'denser'.*has: normalized_dense, dense, sparse, none"),
         ({"kwargs": {"gravity": 3}}, "refuses kwargs .*gravity"),

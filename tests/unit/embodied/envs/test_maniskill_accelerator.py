@@ -59,7 +59,7 @@ def test_what_it_gives_has_the_same_form(both: tuple[Any, Any]) -> None:
     """Spaces, observations, rewards, endings, and what is told of an episode that ended; the simulation is where it was to
     be."""
     there, here = both
-    assert there._parts[0].device.type == kind()
+    assert there._simulations[0].device.type == kind()
     assert there.action_space == here.action_space and there.observation_space == here.observation_space
     assert form(there.reset()[0]) == form(here.reset()[0])
     for row in actions(here):
@@ -79,7 +79,7 @@ def test_observations_stay_there_with_the_same_numbers(group: int) -> None:
         obs, rewards, _, _, infos = env.step(row)
         for shown in (obs, infos.get("final_obs", obs)):
             assert isinstance(shown, torch.Tensor) and shown.device.type == kind() and shown.shape[0] == SLOTS
-        raw = env._parts[0].get_obs()
+        raw = env._simulations[0].get_obs()
         np.testing.assert_array_equal(convert(raw, on_device=True).cpu().numpy(), convert(raw))
         np.testing.assert_array_equal(obs.cpu().numpy(), convert(raw))
         assert isinstance(rewards, np.ndarray) and rewards.dtype == np.float32
