@@ -79,9 +79,9 @@ def _one(env: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
     from rlhpc.embodied.config import EnvSideConfig
-    from rlhpc.embodied.envs.gymnasium_env import make_one
+    from rlhpc.embodied.envs.gymnasium_env import make_single_env
 
-    base_env, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
+    base_env, limit = make_single_env(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
     return TimeLimit(base_env, limit) if limit else base_env
 
 

@@ -68,12 +68,12 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
     Raises:
         RlhpcError: A job could not be ended; the others have been.
     """
-    from rlhpc.jobs.cancel import cancel, require_own
+    from rlhpc.jobs.cancel import cancel, require_ownership
     from rlhpc.jobs.state import find_runs
 
     runs = list(find_runs(sweep.root, depth=1))
     for paths in runs:
-        require_own(paths)
+        require_ownership(paths)
     try:
         sweep.cancelled.touch()
     except OSError as error:

@@ -16,7 +16,7 @@ from rlhpc.jobs.slurm import is_job_named, scancel
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 
-def require_own(paths: RunPaths) -> None:
+def require_ownership(paths: RunPaths) -> None:
     """Raises if another user submitted the run, whose jobs this user may not end.
 
     Raises:
@@ -53,7 +53,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         RlhpcError: A job runs on another host, or scancel failed.
         UserError: The run is another user's, or names a job or a process that does not belong to the run.
     """
-    require_own(paths)
+    require_ownership(paths)
     sentences = []
     for number in paths.submitted() if segment is None else [segment]:
         files = SegmentJournal(paths, number)
@@ -100,7 +100,7 @@ def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
     is_job_named(record.job_id, name)  # refuses another job before anything is written
     files.mark_cancelled(record.token)  # pending or running: no other job may follow when this one ends
     probe = probe_for(record, files)
-    if probe.query_one(record.job_id).state is JobState.RUNNING:
+    if probe.query_job(record.job_id).state is JobState.RUNNING:
         scancel(record.job_id, "--batch", "--signal=TERM", name=name)
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhpc.jobs.lease import Lease, holder, is_held
+from rlhpc.jobs.lease import Lease, holder, is_holder_alive
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.shared_files import read_json_file
@@ -61,7 +61,7 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
     process = ProcessId.from_json(content.get("process"))
     if process is None or (job and job == os.environ.get("SLURM_JOB_ID") and process.alive() is None):
         return  # the latter is an earlier start of this job
-    if not is_held(paths.driver_record, content, lambda: _is_running(job)):
+    if not is_holder_alive(paths.driver_record, content, lambda: _is_running(job)):
         return
     holder_text = f"process {process.pid} on {process.host.split('/')[0]}"
     raise UserError(
@@ -74,7 +74,7 @@ def _is_running(job: str) -> bool | None:
     """Returns whether a job runs; None if Slurm does not know it, or the job is empty."""
     if not job:
         return None
-    report = SlurmProbe().query_one(job)
+    report = SlurmProbe().query_job(job)
     return False if report.is_over else None if report.state is JobState.UNKNOWN else True
 
 
@@ -94,7 +94,7 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
     if not in_slurm_job(environ):
         return
     job = environ["SLURM_JOB_ID"]
-    report = SlurmProbe().query_one(job)
+    report = SlurmProbe().query_job(job)
     if report.is_over:
         reason = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
         raise ConfigError(

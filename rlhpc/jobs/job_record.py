@@ -99,7 +99,7 @@ def find_job(files: SegmentJournal) -> JobRecord | None:
         return record
     if not record.job_id:
         return None
-    report = probe.query_one(record.job_id)
+    report = probe.query_job(record.job_id)
     # a job on another host that has stopped renewing its claim
     has_stopped = record.executor == "local" and not report.conclusive and claim is not None
     return None if report.is_over or has_stopped else record
@@ -114,7 +114,7 @@ def was_cancelled(files: SegmentJournal) -> JobRecord | None:
         return record if exit_record.cancelled else None
     is_known = record.executor == "slurm" and record.job_id
     return (
-        record if is_known and probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
+        record if is_known and probe_for(record, files).query_job(record.job_id).state is JobState.CANCELLED else None
     )
 
 

@@ -23,7 +23,7 @@ LEASE_S = 30.0
 RENEW_S = 5.0
 
 
-def is_held(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
+def is_holder_alive(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
     """Returns whether the holder of a lease is alive: by its process id on this host; elsewhere by the result of `ask` or, if
     that is None, by whether the holder renews the file.
 
@@ -94,7 +94,7 @@ class Lease:
         if self.take():
             return True
         holder = read_json_file(self.path)
-        if holder is not None and is_held(self.path, holder):
+        if holder is not None and is_holder_alive(self.path, holder):
             return False
         self.remove_dead(holder)
         return self.take()

@@ -193,7 +193,7 @@ class JobProbe(ABC):
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         """Returns a report for each job id; never raises because the scheduler failed."""
 
-    def query_one(self, job_id: str) -> JobReport:
+    def query_job(self, job_id: str) -> JobReport:
         return self.query([job_id])[job_id]
 
     def leave(self, job_ids: Iterable[str]) -> None:

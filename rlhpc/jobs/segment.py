@@ -290,8 +290,8 @@ class Claim:
         if newest_claim is not None and newest_claim.number > latest:
             return None  # another job was faster
         # a requeued Slurm job finds the claim of its own earlier attempt, which is over
-        own_earlier = newest_claim is not None and executor == "slurm" and newest_claim.job_id == job_id
-        if newest_claim is not None and not own_earlier and newest_claim.alive(probe):
+        is_earlier_start = newest_claim is not None and executor == "slurm" and newest_claim.job_id == job_id
+        if newest_claim is not None and not is_earlier_start and newest_claim.alive(probe):
             return None
         claim = cls(
             files=files,
@@ -312,7 +312,7 @@ class Claim:
         if alive_here is not None:
             return alive_here
         if probe is not None and self.executor == "slurm":
-            report = probe.query_one(self.job_id)
+            report = probe.query_job(self.job_id)
             if report.state.is_terminal:
                 return False
             if report.conclusive and report.state.has_processes:

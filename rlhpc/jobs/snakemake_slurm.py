@@ -201,7 +201,7 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
     if job_content is None or job_content.get("digest") != _digest(job) or not job_content.get("job_id"):
         return None
     job_id = str(job_content["job_id"])
-    report = SlurmProbe().query_one(job_id)
+    report = SlurmProbe().query_job(job_id)
     if report.is_over and not (report.state.is_success and _outputs_are_current(executor, job, job_content)):
         return None
     return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: job_content, "slurm_logfile": None})

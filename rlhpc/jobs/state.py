@@ -122,14 +122,14 @@ class Facts:
         started_at, claim, record = number_of(self.status, "started"), self.claim, self.record
         if started_at is None or record is None:
             return False
-        if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
+        if claim is not None and (claim.alive_here() is not False or self._has_written_status(claim)):
             return False
         last_end = max(
             record.submitted, claim.started if claim else 0.0, self.exit_record.end_time if self.exit_record else 0.0
         )
         return bool(self.exit_record or self._done()) and started_at > last_end and self.status.get("segment") is None
 
-    def _is_own(self, claim: Claim) -> bool:
+    def _has_written_status(self, claim: Claim) -> bool:
         """Returns whether `status.json` was written by the claim's driver."""
         driver = claim.driver
         if driver is None or self.status.get("pid") != driver.pid:
@@ -146,7 +146,7 @@ class Facts:
         start_text = f", start {attempts.count}" if attempts.count > 1 else ""
         if attempts.last_end:
             return RunState("starting", f"{job}, again after: {attempts.last_end}", job, is_current=False)
-        if not self._is_own(claim):
+        if not self._has_written_status(claim):
             return RunState("starting", f"{job}{start_text}", job, is_current=False)
         if state in ("finished", "stopped") and claim.alive_here() is not False:
             return RunState("ending", f"{job}: {ending_words(reason)}", job)
@@ -157,7 +157,7 @@ class Facts:
     def _by_report(self, report: JobReport, job: str) -> RunState:
         if report.state in _QUEUED:
             resume_text = ", to go on" if self.claim is not None else ""
-            is_current = self.claim is None or not self._is_own(self.claim)
+            is_current = self.claim is None or not self._has_written_status(self.claim)
             reason = (
                 "" if report.reason == "None" else report.reason
             )  # Slurm's placeholder before it has determined a reason
@@ -187,7 +187,7 @@ class Facts:
         if claim.alive_here() is False:
             pid = claim.driver.pid if claim.driver else claim.job.pid
             return RunState("dead", f"its driver (pid {pid}) is gone; submit the run again to resume it", job)
-        if self._is_own(claim):
+        if self._has_written_status(claim):
             return RunState(*self._of_status(), job)
         return RunState("starting", job, job, is_current=False)
 

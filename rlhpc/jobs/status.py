@@ -45,7 +45,7 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
     for stay in [*departed_stays[-_MAX_LEFT_LINES:], *present_stays]:
         joined_at, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
-        reason = stay.why or ("works" if stay.works else "loads")
+        reason = stay.leave_reason or ("works" if stay.works else "loads")
         lines.append(
             f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {joined_at:<11}  {left_at:<11}  "
             f"{stay.hours(now):>6.2f}  {reason}"

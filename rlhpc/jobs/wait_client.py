@@ -130,7 +130,7 @@ def hand_over(wait: Wait) -> None:
         os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.wait")], environment)
 
 
-def peer_is_own(connection: socket.socket) -> bool:
+def is_peer_same_user(connection: socket.socket) -> bool:
     """Returns whether the process at the other end belongs to this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.geteuid())
@@ -186,7 +186,7 @@ def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
     try:
         connection.settimeout(_REACH_S)
         connection.connect(address(folder_fd))
-        if not peer_is_own(connection):
+        if not is_peer_same_user(connection):
             raise PermissionError("the watcher is another user's")
         connection.sendall(request)
         if connection.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME:

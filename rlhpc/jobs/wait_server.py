@@ -20,7 +20,7 @@ from rlhpc.jobs.job_record import probe_for
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
 from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.shared_probe import SharedProbe
-from rlhpc.jobs.wait_client import LOCK, SOCKET, WELCOME, Wait, address, peer_is_own
+from rlhpc.jobs.wait_client import LOCK, SOCKET, WELCOME, Wait, address, is_peer_same_user
 from rlhpc.jobs.waiter import answer_line
 from rlhpc.runtime.env_references import masked
 from rlhpc.runtime.errors import RlhpcError
@@ -34,7 +34,7 @@ _AT_ONCE = 8
 _STACK_BYTES = 1 << 20
 
 
-class Answers(JobProbe):
+class ReportCache(JobProbe):
     """Slurm's last answers on all jobs that this process follows; one thread at a time asks for all."""
 
     def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
@@ -83,7 +83,7 @@ class Watcher:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._answers = Answers(SharedProbe(SlurmProbe()))
+        self._cache = ReportCache(SharedProbe(SlurmProbe()))
         self._threads: list[threading.Thread] = []
 
     def serve(self) -> None:
@@ -113,7 +113,7 @@ class Watcher:
     def _follow(self, connection: socket.socket, pause: int) -> None:
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
             connection.settimeout(_REQUEST_S)
-            if not peer_is_own(connection):
+            if not is_peer_same_user(connection):
                 return
             with connection.makefile("rb") as file:
                 request = json.loads(file.readline())
@@ -147,15 +147,15 @@ class Watcher:
     def _find_probe(self, record: JobRecord, files: SegmentJournal) -> JobProbe:
         if record.executor != "slurm":
             return probe_for(record, files)
-        self._answers.enter(record.job_id)
-        return self._answers
+        self._cache.enter(record.job_id)
+        return self._cache
 
 
-def _tell(connection: socket.socket, kind: str, text: str) -> None:
+def _tell(connection: socket.socket, stream: str, text: str) -> None:
     """Sends lines to the shell, whose `read` cannot handle zero bytes."""
     lines = text.replace("\0", "").split("\n")
     with contextlib.suppress(OSError):  # a closed connection is detected elsewhere
-        connection.sendall("".join(f"{kind}{line}\n" for line in lines).encode("utf-8", "replace"))
+        connection.sendall("".join(f"{stream}{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 def main(arguments: list[str]) -> None:

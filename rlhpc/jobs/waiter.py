@@ -274,7 +274,7 @@ class Waiter:
         claim = self._claim
         if claim is not None and claim.alive_here():
             return JobReport(JobState.RUNNING, source="proc")
-        report = self._report = self._probe.query_one(self.record.job_id)
+        report = self._report = self._probe.query_job(self.record.job_id)
         if self.record.executor == "local" and report.conclusive:
             return report if report.state is JobState.RUNNING else None
         if report.state.is_terminal:

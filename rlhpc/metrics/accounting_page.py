@@ -108,7 +108,7 @@ def joined_section(paths: RunPaths) -> str:
     rows: list[list[Cell]] = [
         [
             f"{stay.group}-{stay.rank}", stay.node, stay.job or "–", *map(_clock, (stay.joined, stay.works, stay.left_at)),
-            f"{stay.hours():.2f}", stay.why or "it was there to the end of this account",
+            f"{stay.hours():.2f}", stay.leave_reason or "it was there to the end of this account",
         ]
         for stay in rank_stays[-_ROWS:]
     ]  # fmt: skip

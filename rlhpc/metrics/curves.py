@@ -14,9 +14,9 @@ from rlhpc.metrics.logger import series
 from rlhpc.metrics.provenance import Evaluated
 
 Rows = Sequence[Mapping[str, Any]]
-#: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_OTHER`.
+#: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_DEFAULT_COLOR`.
 _COLORS = {"return": 0, "reward": 0, "loss": 1, "accuracy": 2, "success": 2}
-_OTHER = 5
+_DEFAULT_COLOR = 5
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Metric:
 def color_of(name: str) -> int:
     """Returns the colour of a metric's quantity, as an index into the palette."""
     name_words = name.rpartition("/")[2].split("_")
-    return next((_COLORS[word] for word in name_words if word in _COLORS), _OTHER)
+    return next((_COLORS[word] for word in name_words if word in _COLORS), _DEFAULT_COLOR)
 
 
 def metric_charts(

@@ -176,7 +176,7 @@ class HelperJobs:
                 )
             elif job_record.joined:
                 self._num_failed = 0
-            elif job_record.started is not None and not job_record.why:
+            elif job_record.started is not None and not job_record.leave_reason:
                 self._num_failed, self._failed_at = self._num_failed + 1, now
                 log_file = self.paths.helpers / f"{job_record.id}_0_log.err"
                 self._say(
@@ -203,7 +203,7 @@ class HelperJobs:
                 scancel(job.id, name=self._name)
         for job_id in decision.leave:
             job = self._record.jobs[job_id]
-            self._record.jobs[job_id] = job.leave(now, decision.why)
+            self._record.jobs[job_id] = job.leave(now, decision.reason)
             if job.started is None:
                 scancel(job_id, name=self._name)
             else:
@@ -223,7 +223,7 @@ class HelperJobs:
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
             # Written at once, so that the record has the job even if the driver is killed now.
             self._record.write(self.paths, self.plan.group)
-        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
+        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.reason}")
 
 
 def _max_joined(present: Mapping[str, int], job: str) -> int:

@@ -53,7 +53,7 @@ def answers(slurm: SlurmCluster, job: str) -> dict[str, Any]:
     """What rlhpc makes of Slurm's answers."""
     facts = SlurmFacts.gather("root")
     found: dict[str, Any] = {
-        "state": SlurmProbe().query_one(job), "jobs": jobs_named("asked"), "end": end_of(job),
+        "state": SlurmProbe().query_job(job), "jobs": jobs_named("asked"), "end": end_of(job),
         "nodes": [(node["NodeName"], node["State"], node["Partitions"]) for node in facts.nodes],
         "partitions": [partition["PartitionName"] for partition in facts.partitions],
     }  # fmt: skip

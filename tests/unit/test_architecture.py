@@ -132,7 +132,6 @@ WIDE_MODULES = {
         "rlhpc/language/task_types.py",
         "rlhpc/language/training/prompt_dispatch.py",
         "rlhpc/metrics/charts.py",
-        "rlhpc/metrics/page.py",
         "rlhpc/runtime/errors.py",
         "rlhpc/runtime/key_metadata.py",
         "rlhpc/weights/transport_select.py",

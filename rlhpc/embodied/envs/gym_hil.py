@@ -58,15 +58,15 @@ def pick(obs: np.ndarray) -> np.ndarray:
     """Returns a pick expert's actions (over the cube, down, grasp, up) `[N, 4]` within -1 to 1 for `PandaState`'s
     observations `[N, 10]`.
     """
-    closed, way = obs[:, 0], obs[:, 7:10] / _APART
-    aside, height = np.linalg.norm(way[:, :2], axis=1), np.abs(way[:, 2])
-    over = aside < 0.015
-    at = over & (height < 0.015)
-    held = (closed > 0.9) & (aside < 0.03) & (height < 0.03)
-    move = way.copy()
-    move[:, 2] += np.where(over, 0.0, 0.08)
+    closed, offset = obs[:, 0], obs[:, 7:10] / _APART
+    horizontal_distance, height = np.linalg.norm(offset[:, :2], axis=1), np.abs(offset[:, 2])
+    is_above = horizontal_distance < 0.015
+    is_at_cube = is_above & (height < 0.015)
+    is_holding = (closed > 0.9) & (horizontal_distance < 0.03) & (height < 0.03)
+    move = offset.copy()
+    move[:, 2] += np.where(is_above, 0.0, 0.08)
     actions = np.empty((len(obs), 4), np.float32)
     actions[:, :3] = np.clip(0.5 * move / _STEP, -1, 1)
-    actions[held, :3] = (0, 0, 1)
-    actions[:, 3] = np.where(at | held, 1, -1)
+    actions[is_holding, :3] = (0, 0, 1)
+    actions[:, 3] = np.where(is_at_cube | is_holding, 1, -1)
     return actions

@@ -49,7 +49,7 @@ def choose_renderer() -> None:
             os.environ["MUJOCO_GL"] = "egl"
 
 
-def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
+def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
     """Builds one environment of a section; returns it and its step limit (0 for none).
 
     Raises:
@@ -141,7 +141,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self.num_envs = num_envs
         self._offset = slot_offset
         self._env_id = cfg.env_id
-        envs_and_limits = [make_one(cfg) for _ in range(num_envs)]
+        envs_and_limits = [make_single_env(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in envs_and_limits]
         self._statistics = [_statistics(env) for env in self.envs]
         self._limit = self.max_episode_steps = envs_and_limits[0][1]

@@ -75,11 +75,11 @@ def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
     return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
-def join_states(parts: list[Any]) -> Any:
+def join_states(states: list[Any]) -> Any:
     """Concatenates nested states of neighbouring slots, as arrays."""
-    if isinstance(parts[0], dict):
-        return {name: join_states([state[name] for state in parts]) for name in parts[0]}
-    return np.concatenate([state.cpu().numpy() for state in parts])
+    if isinstance(states[0], dict):
+        return {name: join_states([state[name] for state in states]) for name in states[0]}
+    return np.concatenate([state.cpu().numpy() for state in states])
 
 
 def row_of(state: Any, slot: int) -> Any:

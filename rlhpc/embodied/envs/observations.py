@@ -19,9 +19,9 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.key_metadata import Choices
 
 
-def is_tensor(part: Any) -> bool:
-    """Returns whether a part of an observation is a tensor, which stays on its accelerator."""
-    return hasattr(part, "is_floating_point")
+def is_tensor(array: Any) -> bool:
+    """Returns whether an array of an observation is a tensor, which stays on its accelerator."""
+    return hasattr(array, "is_floating_point")
 
 
 def is_finite(array: Any) -> bool:
@@ -99,18 +99,18 @@ def take(obs: Any, index: Any) -> Any:
     return {key: array[index] for key, array in obs.items()} if isinstance(obs, dict) else obs[index]
 
 
-def join(parts: Sequence[Any]) -> Any:
+def join(observations: Sequence[Any]) -> Any:
     """Concatenates observations along their first axis."""
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], dict):
-        return {key: join([obs[key] for obs in parts]) for key in parts[0]}
-    tensors = [obs for obs in parts if is_tensor(obs)]
+    if len(observations) == 1:
+        return observations[0]
+    if isinstance(observations[0], dict):
+        return {key: join([obs[key] for obs in observations]) for key in observations[0]}
+    tensors = [obs for obs in observations if is_tensor(obs)]
     if not tensors:
-        return np.concatenate(parts)
+        return np.concatenate(observations)
     import torch
 
-    return torch.cat([torch.as_tensor(obs, device=tensors[0].device) for obs in parts])
+    return torch.cat([torch.as_tensor(obs, device=tensors[0].device) for obs in observations])
 
 
 def as_arrays(obs: Any) -> Obs:
@@ -120,10 +120,10 @@ def as_arrays(obs: Any) -> Obs:
     return obs.cpu().numpy() if is_tensor(obs) else np.asarray(obs)
 
 
-def as_given(obs: Any) -> Any:
+def keep_tensors(obs: Any) -> Any:
     """Converts an environment's observation to arrays; tensors stay tensors."""
     if isinstance(obs, dict):
-        return {key: as_given(array) for key, array in obs.items()}
+        return {key: keep_tensors(array) for key, array in obs.items()}
     return obs if is_tensor(obs) else np.asarray(obs)
 
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhpc.embodied.envs.base import TIMED, Timing, env_failed, timed
-from rlhpc.embodied.envs.observations import all_finite, as_given, bad_rows, bad_slots, cleaned, is_finite, join, take
+from rlhpc.embodied.envs.observations import (
+    all_finite,
+    bad_rows,
+    bad_slots,
+    cleaned,
+    is_finite,
+    join,
+    keep_tensors,
+    take,
+)
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,7 +193,7 @@ class Outcomes:
         ended_slots = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not ended_slots.size:
             return None
-        final_obs = take(as_given(infos["final_obs"]), ended_slots)
+        final_obs = take(keep_tensors(infos["final_obs"]), ended_slots)
         if not all_finite(final_obs):
             rows = np.zeros(len(self.rewards), bool)
             rows[ended_slots] = bad_slots(final_obs)

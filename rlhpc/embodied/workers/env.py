@@ -19,7 +19,7 @@ from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
+from rlhpc.embodied.envs.observations import Obs, as_arrays, join, keep_tensors, take
 from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_links, put_until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, within
@@ -192,7 +192,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
-        self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
+        self.obs = [keep_tensors(env.reset(seed=seed)[0]) for env in self.envs]
         for is_mixed in self._mixed:
             is_mixed[:] = False
 

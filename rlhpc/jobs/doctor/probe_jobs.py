@@ -72,6 +72,10 @@ class ProbeJob:
     offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
     canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def fail(self, reason: str) -> None:
+        """Records why the job did not run."""
+        self.error = reason
+
 
 def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
     """Returns one job for each partition of the site that exists."""
@@ -309,7 +313,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             for step in steps:
                 step.end()
                 if not step.job.hello:
-                    step.job.error = f"its srun said: {step.last_words}"
+                    step.job.fail(f"its srun said: {step.last_words}")
         finally:
             if ids := [job.job_id for job in jobs if job.job_id]:
                 ask("scancel", *ids)
@@ -328,7 +332,7 @@ def _write(path: Path, text: str) -> None:
 def _submit(job: ProbeJob, site: Site, limit: int) -> None:
     sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
     if sbatch_output.code != 0:
-        job.error = f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}"
+        job.fail(f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}")
         return
     job.job_id = sbatch_output.text.strip().splitlines()[-1].partition(";")[0]
     for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:
@@ -349,10 +353,10 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
             if state == "RUNNING":
                 yield waiting_jobs.pop(job_id)
             elif state not in ("PENDING", "CONFIGURING"):
-                waiting_jobs.pop(job_id).error = f"its job ended as {state} ({reason})"
+                waiting_jobs.pop(job_id).fail(f"its job ended as {state} ({reason})")
         if waiting_jobs and time.monotonic() > deadline:
             for job in waiting_jobs.values():
-                job.error = f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})"
+                job.fail(f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})")
             ask("scancel", *waiting_jobs)
             return
         if waiting_jobs:

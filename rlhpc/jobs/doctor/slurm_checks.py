@@ -30,8 +30,8 @@ TESTED_SLURM = ((22, 5), (24, 11), (26, 5))
 _LEAST_JOB_AGE_S = 120
 
 
-def commands(which: Callable[[str], str | None]) -> Finding:
-    missing_commands = [name for name in COMMANDS if not which(name)]
+def commands(find_program: Callable[[str], str | None]) -> Finding:
+    missing_commands = [name for name in COMMANDS if not find_program(name)]
     return decide(
         "Slurm commands", ", ".join(COMMANDS),
         (len(missing_commands) == len(COMMANDS), "warn", "none here, so this machine alone was looked at",
@@ -56,7 +56,7 @@ def version(facts: SlurmFacts) -> Finding:
 def controller(facts: SlurmFacts) -> Finding:
     return decide(
         "Slurm controller", f"cluster {facts.config.get('ClusterName', '?')} answers",
-        (facts.config_answer.code, "fail", facts.config_answer.words, "is slurmctld up, and SLURM_CONF right?"),
+        (facts.config_output.code, "fail", facts.config_output.words, "is slurmctld up, and SLURM_CONF right?"),
     )  # fmt: skip
 
 

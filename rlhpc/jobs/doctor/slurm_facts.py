@@ -124,7 +124,7 @@ class SlurmFacts:
 
     version: CommandOutput
     config: Mapping[str, str]
-    config_answer: CommandOutput
+    config_output: CommandOutput
     partitions: Sequence[Record]
     nodes: Sequence[Record]
     associations: CommandOutput
@@ -139,7 +139,7 @@ class SlurmFacts:
         return cls(
             version=ask("sbatch", "--version"),
             config=parse_config(config.text),
-            config_answer=config,
+            config_output=config,
             partitions=ask("scontrol", "--oneliner", "--all", "show", "partition").records,
             nodes=ask("scontrol", "--oneliner", "show", "node").records,
             associations=ask(

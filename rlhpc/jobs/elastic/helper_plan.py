@@ -98,14 +98,14 @@ class Decision:
         only_soon: Submit only if they would start soon.
         leave: Jobs to remove from the queue, or to ask to leave, by id.
         target: Target number of ranks.
-        why: Reason, in words.
+        reason: Reason, in words.
     """
 
     submit: int = 0
     only_soon: bool = False
     leave: tuple[str, ...] = ()
     target: int = 0
-    why: str = ""
+    reason: str = ""
 
 
 class Rule:
@@ -134,7 +134,7 @@ class Rule:
         spent_hours = state.spent + sum(job.hours for job in state.jobs)
         if bounds.budget is not None and spent_hours >= bounds.budget:
             return Decision(
-                leave=tuple(job.id for job in live_jobs), why=f"the budget of {bounds.budget:g} hours is used up"
+                leave=tuple(job.id for job in live_jobs), reason=f"the budget of {bounds.budget:g} hours is used up"
             )
         if state.requested_ranks is not None:
             self._target, self._since, reason = (
@@ -147,12 +147,12 @@ class Rule:
         ranks = self._target * bounds.per_job
         if (surplus := len(live_jobs) - self._target) > 0:
             order = sorted(range(len(live_jobs)), key=lambda at: (live_jobs[at].state != "queued", -at))
-            return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, why=reason)
+            return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, reason=reason)
         num_missing = min(-surplus, self._affordable(state))
         if num_missing <= 0 or self._pauses(state):
-            return Decision(target=ranks, why=reason)
+            return Decision(target=ranks, reason=reason)
         only_if_soon = state.requested_ranks is None and len(live_jobs) * bounds.per_job >= bounds.min_ranks
-        return Decision(num_missing, only_if_soon, target=ranks, why=reason)
+        return Decision(num_missing, only_if_soon, target=ranks, reason=reason)
 
     def not_soon(self, live: int) -> None:
         """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
@@ -315,14 +315,14 @@ def _plan(
     )  # fmt: skip
 
 
-def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
+def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, missing_reason: str = "") -> None:
     """Checks that each entry can start a job and that its group can admit ranks during the run.
 
     Args:
         section: Section `cluster`.
         groups: Groups that admit ranks during the run.
         fail: Builds the error for a key and the rule that it breaks.
-        why_none: Reason why no group does, if the configuration can change it.
+        missing_reason: Reason why no group does, if the configuration can change it.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -332,7 +332,7 @@ def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, w
         key_path, group = f"cluster.elastic[{index}]", str(read_key(raw_helper, "group", "rollout"))
         if group not in groups:
             rule_text = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
-            raise fail(f"{key_path}.group", f"{rule_text}; {why_none}" if why_none else rule_text)
+            raise fail(f"{key_path}.group", f"{rule_text}; {missing_reason}" if missing_reason else rule_text)
         if group in checked_groups:
             raise fail(f"{key_path}.group", "there is another entry for it: a group has one")
         checked_groups.add(group)

@@ -21,7 +21,7 @@ from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 #: Maximum number of ended jobs with their own record; older ones are summed up.
 _MAX_ENDED_JOBS = 200
 #: Keys of a job in the file whose fields have another name → field.
-_FIELDS = {"ended": "finished"}
+_FIELDS = {"ended": "finished", "why": "leave_reason"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HelperJobRecord:
     Attributes:
         counted: Weight of one of its hours in the budget.
         state: Slurm's last state.
-        why: Reason for which it was asked to leave, if it was.
+        leave_reason: Reason for which it was asked to leave, if it was.
         leaving: Time of that request.
         joined: Number of its ranks that have ever joined.
     """
@@ -45,7 +45,7 @@ class HelperJobRecord:
     node: str = ""
     state: str = "PENDING"
     reason: str = ""
-    why: str = ""
+    leave_reason: str = ""
     leaving: float | None = None
     joined: int = 0
 
@@ -70,9 +70,9 @@ class HelperJobRecord:
             joined=max(self.joined, ranks),
         )
 
-    def leave(self, now: float, why: str = "") -> HelperJobRecord:
+    def leave(self, now: float, reason: str = "") -> HelperJobRecord:
         """Returns the record of a job that leaves, for this reason; an earlier request counts."""
-        return replace(self, leaving=self.leaving or now, why=self.why or why)
+        return replace(self, leaving=self.leaving or now, leave_reason=self.leave_reason or reason)
 
     def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
         """Returns the record of a job that is not in the queue any more: unobserved time counts as if it had run as long as it
@@ -169,7 +169,7 @@ class Stay:
     Attributes:
         job: Slurm's id; "" outside of a job.
         accelerators: Number of its accelerators.
-        why: Reason for leaving.
+        leave_reason: Reason for leaving.
     """
 
     group: str
@@ -180,7 +180,7 @@ class Stay:
     joined: float
     works: float | None = None
     left_at: float | None = None
-    why: str = ""
+    leave_reason: str = ""
 
     def hours(self, now: float | None = None) -> float:
         """Returns the hours from its join until it left."""
@@ -221,10 +221,10 @@ class Attendance:
             finally:
                 os.close(fd)
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """Writes that all present ranks have left, for this reason."""
         for key in list(self._present):
-            self.note({"event": DEPARTED, "incarnation": key, "why": why})
+            self.note({"event": DEPARTED, "incarnation": key, "why": reason})
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -263,5 +263,6 @@ def _stays(path: Path) -> dict[str, Stay]:
         elif key in stays_by_incarnation and event["event"] == WORKS:
             stays_by_incarnation[key].works = event_time
         elif key in stays_by_incarnation:
-            stays_by_incarnation[key].left_at, stays_by_incarnation[key].why = event_time, str(event.get("why") or "")
+            stays_by_incarnation[key].left_at = event_time
+            stays_by_incarnation[key].leave_reason = str(event.get("why") or "")
     return stays_by_incarnation

@@ -104,10 +104,10 @@ class Feed:
         except queue.Full:
             self._give_up(f"it is {_ROWS} rows behind")
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self._over = True
         print(
-            f"rlhpc: warning: logger {self._name} is given up: {why}. The run goes on and metrics.jsonl has every row; "
+            f"rlhpc: warning: logger {self._name} is given up: {reason}. The run goes on and metrics.jsonl has every row; "
             "a resumed run hands over what is missing",
             file=sys.stderr,
             flush=True,

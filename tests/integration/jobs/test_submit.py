@@ -713,13 +713,13 @@ def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> N
     probes = [SharedProbe(SlurmProbe(interval_s=0.0), place, interval_s=3600.0) for _ in range(40)]
     for _ in range(3):
         for number, probe in enumerate(probes):
-            probe.query_one(str(number))
+            probe.query_job(str(number))
     assert (fake_slurm / "asked").read_text().count("\n") == 1
     answers = json.loads((place / "answers.json").read_text())
     assert len(answers["wanted"]) == 40
     (place / "answers.json").write_text(json.dumps({**answers, "asked": -7200.0}))  # an hour later
     for number, probe in enumerate(probes):
-        assert probe.query_one(str(number)) == JobReport(JobState.PENDING, "Priority", "squeue")
+        assert probe.query_job(str(number)) == JobReport(JobState.PENDING, "Priority", "squeue")
     asked = (fake_slurm / "asked").read_text().splitlines()
     assert len(asked) == 2 and asked[1].count(",") == 39
     for number, probe in enumerate(probes):
@@ -727,7 +727,7 @@ def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> N
     assert not place.exists()
     (place / "answers.new").mkdir(parents=True, mode=0o700)  # nothing can be written there: each asks for itself
     place.chmod(0o700)
-    assert SharedProbe(SlurmProbe(), place).query_one("7") == JobReport(JobState.PENDING, "Priority", "squeue")
+    assert SharedProbe(SlurmProbe(), place).query_job("7") == JobReport(JobState.PENDING, "Priority", "squeue")
 
 
 FULL = """#!/bin/bash

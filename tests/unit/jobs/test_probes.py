@@ -58,7 +58,7 @@ def test_process_identity() -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert me.alive() is False  # a zombie does not live
     child.wait()
-    report = probe.query_one("1")
+    report = probe.query_job("1")
     assert report.conclusive and not report.state.is_success
     assert ProcessId.from_json(None) is None and ProcessId.from_json({"pid": "x"}) is None
 
@@ -136,12 +136,12 @@ def test_silence_is_not_an_answer_and_backs_off(fake: Fake) -> None:
     clock = Clock()
     probe = SlurmProbe(interval_s=10, max_interval_s=40, clock=clock)
     fake("squeue", "echo '12|RUNNING|None'")
-    assert probe.query_one("12").conclusive
+    assert probe.query_job("12").conclusive
     fake("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     asked = []
     for clock.now in range(11, 211):
         before = len(calls())
-        report = probe.query_one("12")
+        report = probe.query_job("12")
         assert report.state is JobState.RUNNING
         if len(calls()) > before:
             asked.append(clock.now)
@@ -149,18 +149,18 @@ def test_silence_is_not_an_answer_and_backs_off(fake: Fake) -> None:
     assert [b - a for a, b in itertools.pairwise(asked)] == [20, 40, 40, 40, 40]
     fake("squeue", "echo '12|COMPLETED|None'")
     clock.now = 300.0
-    assert probe.query_one("12").state.is_success
+    assert probe.query_job("12").state.is_success
     done = len(calls())
     clock.now = 1000.0
-    assert probe.query_one("12").state.is_success and len(calls()) == done  # an end needs no second question
+    assert probe.query_job("12").state.is_success and len(calls()) == done  # an end needs no second question
 
 
 def test_hanging_and_missing_commands(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake("squeue", "exec sleep 60")
-    report = SlurmProbe(command_timeout_s=0.2).query_one("12")
+    report = SlurmProbe(command_timeout_s=0.2).query_job("12")
     assert report.state is JobState.UNKNOWN and not report.conclusive
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not SlurmProbe().query_one("12").conclusive
+    assert not SlurmProbe().query_job("12").conclusive
 
 
 def test_find_by_name(fake: Fake) -> None:

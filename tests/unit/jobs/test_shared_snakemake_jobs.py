@@ -66,9 +66,9 @@ class Cluster:
     # as a probe
 
     def query(self, job_ids: list[str]) -> dict[str, JobReport]:
-        return {job_id: self.query_one(job_id) for job_id in job_ids}
+        return {job_id: self.query_job(job_id) for job_id in job_ids}
 
-    def query_one(self, job_id: str) -> JobReport:
+    def query_job(self, job_id: str) -> JobReport:
         if not self.answers:
             return JobReport(JobState.UNKNOWN, conclusive=False)
         return JobReport(JobState.parse(self.states.get(job_id, "UNKNOWN")))

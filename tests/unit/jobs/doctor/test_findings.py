@@ -32,7 +32,7 @@ def _slurm() -> Iterator[tuple[str, Any]]:
         yield f"version {text}", slurm_checks.version(changed)
     yield "version by the controller", slurm_checks.version(replace(ready, version=_REFUSED))
     yield "controller", slurm_checks.controller(ready)
-    yield "no controller", slurm_checks.controller(replace(ready, config_answer=_REFUSED))
+    yield "no controller", slurm_checks.controller(replace(ready, config_output=_REFUSED))
     groups = [
         SiteNodeGroup("a", "gpu"),
         SiteNodeGroup("b", "cpu"),

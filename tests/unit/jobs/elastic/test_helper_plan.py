@@ -37,9 +37,9 @@ def test_it_grows_while_the_actor_waits_and_all_are_at_work() -> None:
     assert rule.decide(ClusterState(0, waited=0.5)).submit == 0, "not at once"
     assert rule.decide(ClusterState(59, waited=0.5)).submit == 0
     first = rule.decide(ClusterState(60, waited=0.5))
-    assert (first.submit, first.only_soon) == (1, True) and "waits for rollouts 50% of the time" in first.why
+    assert (first.submit, first.only_soon) == (1, True) and "waits for rollouts 50% of the time" in first.reason
     assert rule.decide(ClusterState(200, [LiveHelperJob("1", "queued")], waited=0.5)) == Decision(
-        target=1, why="there are to be 1"
+        target=1, reason="there are to be 1"
     ), "one that is in the queue comes first"
     assert rule.decide(ClusterState(300, [LiveHelperJob("1", "running")], waited=0.5)).submit == 0, "nor has it joined"
     assert waits(rule, ClusterState(400, at_work("1"), waited=0.5)).submit == 1
@@ -52,7 +52,7 @@ def test_it_shrinks_while_the_actor_does_not_wait() -> None:
     rule = Rule(BOUNDS)
     assert waits(rule, ClusterState(0, at_work(*"123"), waited=0.15)).leave == ()
     gone = waits(rule, ClusterState(100, at_work(*"123"), waited=0.01))
-    assert gone.leave == ("3",) and "only 1%" in gone.why
+    assert gone.leave == ("3",) and "only 1%" in gone.reason
     assert rule.decide(ClusterState(220, at_work(*"12"), waited=0.01)).leave == ("2",)
     assert waits(Rule(replace(BOUNDS, min_ranks=2)), ClusterState(0, at_work(*"12"), waited=0.01)).leave == ()
 
@@ -85,7 +85,7 @@ def test_where_the_queue_is_long_it_asks_again_later() -> None:
 
 def test_a_driver_that_comes_back_begins_with_what_is_there() -> None:
     assert Rule(BOUNDS).decide(ClusterState(0, [*at_work("1"), LiveHelperJob("2", "queued")])) == Decision(
-        target=2, why="there are to be 2"
+        target=2, reason="there are to be 2"
     )
 
 
@@ -155,7 +155,7 @@ def test_the_budget_holds_for_whole_walltimes() -> None:
     )
     assert Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=2.2)).submit == 0
     over = Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=3.5))
-    assert over.leave == ("1",) and "budget of 4 hours" in over.why
+    assert over.leave == ("1",) and "budget of 4 hours" in over.reason
 
 
 def test_jobs_that_end_at_once_are_not_submitted_again_and_again() -> None:
