@@ -131,7 +131,7 @@ def test_a_session_is_ended_over_https_where_it_was_begun(monkeypatch: pytest.Mo
             pass
 
     monkeypatch.setattr(tool_servers.http.client, "HTTPSConnection", Connection)
-    web = tool_servers._Web("https://tools.test/mcp?k=1")
+    web = tool_servers._HttpTransport("https://tools.test/mcp?k=1")
     web._headers["Mcp-Session-Id"] = "s"
     web.close()
     assert asked == [("tools.test", None), ("DELETE", "/mcp?k=1")]
