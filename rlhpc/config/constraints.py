@@ -57,6 +57,7 @@ __all__ = [
     "check_choices",
     "check_name",
     "check_ranges",
+    "check_rules",
     "null_numbers",
 ]
 
@@ -82,6 +83,21 @@ def check_name(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None
     allowed = list(allowed)
     if value not in allowed:
         raise fail(key, f"{meant(value, allowed)}allowed: {', '.join(allowed)}")
+
+
+def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
+    """Raises an error for the first broken rule.
+
+    Args:
+        rules: Whether a rule is broken, its key, and its text.
+        fail: Makes the error.
+
+    Raises:
+        ConfigError: A rule is broken.
+    """
+    for is_broken, key, rule in rules:
+        if is_broken:
+            raise fail(key, rule)
 
 
 #: Greatest integer that every reader of a configuration can tell from its neighbours.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS, DISCOUNTED, REWARD_LOSSES
-from rlhpc.config.constraints import Fail, check_choice
+from rlhpc.config.constraints import Fail, check_choice, check_rules
 from rlhpc.config.parallel import check_parallel
 from rlhpc.config.typed import plain, select
 from rlhpc.language.algorithms.registry import ALGORITHMS, make_algorithm
@@ -47,57 +47,60 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
     Raises:
         ConfigError: The first rule that is broken.
     """
-    algorithm = cfg.algorithm
-    _check_groups(cfg, fail)
-    _check_kl(cfg, fail)
-    if algorithm.overlong_buffer >= cfg.rollout.max_new_tokens:
-        raise fail(
-            "algorithm.overlong_buffer", f"it must be below rollout.max_new_tokens ({cfg.rollout.max_new_tokens})"
-        )
-    if algorithm.overlong_buffer and cfg.agent.kind != "inline":
-        raise fail("algorithm.overlong_buffer", f"agent.kind={cfg.agent.kind} ends its answers by itself: set it 0")
-    if algorithm.credit != "episode" and algorithm.adv_type.lower() in DISCOUNTED:
-        raise fail(
-            "algorithm.credit",
-            f"algorithm.adv_type={algorithm.adv_type} credits each token with what follows it, turns' rewards too: "
-            "leave it, or take an estimator that compares, such as rloo",
-        )
-    if algorithm.loss_type.lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
-        raise fail("algorithm.recompute_logprobs", "decoupled_ppo takes its proximal policy from there: set it true")
-    if algorithm.tis_cap is not None and not algorithm.recompute_logprobs:
-        raise fail(
-            "algorithm.tis_cap", "it weighs recomputed log-probs: set algorithm.recompute_logprobs=true, or null"
-        )
-    if cfg.actor.offload_in_rollout and algorithm.max_staleness:
-        raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
-
-
-def _check_groups(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses groups of one answer for estimators that compare answers: every advantage would be 0."""
-    algorithm = cfg.algorithm
-    if algorithm.group_size >= 2:
-        return
-    if algorithm.filter_groups:
-        raise fail("algorithm.group_size", "algorithm.filter_groups compares within groups: it must be at least 2")
-    name = algorithm.name.lower()
+    algorithm, max_new_tokens, name = cfg.algorithm, cfg.rollout.max_new_tokens, cfg.algorithm.name.lower()
+    is_single = algorithm.group_size < 2
     estimates = name == "policy_gradient" or (name == "distillation" and algorithm.distillation.task_reward_coef)
-    if estimates and algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS:
-        raise fail(
+    rules = (
+        (
+            is_single and algorithm.filter_groups,
+            "algorithm.group_size",
+            "algorithm.filter_groups compares within groups: it must be at least 2",
+        ),
+        (
+            is_single and estimates and algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS,
             "algorithm.group_size",
             f"algorithm.adv_type={algorithm.adv_type} compares the responses to a prompt, and one alone has the advantage 0: "
             "it must be at least 2; or take an estimator that does not compare, such as reinforce++",
-        )
-
-
-def _check_kl(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses k1 as a loss: E[∇(log p − log q)] = E[∇ log p] = 0 for any reference q."""
-    algorithm = cfg.algorithm
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_type.lower() in ("k1", "kl"):
-        raise fail(
+        ),
+        (  # E[∇(log p − log q)] = E[∇ log p] = 0 for any reference q
+            algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_type.lower() in ("k1", "kl"),
             "algorithm.kl_type",
             "in the loss k1 has no effect: the expected gradient of log p - log q is 0, whatever the reference q is. Take k2, "
             "whose gradient is that of the KL, or k3; or set algorithm.kl_in=reward",
-        )
+        ),
+        (
+            algorithm.overlong_buffer >= max_new_tokens,
+            "algorithm.overlong_buffer",
+            f"it must be below rollout.max_new_tokens ({max_new_tokens})",
+        ),
+        (
+            algorithm.overlong_buffer and cfg.agent.kind != "inline",
+            "algorithm.overlong_buffer",
+            f"agent.kind={cfg.agent.kind} ends its answers by itself: set it 0",
+        ),
+        (
+            algorithm.credit != "episode" and algorithm.adv_type.lower() in DISCOUNTED,
+            "algorithm.credit",
+            f"algorithm.adv_type={algorithm.adv_type} credits each token with what follows it, turns' rewards too: "
+            "leave it, or take an estimator that compares, such as rloo",
+        ),
+        (
+            algorithm.loss_type.lower() == "decoupled_ppo" and not algorithm.recompute_logprobs,
+            "algorithm.recompute_logprobs",
+            "decoupled_ppo takes its proximal policy from there: set it true",
+        ),
+        (
+            algorithm.tis_cap is not None and not algorithm.recompute_logprobs,
+            "algorithm.tis_cap",
+            "it weighs recomputed log-probs: set algorithm.recompute_logprobs=true, or null",
+        ),
+        (
+            cfg.actor.offload_in_rollout and algorithm.max_staleness,
+            "actor.offload_in_rollout",
+            "async generation goes on while the actor trains: set it false",
+        ),
+    )
+    check_rules(rules, fail)
 
 
 #: Names of policies.
@@ -119,9 +122,9 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     _check_backend("rollout.rollout_backend", cfg.rollout.rollout_backend, ENGINES, fail)
     _check_trained(cfg, cfg.data.eval, fail)
     if training:
-        _sources(cfg.data.train, cfg.data.eval)
-        _judges(cfg)
-    _agent(cfg, fail)
+        _check_sources(cfg.data.train, cfg.data.eval)
+        _check_rewards(cfg)
+    _check_agent(cfg, fail)
 
 
 def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
@@ -137,20 +140,25 @@ def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> N
 
         find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
     if training:
-        _sources(cfg.data.train, cfg.data.eval)
+        _check_sources(cfg.data.train, cfg.data.eval)
         _check_suites(cfg.runner.val_check_interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
 
 
-def _check_suites(interval: int, suites: Sequence[Any], named: Sequence[str], fail: Fail) -> None:
-    if interval > 0 and not suites:
-        raise fail(
-            "runner.val_check_interval", "data.eval is empty; it needs a suite, such as [{name: default, source: …}]"
-        )
-    if interval > 0 and not named:
-        raise fail(
-            "runner.val_check_interval",
+def _check_suites(interval: int, suites: Sequence[Any], evaluated_names: Sequence[str], fail: Fail) -> None:
+    key = "runner.val_check_interval"
+    rules = (
+        (
+            interval > 0 and not suites,
+            key,
+            "data.eval is empty; it needs a suite, such as [{name: default, source: …}]",
+        ),
+        (
+            interval > 0 and not evaluated_names,
+            key,
             "workflow.eval_suites is empty; name the suites of data.eval that it is to evaluate",
-        )
+        ),
+    )
+    check_rules(rules, fail)
 
 
 def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
@@ -207,7 +215,7 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
             raise fail("workflow.eval_suites", f"{meant(suite, names)}data.eval has: {', '.join(names) or 'none'}")
 
 
-def _sources(train: SourceConfig, suites: Sequence[Any]) -> None:
+def _check_sources(train: SourceConfig, suites: Sequence[Any]) -> None:
     """Checks the sources of training and evaluation data. Built-in sources are recognized without an import."""
     from rlhpc.language.data.registry import SOURCES
 
@@ -217,7 +225,7 @@ def _sources(train: SourceConfig, suites: Sequence[Any]) -> None:
             SOURCES.find(section.source, f"{key}.source")
 
 
-def _judges(cfg: LanguageConfig) -> None:
+def _check_rewards(cfg: LanguageConfig) -> None:
     """Checks the names of rewards and of the agent in the rollout rank. Built-in ones are recognized without an import."""
     from rlhpc.language.agents.registry import AGENTS
     from rlhpc.language.rewards.registry import REWARDS
@@ -245,34 +253,65 @@ _EXAMPLES = {
 }
 
 
-def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
+def _check_agent_services(agent: AgentConfig, fail: Fail) -> None:
     """Checks tool servers and services."""
+    rules: list[tuple[object, str, str]] = []
     for index, server in enumerate(agent.servers):
-        if bool(server.command) + bool(server.url) + server.shell != 1:
-            raise fail(f"agent.servers[{index}]", "a server is a command, a url or a shell: set one of these")
-        if server.shell and agent.sandbox is None:
-            shell_message = f"agent.servers[{index}] is a shell, which does what the model writes"
-            raise fail("agent.sandbox", f"{shell_message}: set bubblewrap, unshare or none")
-        if server.url and not server.url.startswith(("http://", "https://")):
-            raise fail(f"agent.servers[{index}].url", "it must begin with http:// or https://")
-    if agent.kind == "openenv" and not agent.framework.get("base_url"):
-        raise fail("agent.framework", "agent.kind=openenv needs base_url in it, such as http://127.0.0.1:8000")
-    if agent.sandbox is not None and agent.kind != "command" and not any(server.shell for server in agent.servers):
-        raise fail("agent.sandbox", "it is for agent.command and for shells, of which there are none: leave it out")
+        key = f"agent.servers[{index}]"
+        rules += [
+            (
+                bool(server.command) + bool(server.url) + server.shell != 1,
+                key,
+                "a server is a command, a url or a shell: set one of these",
+            ),
+            (
+                server.shell and agent.sandbox is None,
+                "agent.sandbox",
+                f"{key} is a shell, which does what the model writes: set bubblewrap, unshare or none",
+            ),
+            (
+                server.url and not server.url.startswith(("http://", "https://")),
+                f"{key}.url",
+                "it must begin with http:// or https://",
+            ),
+        ]
+    rules += [
+        (
+            agent.kind == "openenv" and not agent.framework.get("base_url"),
+            "agent.framework",
+            "agent.kind=openenv needs base_url in it, such as http://127.0.0.1:8000",
+        ),
+        (
+            agent.sandbox is not None and agent.kind != "command" and not any(server.shell for server in agent.servers),
+            "agent.sandbox",
+            "it is for agent.command and for shells, of which there are none: leave it out",
+        ),
+    ]
     names = [service.name for service in agent.services]
     for index, service in enumerate(agent.services):
         key = f"agent.services[{index}]"
-        if agent.kind in ("inline", "environment"):
-            raise fail(key, f"agent.kind={agent.kind} runs no agents outside, which would need it: leave it out")
-        if not re.fullmatch(r"\w+", service.name) or names.index(service.name) < index:
-            raise fail(f"{key}.name", "it must be of letters, digits and _, and each service has its own")
-        if not service.command:
-            raise fail(f"{key}.command", "name what starts it, such as [python, server.py, '{port}']")
-        if service.ready != "port" and not service.ready.startswith(("/", "line:")):
-            raise fail(f"{key}.ready", "allowed: port, /path, line: text")
+        rules += [
+            (
+                agent.kind in ("inline", "environment"),
+                key,
+                f"agent.kind={agent.kind} runs no agents outside, which would need it: leave it out",
+            ),
+            (
+                not re.fullmatch(r"\w+", service.name) or names.index(service.name) < index,
+                f"{key}.name",
+                "it must be of letters, digits and _, and each service has its own",
+            ),
+            (not service.command, f"{key}.command", "name what starts it, such as [python, server.py, '{port}']"),
+            (
+                service.ready != "port" and not service.ready.startswith(("/", "line:")),
+                f"{key}.ready",
+                "allowed: port, /path, line: text",
+            ),
+        ]
+    check_rules(rules, fail)
 
 
-def _agent(cfg: LanguageConfig, fail: Fail) -> None:
+def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
     """Checks the kind of agent and the keys that exclude each other."""
     agent = cfg.agent
     required_key = _AGENTS.get(agent.kind, "")
@@ -288,15 +327,23 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} is about it: set it, such as {example}")
         if agent_values[name] and name != required_key:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} has no {name}: set agent.kind, or leave it out")
-    _agents_helpers(agent, fail)
+    _check_agent_services(agent, fail)
     rewarded = [term.name.lower() for term in cfg.reward.terms]
     if agent.kind == "inline":
-        if "agent" in rewarded:
-            raise fail("reward.terms", "agent is what an agent outside says: set agent.kind to python")
-        if cfg.rollout.agent is None and cfg.rollout.max_turns != 1:
-            raise fail("rollout.max_turns", "rollout.agent is not set, so nobody answers the model: set that, or 1")
-        if cfg.rollout.agent is not None and cfg.rollout.max_turns < 2:
-            raise fail("rollout.max_turns", f"with rollout.agent {cfg.rollout.agent!r} it must be at least 2")
+        inline_rules = (
+            ("agent" in rewarded, "reward.terms", "agent is what an agent outside says: set agent.kind to python"),
+            (
+                cfg.rollout.agent is None and cfg.rollout.max_turns != 1,
+                "rollout.max_turns",
+                "rollout.agent is not set, so nobody answers the model: set that, or 1",
+            ),
+            (
+                cfg.rollout.agent is not None and cfg.rollout.max_turns < 2,
+                "rollout.max_turns",
+                f"with rollout.agent {cfg.rollout.agent!r} it must be at least 2",
+            ),
+        )
+        check_rules(inline_rules, fail)
         return
     if agent.kind == "environment":
         find_environment(str(agent.target), plain(agent.kwargs))
@@ -305,34 +352,47 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
             raise fail(f"agent.{name}", "an environment is in the rollout rank and says who speaks in it: leave it out")
     elif agent.target and ":" not in agent.target:
         raise fail("agent.target", f"it is {agent.target!r}; allowed: module:function, such as my_agent:solve")
-    if agent.kind in ("command", "mcp") and "agent" in rewarded:
-        raise fail(
+    limit, feedback_timeout_s = cfg.runner.step_timeout_s, float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    sections = {"data.train": cfg.data.train, **{f"data.eval[{suite.name}]": suite for suite in cfg.data.eval}}
+    rules = (
+        (
+            agent.kind in ("command", "mcp") and "agent" in rewarded,
             "reward.terms",
             f"agent.kind={agent.kind} gives no reward, but a text: judge that, such as by [{{name: math}}]",
-        )
-    if cfg.rollout.agent is not None:
-        raise fail(
+        ),
+        (
+            cfg.rollout.agent is not None,
             "rollout.agent",
             f"it answers the model in the rollout rank, but agent.kind is {agent.kind}: set one to null",
-        )
-    if cfg.rollout.max_turns != 1:
-        raise fail("rollout.max_turns", f"agent.kind={agent.kind} has agent.max_turns instead: leave it out")
-    for key, section in (
-        ("data.train", cfg.data.train),
-        *((f"data.eval[{suite.name}]", suite) for suite in cfg.data.eval),
-    ):
-        if section.tools_key:
-            raise fail(f"{key}.tools_key", f"agent.kind={agent.kind} shows the model tools of its own: leave it out")
-    limit = cfg.runner.step_timeout_s
-    feedback_timeout_s = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", feedback_timeout_s)):
-        if seconds >= limit:
-            raise fail(
-                f"agent.{name}", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
+        ),
+        (
+            cfg.rollout.max_turns != 1,
+            "rollout.max_turns",
+            f"agent.kind={agent.kind} has agent.max_turns instead: leave it out",
+        ),
+        *(
+            (
+                section.tools_key,
+                f"{key}.tools_key",
+                f"agent.kind={agent.kind} shows the model tools of its own: leave it out",
             )
-    if feedback_timeout_s and (agent.kind != "python" or "agent" not in rewarded):
-        requirements = "agent.kind=python, and the term agent in reward.terms"
-        raise fail("agent.feedback_timeout_s", f"rewards that come later need {requirements}: set these, or 0 here")
+            for key, section in sections.items()
+        ),
+        *(
+            (
+                seconds >= limit,
+                f"agent.{name}",
+                f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end",
+            )
+            for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", feedback_timeout_s))
+        ),
+        (
+            feedback_timeout_s and (agent.kind != "python" or "agent" not in rewarded),
+            "agent.feedback_timeout_s",
+            "rewards that come later need agent.kind=python, and the term agent in reward.terms: set these, or 0 here",
+        ),
+    )
+    check_rules(rules, fail)
 
 
 def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
@@ -342,7 +402,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm = cfg.algorithm
-    check_group_sections(cfg, fail, column_makers(cfg))
+    check_group_sections(cfg, fail, column_sources(cfg))
     if AGENT in placed(cfg) and cfg.agent.kind in ("inline", "environment"):
         raise fail(
             "cluster.component_placement",
@@ -350,14 +410,14 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             "out, or set another kind",
         )
     _check_backend("critic.training_backend", cfg.critic.training_backend, BACKENDS, fail)
-    if CRITIC in placed(cfg):
-        _critic(cfg, fail)
+    responses = responses_per_step(cfg)
+    if CRITIC in placed(cfg) and responses % minibatch_size(cfg, cfg.critic):
+        raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
     if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:
         make_algorithm(cfg)
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
     _check_suites(cfg.runner.val_check_interval, cfg.data.eval, cfg.workflow.eval_suites, fail)
-    responses = responses_per_step(cfg)
     if responses % minibatch_size(cfg, cfg.actor):
         raise fail(
             "actor.global_batch_size",
@@ -365,25 +425,42 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             f" = {responses} responses, which must divide by it",
         )
     check_algorithm(cfg, fail)
-    tensor = cfg.rollout.parallel.tensor
-    if cfg.rollout.rollout_backend.lower() == "hf" and ((tensor or 1) > 1 or cfg.rollout.parallel.expert):
-        key = "tensor" if (tensor or 1) > 1 else "expert"
-        raise fail(f"rollout.parallel.{key}", "the engine hf has one rank: set rollout.rollout_backend=vllm")
-    if cfg.rollout.weight_sync.lower() == "shards" and cfg.actor.training_backend.lower() == "deepspeed":
-        raise fail("rollout.weight_sync", "DeepSpeed's shards are no boxes of tensors: take auto, or another backend")
-    if cfg.rollout.routing_replay and cfg.rollout.rollout_backend.lower() == "vllm":
-        raise fail("rollout.routing_replay", "vllm does not say which experts it chose: take hf, or leave it false")
-    if not cfg.rollout.merge_adapters:
-        if not cfg.actor.lora.rank:
-            raise fail("rollout.merge_adapters", "there are no adapters (actor.lora.rank is 0): leave it true")
-        if cfg.rollout.rollout_backend.lower() == "hf":
-            raise fail("rollout.merge_adapters", "the engine hf takes merged weights: leave it true, or take vllm")
+    rollout, engine = cfg.rollout, cfg.rollout.rollout_backend.lower()
+    has_several_ranks = (rollout.parallel.tensor or 1) > 1
+    rules = (
+        (
+            engine == "hf" and (has_several_ranks or rollout.parallel.expert),
+            f"rollout.parallel.{'tensor' if has_several_ranks else 'expert'}",
+            "the engine hf has one rank: set rollout.rollout_backend=vllm",
+        ),
+        (
+            rollout.weight_sync.lower() == "shards" and cfg.actor.training_backend.lower() == "deepspeed",
+            "rollout.weight_sync",
+            "DeepSpeed's shards are no boxes of tensors: take auto, or another backend",
+        ),
+        (
+            rollout.routing_replay and engine == "vllm",
+            "rollout.routing_replay",
+            "vllm does not say which experts it chose: take hf, or leave it false",
+        ),
+        (
+            not rollout.merge_adapters and not cfg.actor.lora.rank,
+            "rollout.merge_adapters",
+            "there are no adapters (actor.lora.rank is 0): leave it true",
+        ),
+        (
+            not rollout.merge_adapters and engine == "hf",
+            "rollout.merge_adapters",
+            "the engine hf takes merged weights: leave it true, or take vllm",
+        ),
+    )
+    check_rules(rules, fail)
     check_policies(cfg, fail)
     if cfg.rollout.temperature == 0:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
 
 
-def column_makers(cfg: GrpoConfig) -> frozenset[str]:
+def column_sources(cfg: GrpoConfig) -> frozenset[str]:
     """Returns the groups from which the algorithm needs columns, and the other names of `Column.by`.
 
     For the built-in algorithms its keys suffice, without an instance.
@@ -440,13 +517,6 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
     ):  # fmt: skip
         if value != required:
             raise fail(name, f"with several policies (agent.policies) it must be {str(required).lower()}")
-
-
-def _critic(cfg: GrpoConfig, fail: Fail) -> None:
-    """Checks the batch sizes of the critic."""
-    responses = responses_per_step(cfg)
-    if responses % minibatch_size(cfg, cfg.critic):
-        raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
 
 
 def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.engines.base import (
-    RolloutBackend,
-)
+from rlhpc.language.engines.base import RolloutBackend
 from rlhpc.language.engines.common import engine_dtype
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
@@ -25,7 +23,7 @@ from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import window_of
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
-from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, draw, long_text, sync_of
+from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, long_text, sample_probe, sync_of
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import current
@@ -121,7 +119,7 @@ class RunLink:
 
 
 class EngineRank:
-    """Part of a rank in its engine: leader or follower.
+    """Rank of an engine: leader or follower.
 
     Args:
         engine: This rank's engine.
@@ -169,19 +167,19 @@ class EngineRank:
             self._leader.end()
 
 
-class _HasPart(Protocol):
-    part: EngineRank
+class _HasEngineRank(Protocol):
+    engine_rank: EngineRank
 
 
 def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
     """Makes only the leader of an engine run a method; the followers repeat its engine calls and return {}."""
 
     @functools.wraps(method)
-    def call(self: _HasPart, *args: Any, **kwargs: Any) -> Any:
-        with self.part.call():
-            if not self.part.follows:
+    def call(self: _HasEngineRank, *args: Any, **kwargs: Any) -> Any:
+        with self.engine_rank.call():
+            if not self.engine_rank.follows:
                 return method(self, *args, **kwargs)
-            self.part.follow()
+            self.engine_rank.follow()
             return {}
 
     return call
@@ -200,8 +198,9 @@ class EngineWeights:
         prompts: Map with the names of the groups.
 
     Attributes:
-        part: Leader's or follower's part of this rank.
+        engine_rank: This rank in its engine.
         version: Version of the weights; -1 before the first ones.
+        sync_s: Seconds spent receiving weights; the reader resets it.
     """
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
@@ -210,6 +209,7 @@ class EngineWeights:
         self._sender = f"{prompts.actor_name}-0"
         size = ranks_of_engine(cfg)
         self.version = -1
+        self.sync_s = 0.0
         link = RunLink(worker, size) if size > 1 else None
         path, device = str(cfg.actor.model.model_path), own_device(worker)
         self._engine = make_engine(
@@ -226,11 +226,12 @@ class EngineWeights:
         if sends_by_shards:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants())
-        self.part = EngineRank(self._engine, link, self._follow)
+        self.engine_rank = EngineRank(self._engine, link, self._follow)
 
     def forget_version(self) -> None:
         """Forgets the version: the engine waits for weights again."""
         self.version = -1
+        self.sync_s = 0.0
 
     def forget(self) -> None:
         """Expects complete weights next: the last update may have been lost on its way."""
@@ -241,14 +242,16 @@ class EngineWeights:
         device = own_device(self._worker)
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
-    def draw(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
+    def sample_probe(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
         """Draws samples for short prompts, and for one that exceeds a layer's window and a chunk of the prefill, if
-        prompts of the run may be so long (`weight_sync.draw`)."""
+        prompts of the run may be so long (`weight_sync.sample_probe`)."""
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
         length = long_text(prompt + response, window_of(config), engine.chunk, engine.context)
-        return draw(self.part.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names))
+        return sample_probe(
+            self.engine_rank.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names)
+        )
 
     def take(self) -> bool:
         """Receives a version of the weights if one has been announced; returns whether it did."""
@@ -256,16 +259,17 @@ class EngineWeights:
             probe: Probe | None = self._worker.notice(VERSIONS)
         except queue.Empty:
             return False
-        self.part.begin_weights()
+        start_time = time.perf_counter()
+        self.engine_rank.begin_weights()
         self._take(probe)
+        self.sync_s += time.perf_counter() - start_time
         return True
 
-    def await_version(self, version: int, take: Callable[[], bool] | None = None) -> None:
+    def await_version(self, version: int) -> None:
         """Receives weights until they have a version, or a newer one.
 
         Args:
             version: Version of the actor's weights.
-            take: Receives a version if one has been announced; by default `take`.
 
         Raises:
             DeadlineExceeded: They did not arrive within `runner.step_timeout_s`.
@@ -275,29 +279,21 @@ class EngineWeights:
             if time.monotonic() > deadline:
                 rank_name = f"{self._worker.group_name}-{self._worker.rank}"
                 raise DeadlineExceeded(f"the weights of step {version} did not reach {rank_name}")
-            if not (take or self.take)():
+            if not self.take():
                 time.sleep(_IDLE_S)
 
     def _follow(self) -> None:
         """Receives the version that the leader of the engine receives now."""
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
-        while True:
-            try:
-                probe: Probe | None = self._worker.notice(VERSIONS)
-                break
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    rank_name = f"{self._worker.group_name}-{self._worker.rank}"
-                    leader_rank = first_of_engine(self._worker.rank, self._cfg)
-                    raise DeadlineExceeded(
-                        f"{rank_name} was not told of weights that rank {leader_rank} takes in"
-                    ) from None
-                time.sleep(_IDLE_S)
-        self._take(probe)
+        while not self.take():
+            if time.monotonic() > deadline:
+                rank_name = f"{self._worker.group_name}-{self._worker.rank}"
+                leader_rank = first_of_engine(self._worker.rank, self._cfg)
+                raise DeadlineExceeded(f"{rank_name} was not told of weights that rank {leader_rank} takes in")
+            time.sleep(_IDLE_S)
 
     def _take(self, probe: Probe | None) -> None:
-        engine, rollout = self._engine, self._cfg.rollout
-        weight_update = self._sync.receive()
+        engine, weight_update = self._engine, self._sync.receive()
         proof = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
         if weight_update.proven and engine.takes_shards:
             engine.update_shards(weight_update.version, proof.complete_tensors())
@@ -308,14 +304,8 @@ class EngineWeights:
         proof.check(engine.held)
         if probe is not None and engine.can_score:
             device_and_dtype = self.computes()
-            dtypes = {probe.dtype, device_and_dtype["dtype"]}
             check_probe(
-                engine,
-                probe,
-                weight_update.version,
-                rollout.probe_tolerance,
-                dtypes,
-                self._sender,
-                device_and_dtype["device"],
-            )
+                engine, probe, weight_update.version, self._cfg.rollout.probe_tolerance,
+                {probe.dtype, device_and_dtype["dtype"]}, self._sender, device_and_dtype["device"],
+            )  # fmt: skip
         self.version = weight_update.version

@@ -16,7 +16,7 @@ from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.pending_group import PendingGroup, ScoredGroup, count_trainable_tokens
-from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, columns_of, group_of
+from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, build_sample_group, read_rollout_columns
 
 #: Term of `reward.terms` that depends on the length alone.
 LENGTH = "length"
@@ -28,7 +28,7 @@ def group_metrics(
     scores: Sequence[Scored],
     rewards: np.ndarray,
     refills: int,
-    differ: bool,
+    rewards_differ: bool,
 ) -> dict[str, float]:
     """Returns the sums over a group's episodes from which the step's metrics are computed; names with `max_` are
     maxima.
@@ -39,7 +39,7 @@ def group_metrics(
         scores: Score of each episode.
         rewards: `[G]` float32.
         refills: Number of prompts that this one has replaced.
-        differ: Whether the task rewards of the compared episodes differ.
+        rewards_differ: Whether the task rewards of the compared episodes differ.
     """
     lengths = [tokens_of(episode) for episode in episodes]
     versions = [
@@ -47,7 +47,6 @@ def group_metrics(
         for episode in episodes
     ]
     oldest_versions = [int(token_versions.min()) for token_versions in versions if len(token_versions)]
-    num_finished = sum(episode.finish_reason in FINISHED for episode in episodes)
     staleness = [step - 1 - version for version in oldest_versions]
     first_term = next(iter(scores[0].terms), "")
     metrics = {
@@ -57,23 +56,22 @@ def group_metrics(
         "reward_squared": float((rewards**2).sum()),
         "accuracy": float(sum(score.terms.get(first_term, 0.0) >= 1.0 for score in scores)),
         "length": float(sum(lengths)),
-        "truncated": float(len(episodes) - num_finished),
-        "varied": float(differ),
+        "truncated": float(sum(map(is_truncated, episodes))),
+        "varied": float(rewards_differ),
         "failed": float(sum(score.failed for score in scores)),
         "stale": float(sum(staleness)),
         "refills": float(refills),
         "max_length": float(max(lengths)),
         "max_stale": float(max(staleness, default=0)),
     }
-    for name in scores[0].terms:
-        metrics[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+    metrics |= {f"term/{name}": float(sum(score.terms.get(name, 0.0) for score in scores)) for name in scores[0].terms}
     outcomes = [episode.outcome for episode in episodes if episode.outcome is not None]
     for name in sorted({name for agent_outcome in outcomes for name in agent_outcome.metrics}):
         metrics[f"agent/{name}"] = sum(agent_outcome.metrics.get(name, 0.0) for agent_outcome in outcomes)
     return metrics
 
 
-def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
+def find_non_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
     """Returns a description of the first non-finite number of a group, or "". Log-probs count where the model wrote
     the token."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
@@ -86,7 +84,7 @@ def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequenc
     return ""
 
 
-def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
+def overlong_penalties(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
     """Returns the penalties `[E]` for answers whose length comes close to the limit.
 
     Args:
@@ -97,8 +95,7 @@ def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray
     if not buffer:
         return np.zeros(len(episodes), np.float32)
     lengths = torch.tensor([len(episode.token_ids) for episode in episodes])
-    penalties: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
-    return penalties
+    return np.asarray(overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer))
 
 
 def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
@@ -128,10 +125,9 @@ def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
     )
 
 
-def varied(rewards: np.ndarray) -> bool:
+def rewards_vary(rewards: np.ndarray) -> bool:
     """Returns whether a group's rewards differ; equal rewards carry no information about its answers."""
-    scores = torch.from_numpy(rewards)
-    return len(rewards) > 0 and bool(varied_groups(scores, torch.zeros(len(rewards)))[0])
+    return len(rewards) > 0 and bool(varied_groups(torch.from_numpy(rewards), torch.zeros(len(rewards)))[0])
 
 
 class GroupBuilder:
@@ -141,90 +137,84 @@ class GroupBuilder:
         cfg: The configuration.
         algorithm: The algorithm, whose rollout columns become columns of a group.
         choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
-        where: Name of the rollout rank, for messages.
+        rank_name: Name of the rollout rank, for messages.
     """
 
-    def __init__(self, cfg: GrpoConfig, algorithm: LanguageAlgorithm, choices: int, where: str) -> None:
+    def __init__(self, cfg: GrpoConfig, algorithm: LanguageAlgorithm, choices: int, rank_name: str) -> None:
         self._cfg = cfg
         self._algorithm = algorithm
         self._choices = choices
-        self._where = where
+        self._rank_name = rank_name
         self._size = cfg.algorithm.group_size
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
 
-    def lacks(self, slot: PendingGroup) -> bool:
+    def has_too_few_members(self, group: PendingGroup) -> bool:
         """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
-        return len(trained_members(slot, self._oldest(slot))) < min(2, self._size)
+        return len(trained_members(group, self._min_version(group))) < min(2, self._size)
 
-    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+    def score_group(self, group: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """Returns the group's scores and rewards, or None if the prompt is to be replaced.
 
         Args:
-            slot: Prompt whose answers are complete and scored.
+            group: Prompt whose answers are complete and scored.
             may_refill: Whether another prompt may replace this one.
 
         Raises:
             RlhpcError: A number is not finite, and the configuration stops the run then.
         """
-        indices, lacks_members = trained_members(slot, self._oldest(slot)), self.lacks(slot)
-        if lacks_members:
-            if may_refill:
-                return None
-            indices = [0]
-        episodes, scores = [slot.episodes[m] for m in indices], [slot.scores[m] for m in indices]
-        rewards = np.asarray([score.total for score in scores], np.float32)
-        rewards += overlong(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
-        if non_finite_message := not_finite(rewards, episodes, scores):
-            if not skips(self._cfg):
-                prompt_text = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
-                raise nonfinite(f"step {slot.step}, {prompt_text}, {self._where}: {non_finite_message}")
-            rewards = np.zeros_like(rewards)
-        drop_reason = "nonfinite" if non_finite_message else "alone" if lacks_members else ""
-        drops_truncated = self._cfg.algorithm.overlong_filter
-        is_trained_by_episode = [not drop_reason and not (drops_truncated and is_cut(episode)) for episode in episodes]
-        rewards_differ = varied(
-            task_rewards(
-                [s for s, is_trained in zip(scores, is_trained_by_episode, strict=True) if is_trained], self._cfg.reward
-            )
-        )
-        if may_refill and not lacks_members and self._filtered_by_dynamic_sampling(rewards_differ):
+        has_too_few = self.has_too_few_members(group)
+        if has_too_few and may_refill:
             return None
-        return ScoredGroup(
-            dict(zip(indices, episodes, strict=True)),
-            scores,
-            rewards,
-            is_trained_by_episode,
-            rewards_differ,
-            drop_reason,
-        )
+        indices = [0] if has_too_few else trained_members(group, self._min_version(group))
+        episodes, scores = [group.episodes[m] for m in indices], [group.scores[m] for m in indices]
+        rewards = np.asarray([score.total for score in scores], np.float32)
+        rewards += overlong_penalties(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
+        if non_finite_message := find_non_finite(rewards, episodes, scores):
+            if not skips(self._cfg):
+                raise nonfinite(
+                    f"step {group.step}, prompt {group.position} ({group.prompt.question!r:.80}), {self._rank_name}: "
+                    f"{non_finite_message}"
+                )
+            rewards = np.zeros_like(rewards)
+        drop_reason = "nonfinite" if non_finite_message else "alone" if has_too_few else ""
+        algorithm = self._cfg.algorithm
+        trained = [
+            not drop_reason and not (algorithm.overlong_filter and is_truncated(episode)) for episode in episodes
+        ]
+        trained_scores = [score for score, is_trained in zip(scores, trained, strict=True) if is_trained]
+        rewards_differ = rewards_vary(task_rewards(trained_scores, self._cfg.reward))
+        if may_refill and algorithm.filter_groups and not rewards_differ:  # dynamic sampling: nothing to learn from
+            return None
+        compared = dict(zip(indices, episodes, strict=True))
+        return ScoredGroup(compared, scores, rewards, trained, rewards_differ, drop_reason)
 
-    def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
-        """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
-        return self._cfg.algorithm.filter_groups and not rewards_differ
-
-    def group(self, slot: PendingGroup, judged: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
+    def build(self, group: PendingGroup, scored: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
         """Returns the group for the actor, and its sums for the step's metrics."""
-        drop_tokens(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
-        episodes = list(judged.episodes.values())
+        drop_tokens(
+            group, self._min_version(group), drop_truncated=self._cfg.algorithm.overlong_filter, drop_reason=scored.drop_reason
+        )  # fmt: skip
+        episodes = list(scored.episodes.values())
         columns = [
-            columns_of(self._algorithm, sample, score)
-            for episode, score in zip(episodes, judged.scores, strict=True)
+            read_rollout_columns(self._algorithm, sample, score)
+            for episode, score in zip(episodes, scored.scores, strict=True)
             for sample in episode.samples
         ]
-        group = group_of(
-            slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=judged.trains, size=self._size,
+        sample_group = build_sample_group(
+            group.step, group.position, scored.episodes, scored.rewards, columns, trained=scored.trained, size=self._size,
             choices=self._choices, agent_weight=self._agent_weight,
         )  # fmt: skip
-        metrics = {"refills": float(slot.num_refills)}
-        if judged.why == "nonfinite":
+        metrics = {"refills": float(group.num_refills)}
+        if scored.drop_reason == "nonfinite":
             metrics["nonfinite"] = float(self._size)
-        elif not judged.why:
-            metrics = group_metrics(slot.step, episodes, judged.scores, judged.rewards, slot.num_refills, judged.varied)
-        return group, metrics | dropped_token_metrics(slot)
+        elif not scored.drop_reason:
+            metrics = group_metrics(
+                group.step, episodes, scored.scores, scored.rewards, group.num_refills, scored.rewards_differ
+            )
+        return sample_group, metrics | dropped_token_metrics(group)
 
-    def _oldest(self, slot: PendingGroup) -> int:
-        """Returns the oldest version of the weights whose tokens may be trained on."""
-        return slot.step - 1 - self._cfg.algorithm.max_staleness
+    def _min_version(self, group: PendingGroup) -> int:
+        """Returns the min_version version of the weights whose tokens may be trained on."""
+        return group.step - 1 - self._cfg.algorithm.max_staleness
 
 
 #: Reasons why sampled tokens are not trained on. `lost`: the client had hung up. `failed`: the agent of the episode failed.
@@ -236,71 +226,74 @@ REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfini
 PREFIX = "untrained/"
 
 
-def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
+def trained_members(group: PendingGroup, min_version: int) -> list[int]:
     """Returns the members of a group that are compared. An episode whose agent failed carries no information about
-    the policy, and one sampled only by weights before version `oldest` carries none about the current policy: neither
+    the policy, and one sampled only by weights before version `min_version` carries none about the current policy: neither
     counts as a reward of 0 or in a baseline."""
-    return [m for m, episode in sorted(slot.episodes.items()) if not episode.failed and not _too_old(episode, oldest)]
+    return [
+        m for m, episode in sorted(group.episodes.items()) if not episode.failed and not _too_old(episode, min_version)
+    ]
 
 
-def _too_old(episode: Episode, oldest: int) -> bool:
+def _too_old(episode: Episode, min_version: int) -> bool:
     versions = [v for s in episode.samples for v, is_trained in zip(s.versions, s.loss_mask, strict=True) if is_trained]
-    return bool(versions) and max(versions) < oldest
+    return bool(versions) and max(versions) < min_version
 
 
-def failure_of(slot: PendingGroup) -> str:
+def failure_of(group: PendingGroup) -> str:
     """Returns the reason of the group's last failed episode or failed score; "" if none failed."""
     reasons = [
-        episode.outcome.error for _, episode in sorted(slot.episodes.items()) if episode.failed and episode.outcome
+        episode.outcome.error for _, episode in sorted(group.episodes.items()) if episode.failed and episode.outcome
     ]
-    reasons += [scored.reason for _, scored in sorted(slot.scores.items()) if scored.failed and scored.reason]
+    reasons += [scored.reason for _, scored in sorted(group.scores.items()) if scored.failed and scored.reason]
     return reasons[-1] if reasons else ""
 
 
-def is_cut(episode: Episode) -> bool:
-    """Tells whether an episode's answer was truncated at a length limit."""
+def is_truncated(episode: Episode) -> bool:
+    """Returns whether an episode's answer was truncated at a length limit."""
     return episode.finish_reason not in FINISHED
 
 
-def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None:
+def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, drop_reason: str) -> None:
     """Counts the tokens of a finished group that are not trained on, and masks those that are too old.
 
     Args:
-        slot: Prompt of the group.
-        oldest: Oldest version of the weights whose tokens may be trained on.
-        cut: Whether truncated answers are left out.
-        why: Reason why the whole group is left out, from `REASONS`; "" if it is trained on.
+        group: Prompt of the group.
+        min_version: Oldest version of the weights whose tokens may be trained on.
+        drop_truncated: Whether truncated answers are left out.
+        drop_reason: Reason why the whole group is left out, from `REASONS`; "" if it is trained on.
     """
-    counts = slot.untrained
-    for episode in slot.episodes.values():
+    counts = group.dropped_tokens
+    for episode in group.episodes.values():
         counts["lost"] += int(episode.outcome.metrics.get("not_received", 0)) if episode.outcome else 0
-        if episode.failed or why:
-            counts["failed" if episode.failed else why] += count_trainable_tokens([episode])
+        if episode.failed or drop_reason:
+            counts["failed" if episode.failed else drop_reason] += count_trainable_tokens([episode])
             continue
         if episode.outcome and OF_ROLES in episode.outcome.metrics:
             counts["role"] += int(episode.outcome.metrics[OF_ROLES])
-        counts["old"] += _mask_old(episode, oldest)
+        counts["old"] += _mask_old(episode, min_version)
         if episode.branches:  # a role without samples would be compared as one with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
-        if cut and is_cut(episode):
+        if drop_truncated and is_truncated(episode):
             counts["cut"] += count_trainable_tokens([episode])
 
 
-def _mask_old(episode: Episode, oldest: int) -> int:
+def _mask_old(episode: Episode, min_version: int) -> int:
     count = 0
     for sample in episode.samples:
         for index, (is_trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
-            if is_trained and version < oldest:
+            if is_trained and version < min_version:
                 sample.loss_mask[index] = False
                 count += 1
     return count
 
 
-def dropped_token_metrics(slot: PendingGroup) -> dict[str, float]:
+def dropped_token_metrics(group: PendingGroup) -> dict[str, float]:
     """Returns a group's further metrics: failed episodes, answers that another rank had started, and tokens that are
     not trained on. Zeros are left out."""
-    failed = sum(episode.failed for episode in slot.episodes.values())
+    failed = sum(episode.failed for episode in group.episodes.values())
     metrics = {"agent_failed": float(failed)} if failed else {}
-    if slot.drawn:
-        metrics |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
-    return metrics | {PREFIX + name: float(count) for name, count in slot.untrained.items() if count}
+    if group.resumed_tokens:
+        resumed_tokens = group.resumed_tokens.values()
+        metrics |= {"continued": float(len(resumed_tokens)), "continued_tokens": float(sum(resumed_tokens))}
+    return metrics | {PREFIX + name: float(count) for name, count in group.dropped_tokens.items() if count}

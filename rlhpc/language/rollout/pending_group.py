@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: Step and position of a prompt.
-Position = tuple[int, int]
+StepPosition = tuple[int, int]
 
 
 class GroupState(StrEnum):
@@ -89,11 +89,11 @@ class PendingGroup:
         attempt: Number of prompts that were tried at this position before.
         prompt, prompt_ids, images: The prompt, its tokens and its pictures.
         num_refills: Number of prompts tried at this position before that gave no group to train on.
-        first: Step, position and attempt at the start; they name the group.
+        group_id: Step, position and attempt at the start.
         episodes: Finished episodes, by member of the group.
         scores: Their scores.
-        drawn: Number of tokens that another rank had sampled, by member.
-        untrained: Number of tokens sampled here for earlier prompts of the position, by reason why they are not trained on.
+        resumed_tokens: Number of tokens that another rank had sampled, by member.
+        dropped_tokens: Number of tokens sampled here for earlier prompts of the position, by reason (`group_builder.REASONS`).
         state: State of the life cycle; `move_to` changes it.
     """
 
@@ -104,18 +104,18 @@ class PendingGroup:
     prompt_ids: tuple[int, ...]
     episodes: dict[int, Episode] = field(default_factory=dict)
     scores: dict[int, Scored] = field(default_factory=dict)
-    drawn: dict[int, int] = field(default_factory=dict)
-    untrained: Counter[str] = field(default_factory=Counter)
+    resumed_tokens: dict[int, int] = field(default_factory=dict)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
     images: PromptImages | None = None
     num_refills: int = 0
-    first: tuple[int, int, int] = (0, 0, 0)
+    group_id: tuple[int, int, int] = field(init=False)
     state: GroupState = GroupState.QUEUED
 
     def __post_init__(self) -> None:
-        self.first = self.step, self.position, self.attempt
+        self.group_id = self.step, self.position, self.attempt
 
     @property
-    def place(self) -> Position:
+    def step_position(self) -> StepPosition:
         """Step and position of the prompt."""
         return self.step, self.position
 
@@ -149,17 +149,17 @@ class ScoredGroup:
         episodes: The compared episodes, by member of the group.
         scores: Score of each episode.
         rewards: `[E]` float32.
-        trains: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
-        varied: Whether the task rewards of the trained episodes differ.
-        why: Reason why no episode is trained on, from `group_builder.REASONS`; "" if some are.
+        trained: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
+        rewards_differ: Whether the task rewards of the trained episodes differ.
+        drop_reason: Reason why no episode is trained on, from `group_builder.REASONS`; "" if some are.
     """
 
     episodes: dict[int, Episode]
     scores: list[Scored]
     rewards: np.ndarray
-    trains: list[bool]
-    varied: bool
-    why: str
+    trained: list[bool]
+    rewards_differ: bool
+    drop_reason: str
 
 
 def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
@@ -169,7 +169,7 @@ def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
 
 def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
     """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`group_builder.REASONS`)."""
-    return group.untrained + Counter(refilled=count_trainable_tokens(group.episodes.values()))
+    return group.dropped_tokens + Counter(refilled=count_trainable_tokens(group.episodes.values()))
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------
@@ -225,10 +225,10 @@ Action = StartSampling | ResumeSampling | RequestScore | Deliver | Requeue
 class GroupRules(Protocol):
     """Rules by which groups are trained on or replaced (`group_builder.GroupBuilder`)."""
 
-    def lacks(self, slot: PendingGroup) -> bool:
+    def has_too_few_members(self, group: PendingGroup) -> bool:
         """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
 
-    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+    def score_group(self, group: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """Returns the group's scores and rewards, or None if the prompt is to be replaced."""
 
 
@@ -239,7 +239,7 @@ class PendingGroups:
         size: G, members of a group.
         max_refills: Maximum number of prompts that replace another one at a position (`algorithm.max_refills`).
         max_delayed: Maximum number of groups without a position (`agent.feedback_ahead`). At the maximum, the step waits.
-        draw: Returns the group of a step, a position and an attempt.
+        make_group: Returns the new group of a step, a position and an attempt.
         rules: Rules by which groups are trained on or replaced.
     """
 
@@ -248,16 +248,16 @@ class PendingGroups:
         size: int,
         max_refills: int,
         max_delayed: int,
-        draw: Callable[[int, int, int], PendingGroup],
+        make_group: Callable[[int, int, int], PendingGroup],
         rules: GroupRules,
     ) -> None:
         self._size = size
         self._max_refills = max_refills
         self._max_delayed = max_delayed
-        self._draw = draw
+        self._make_group = make_group
         self._rules = rules
-        self._at_position: dict[Position, PendingGroup] = {}
-        self._num_attempts: Counter[Position] = Counter()
+        self._at_position: dict[StepPosition, PendingGroup] = {}
+        self._num_attempts: Counter[StepPosition] = Counter()
         self._members: dict[int, tuple[PendingGroup, int]] = {}  # by the id of their request
         self._last_request = 0
         self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}  # by the episode that has no reward yet
@@ -276,7 +276,7 @@ class PendingGroups:
     def num_resumed_tokens(self, request: int) -> int:
         """Returns the number of an episode's tokens that another rank had sampled."""
         group, member = self._members[request]
-        return group.drawn.get(member, 0)
+        return group.resumed_tokens.get(member, 0)
 
     # -- events
 
@@ -287,11 +287,13 @@ class PendingGroups:
     def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
         """Handles the lease of a group that another rank has requeued. Finished answers are scored again: some raters compare
         complete groups."""
-        group = self._draw(step, partial.position, partial.attempt)
+        group = self._make_group(step, partial.position, partial.attempt)
         group.num_refills = partial.attempt
-        group.drawn = {m: len(answer.token_ids) for m, answer in enumerate(partial.answers) if answer.token_ids}
-        self._num_attempts[group.place] = partial.attempt + 1
-        self._at_position[group.place] = group
+        group.resumed_tokens = {
+            m: len(answer.token_ids) for m, answer in enumerate(partial.answers) if answer.token_ids
+        }
+        self._num_attempts[group.step_position] = partial.attempt + 1
+        self._at_position[group.step_position] = group
         return [ResumeSampling(group, self._start(group), partial.answers)]
 
     def on_episode(self, episode: Episode) -> list[Action]:
@@ -333,10 +335,8 @@ class PendingGroups:
         group.move_to(GroupState.READY)
         self._num_delayed -= 1
         self._ready.append(group)
-        waiting_groups = [
-            waiting_group for waiting_group in self._at_position.values() if waiting_group.state is GroupState.SCORING
-        ]
-        return [action for waiting_group in waiting_groups for action in self._set_aside(waiting_group)]
+        scoring = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
+        return [action for other in scoring for action in self._set_aside(other)]
 
     def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
         """Handles the request to leave: each group with a position is requeued.
@@ -344,11 +344,10 @@ class PendingGroups:
         Args:
             stopped: Unfinished episodes, by the id of their request.
         """
-        requests = {(group.place, member): request for request, (group, member) in self._members.items()}
+        requests = {(group.step_position, member): request for request, (group, member) in self._members.items()}
         actions: list[Action] = []
         for position, group in self._at_position.items():
-            members = range(self._size)
-            episodes = [group.episodes.get(m) or stopped[requests[position, m]] for m in members]
+            episodes = [group.episodes.get(m) or stopped[requests[position, m]] for m in range(self._size)]
             group.move_to(GroupState.REQUEUED)
             actions.append(Requeue(group, group.to_partial(episodes)))
         self._at_position.clear()
@@ -359,37 +358,37 @@ class PendingGroups:
     def _settle(self, group: PendingGroup) -> list[Action]:
         """Delivers a complete group, or refills its position until a group there is delivered or to be sampled."""
         while group.state is GroupState.COMPLETE:
-            scored = self._rules.judged(group, may_refill=group.num_refills < self._max_refills)
+            scored = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
             if scored is not None:
                 group.move_to(GroupState.DELIVERED)
-                del self._at_position[group.place], self._num_attempts[group.place]
+                del self._at_position[group.step_position], self._num_attempts[group.step_position]
                 return [Deliver(group, scored)]
             group.move_to(GroupState.REFILLED)
-            group = self._next_group(group.place, group.num_refills + 1, count_dropped_on_refill(group))
-        self._num_attempts[group.place] += 1
+            group = self._next_group(group.step_position, group.num_refills + 1, count_dropped_on_refill(group))
+        self._num_attempts[group.step_position] += 1
         return [StartSampling(group, self._start(group))]
 
-    def _next_group(self, place: Position, num_refills: int, dropped: Counter[str]) -> PendingGroup:
+    def _next_group(self, step_position: StepPosition, num_refills: int, dropped: Counter[str]) -> PendingGroup:
         """Returns the next group of a free position: the first ready group that can be trained on, or a new one.
 
         Args:
-            place: The position.
+            step_position: The position.
             num_refills: Number of prompts of the position that gave no group to train on.
             dropped: Their tokens, by reason.
         """
         while self._ready:
             group = self._ready.popleft()
-            group.step, group.position = place
-            if not self._rules.lacks(group):
+            group.step, group.position = step_position
+            if not self._rules.has_too_few_members(group):
                 group.move_to(GroupState.COMPLETE)
                 break
             group.move_to(GroupState.REFILLED)
             dropped = dropped + count_dropped_on_refill(group)  # its tokens are too old now
         else:
-            group = self._draw(*place, self._num_attempts[place])
-        group.untrained.update(dropped)
+            group = self._make_group(*step_position, self._num_attempts[step_position])
+        group.dropped_tokens.update(dropped)
         group.num_refills = num_refills
-        self._at_position[place] = group
+        self._at_position[step_position] = group
         return group
 
     def _start(self, group: PendingGroup) -> tuple[int, ...]:
@@ -407,4 +406,4 @@ class PendingGroups:
             return []
         group.move_to(GroupState.DELAYED)
         self._num_delayed += 1
-        return self._settle(self._next_group(group.place, group.num_refills, Counter()))
+        return self._settle(self._next_group(group.step_position, group.num_refills, Counter()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhpc.language.rollout.pending_group import PartialGroup
@@ -27,15 +28,13 @@ class Delivery:
 
     Attributes:
         step, position: Step and position of the prompt.
-        rank: Rollout rank that sampled the answers.
-        facts: Sums over the group's episodes (`group_builder.group_metrics`).
+        metrics: Sums over the group's episodes (`group_builder.group_metrics`).
         failure: Reason why an episode failed or could not be scored; "" if none did.
     """
 
     step: int
     position: int
-    rank: int
-    facts: dict[str, float]
+    metrics: dict[str, float]
     failure: str = ""
 
 
@@ -49,22 +48,22 @@ class PromptTracker:
     def __init__(self, prompts: int) -> None:
         self._prompts = prompts
         self._channels: tuple[Channel, Channel] | None = None
-        self._enqueued_step = 0
+        self._last_enqueued_step = 0
         self._delivered: dict[int, dict[int, Delivery]] = {}
         self.failure = ""  # the latest failure of all steps
 
     def open(self, step: int) -> None:
         """Starts after a step: no prompt of a later step is enqueued or delivered."""
         self._channels = Channel.create(WORK), Channel.create(DELIVERED)
-        self._enqueued_step = step
+        self._last_enqueued_step = step
         self._delivered = {}
 
-    def give(self, last: int) -> None:
+    def enqueue(self, last: int) -> None:
         """Enqueues the prompts of all steps up to `last`, each once."""
-        for step in range(self._enqueued_step + 1, last + 1):
+        for step in range(self._last_enqueued_step + 1, last + 1):
             for position in range(self._prompts):
                 self._ends[0].put(position, key=str(step))
-        self._enqueued_step = max(self._enqueued_step, last)
+        self._last_enqueued_step = max(self._last_enqueued_step, last)
 
     @property
     def _ends(self) -> tuple[Channel, Channel]:
@@ -86,7 +85,7 @@ class PromptTracker:
             self._delivered.setdefault(delivery.step, {}).setdefault(delivery.position, delivery)
         return True
 
-    def returned(self, step: int) -> bool:
+    def has_returned_prompts(self, step: int) -> bool:
         """Returns whether the queue has prompts of a step."""
         return not self._ends[0].empty(key=str(step))
 
@@ -96,16 +95,9 @@ class PromptTracker:
 
     def close(self, step: int) -> dict[str, float]:
         """Returns the sums over a step's groups, all of which were delivered, in the order of the prompts."""
-        delivered = self._delivered.pop(step)
-        self.failure = next(
-            (
-                group_delivery.failure
-                for _, group_delivery in sorted(delivered.items(), reverse=True)
-                if group_delivery.failure
-            ),
-            self.failure,
-        )
-        return summed({position: delivery.facts for position, delivery in delivered.items()})
+        deliveries = [delivery for _, delivery in sorted(self._delivered.pop(step).items())]
+        self.failure = next((delivery.failure for delivery in reversed(deliveries) if delivery.failure), self.failure)
+        return sum_metrics(delivery.metrics for delivery in deliveries)
 
 
 class PromptLeases:
@@ -113,70 +105,66 @@ class PromptLeases:
 
     Args:
         prompts: Number of prompts of a step.
-        rank: Rank of this process.
         work, delivered: The driver's channels.
     """
 
-    def __init__(self, prompts: int, rank: int, work: Channel, delivered: Channel) -> None:
+    def __init__(self, prompts: int, work: Channel, delivered: Channel) -> None:
         self._prompts = prompts
-        self._rank = rank
         self._work = work
         self._delivered = delivered
-        self._held: dict[tuple[int, int], LeasedItem] = {}
-        self._looked: dict[int, float] = {}
-        self.ranks = 1
+        self._leases: dict[tuple[int, int], LeasedItem] = {}
+        self._empty_at: dict[int, float] = {}
+        self._num_engines = 1
 
-    def begin(self, step: int, ranks: int) -> None:
-        """Starts a step of `ranks` engines."""
-        self.ranks = ranks
-        self._looked = {queue_step: looked_at for queue_step, looked_at in self._looked.items() if queue_step > step}
+    def begin(self, step: int, num_engines: int) -> None:
+        """Starts a step of `num_engines` engines."""
+        self._num_engines = num_engines
+        self._empty_at = {queue_step: empty_at for queue_step, empty_at in self._empty_at.items() if queue_step > step}
 
-    def held(self, step: int) -> int:
+    def num_leased(self, step: int) -> int:
         """Returns the number of a step's prompts that this rank has leased and not delivered."""
-        return sum(lease_step == step for lease_step, _ in self._held)
+        return sum(lease_step == step for lease_step, _ in self._leases)
 
-    def exhausted(self, step: int) -> bool:
+    def is_exhausted(self, step: int) -> bool:
         """Returns whether the queue of a step was empty at the last attempt."""
-        return step in self._looked
+        return step in self._empty_at
 
-    def take(self, step: int) -> int | PartialGroup | None:
+    def lease(self, step: int) -> int | PartialGroup | None:
         """Leases a prompt of a step, by its position, or the partial group of another rank; returns None if this rank
         has its share or the queue is empty."""
-        if self.held(step) >= math.ceil(self._prompts / self.ranks):
+        if self.num_leased(step) >= math.ceil(self._prompts / self._num_engines):
             return None
         current_time = time.monotonic()
-        if current_time - self._looked.get(step, -math.inf) < _AGAIN_S:
+        if current_time - self._empty_at.get(step, -math.inf) < _AGAIN_S:
             return None
         try:
             lease = self._work.take_nowait(key=str(step))
         except QueueEmpty:
-            self._looked[step] = current_time
+            self._empty_at[step] = current_time
             return None
-        self._looked.pop(step, None)
+        self._empty_at.pop(step, None)
         prompt_or_group: int | PartialGroup = lease.item
-        self._held[step, prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group] = (
-            lease
-        )
+        position = prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group
+        self._leases[step, position] = lease
         return prompt_or_group
 
-    def hand_back(self, step: int, partial: PartialGroup) -> None:
+    def requeue(self, step: int, partial: PartialGroup) -> None:
         """Requeues a prompt with its partial answers. If this rank ends during the call, the prompt may return twice:
         the driver counts it once, and so does the actor."""
         self._work.entrust(partial, key=str(step))
-        self._work.done(self._held.pop((step, partial.position)))
+        self._work.done(self._leases.pop((step, partial.position)))
 
-    def deliver(self, step: int, position: int, facts: dict[str, float], failure: str = "") -> None:
+    def deliver(self, step: int, position: int, metrics: dict[str, float], failure: str = "") -> None:
         """Reports to the driver that an actor has the group of a prompt."""
-        self._delivered.put(Delivery(step, position, self._rank, facts, failure))
-        self._work.done(self._held.pop((step, position)))
+        self._delivered.put(Delivery(step, position, metrics, failure))
+        self._work.done(self._leases.pop((step, position)))
 
 
-def summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Returns sums and maxima over positions, added in their order: the order of arrival must not change the last
-    digit."""
+def sum_metrics(rows: Iterable[Mapping[str, float]], maxima: Collection[str] = ()) -> dict[str, float]:
+    """Returns the sums of metrics over rows, added in their order; maxima of those in `maxima` or with the prefix `max_`."""
     totals: dict[str, float] = {}
-    for _, metrics in sorted(facts.items()):
-        for name, value in metrics.items():
-            current_sum = totals.get(name, 0.0)
-            totals[name] = max(current_sum, value) if name.startswith("max_") else current_sum + value
+    for row in rows:
+        for name, value in row.items():
+            is_maximum = name.startswith("max_") or name in maxima
+            totals[name] = max(totals.get(name, 0.0), value) if is_maximum else totals.get(name, 0.0) + value
     return totals

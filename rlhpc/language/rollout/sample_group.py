@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,10 @@ from rlhpc.runtime.worker import Worker
 
 #: Reasons for the end of an episode other than the length limit.
 FINISHED = ("stop", "turns")
-#: Number of parts in which a step's groups are scored on arrival, so that scoring overlaps with generation.
-PARTS = 4
+#: Number of batches in which a step's groups are scored on arrival, so that scoring overlaps with generation.
+NUM_BATCHES = 4
 #: Step and position of a prompt.
-_Place = tuple[int, int]
+_StepPosition = tuple[int, int]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SampleGroup:
     members: Tensor
 
     @cached_property
-    def draw(self) -> bytes:
+    def answers_digest(self) -> bytes:
         """Digest of the answers' tokens. A prompt that was sampled again, because its rank was lost before every
         receiver had the group, may have two sets of answers; a column belongs to one of them."""
         digest = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
@@ -58,10 +58,9 @@ class SampleGroup:
         """Returns the message of the group for a channel."""
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
-    def bare(self) -> dict[str, Any]:
+    def pack_without_columns(self) -> dict[str, Any]:
         """Returns the message for a group that scores tokens: without columns."""
-        batch = replace(self.batch, columns={})
-        return {"step": self.step, "position": self.position, "members": self.members.numpy(), **batch.pack()}
+        return replace(self, batch=replace(self.batch, columns={})).pack()
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> SampleGroup:
@@ -69,26 +68,31 @@ class SampleGroup:
         members = torch.from_numpy(np.array(message["members"]))
         return cls(message["step"], message["position"], TokenBatch.unpack(message), members)
 
-    def trained(self) -> TokenBatch:
+    def trained_samples(self) -> TokenBatch:
         """Returns the samples that are trained on and compared."""
         return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
-def column_message(group: SampleGroup, maker: str, values: Tensor) -> dict[str, Any]:
+def column_message(group: SampleGroup, source: str, values: Tensor) -> dict[str, Any]:
     """Builds the message with a column of one prompt's group, from a group that scores to an actor.
 
     Args:
         group: The scored group of samples.
-        maker: Name of the worker group that scored it.
+        source: Name of the worker group that scored it.
         values: `[T]` or `[T, k]` float32.
     """
-    group_fields = {"step": group.step, "position": group.position, "draw": group.draw}
-    return {**group_fields, "maker": maker, "values": values.numpy()}
+    return {
+        "step": group.step,
+        "position": group.position,
+        "digest": group.answers_digest,
+        "source": source,
+        "values": values.numpy(),
+    }
 
 
-def group_of(
+def build_sample_group(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
-    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool | Sequence[bool], size: int,
+    columns: Sequence[Mapping[str, Sequence[float]]], trained: bool | Sequence[bool], size: int,
     agent_weight: float = 0.0, choices: int = 0,
 ) -> SampleGroup:  # fmt: skip
     """Builds the sample group of some episodes.
@@ -99,7 +103,7 @@ def group_of(
         rewards: `[E]` float32, the reward of each episode.
         columns: The algorithm's rollout columns of each sample of the episodes: one value for each of its `token_ids`, as the
             caller has checked.
-        trains: Whether each episode is trained on and compared; one value stands for all.
+        trained: Whether each episode is trained on and compared; one value stands for all.
         size: G, members of a group.
         choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
         agent_weight: Weight of the agent's reward; the reward of a single role has the same weight.
@@ -109,7 +113,7 @@ def group_of(
         for episode_index, (member, e) in enumerate(episodes.items())
         for sample in e.samples
     ]
-    members = np.broadcast_to(np.asarray(trains, bool), len(episodes))
+    members = np.broadcast_to(np.asarray(trained, bool), len(episodes))
     ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     arrays_by_column: dict[str, list[np.ndarray]] = {
         ROLLOUT_LOGPROBS: [],
@@ -119,29 +123,29 @@ def group_of(
     for (_, _, episode), sample_columns in zip(samples, columns, strict=True):
         prompt = len(episode.prompt_ids)
         ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
-        masks.append(_after(prompt, np.asarray(episode.loss_mask, bool), False))
-        turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
-        arrays_by_column[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
-        arrays_by_column[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
+        masks.append(_pad_prompt(prompt, np.asarray(episode.loss_mask, bool), False))
+        turns.append(_pad_prompt(prompt, np.asarray(episode.turn_ids, np.int64), 0))
+        arrays_by_column[ROLLOUT_LOGPROBS].append(_pad_prompt(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
+        arrays_by_column[VERSIONS].append(_pad_prompt(prompt, np.asarray(episode.versions, np.int32), -1))
         if choices:
-            arrays_by_column.setdefault(EXPERTS, []).append(_routed(episode, len(ids[-1]), choices))
+            arrays_by_column.setdefault(EXPERTS, []).append(_expert_choices(episode, len(ids[-1]), choices))
         for name, column in sample_columns.items():
-            arrays_by_column[name].append(_after(prompt, np.asarray(column, np.float32), 0.0))
+            arrays_by_column[name].append(_pad_prompt(prompt, np.asarray(column, np.float32), 0.0))
     members_of_samples = torch.tensor([member for _, member, _ in samples])
     episode_indices = [episode_index for episode_index, _, _ in samples]
     role_rewards = np.asarray([agent_weight * sample.role_reward_offset for _, _, sample in samples], np.float32)
     role = torch.tensor([sample.role for _, _, sample in samples])
     batch = TokenBatch(
-        cumulated([len(sample) for sample in ids]), _joined(ids), _joined(masks), _joined(turns),
+        cumulated([len(sample) for sample in ids]), _concatenate(ids), _concatenate(masks), _concatenate(turns),
         position * size + members_of_samples, role, torch.full_like(members_of_samples, position),
         torch.from_numpy(np.asarray(rewards, np.float32)[episode_indices] + role_rewards),
-        {name: _joined(column) for name, column in arrays_by_column.items()},
+        {name: _concatenate(column) for name, column in arrays_by_column.items()},
         pictures=Pictures.of([sample.images for _, _, sample in samples]),
     )  # fmt: skip
     return SampleGroup(step, position, batch, torch.from_numpy(members[episode_indices]))
 
 
-def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
+def read_rollout_columns(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
     """Returns the algorithm's rollout columns of a sample.
 
     Raises:
@@ -159,11 +163,11 @@ def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> 
     return columns
 
 
-def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
+def _pad_prompt(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
     return np.concatenate([np.full(prompt, before, values.dtype), values])
 
 
-def _routed(episode: Episode, tokens: int, choices: int) -> np.ndarray:
+def _expert_choices(episode: Episode, tokens: int, choices: int) -> np.ndarray:
     """Returns the routers' choices `[tokens, choices]`, with -1 where they are unknown."""
     expert_ids = np.full((tokens, choices), -1, np.int16)
     if episode.experts is not None:
@@ -171,7 +175,7 @@ def _routed(episode: Episode, tokens: int, choices: int) -> np.ndarray:
     return expert_ids
 
 
-def _joined(arrays: list[np.ndarray]) -> Tensor:
+def _concatenate(arrays: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
@@ -183,88 +187,63 @@ class Arrivals:
     The first complete set is trained on; later messages about the prompt are dropped.
 
     Args:
-        makers: Names of the worker groups that each send one column.
+        sources: Names of the worker groups that each send one column.
     """
 
-    def __init__(self, makers: frozenset[str]) -> None:
-        self._makers = sorted(makers)
+    def __init__(self, sources: frozenset[str]) -> None:
+        self._sources = sorted(sources)
         self._step = 0
-        self._groups: dict[_Place, dict[bytes, SampleGroup]] = {}
-        self._columns: dict[_Place, dict[bytes, dict[str, torch.Tensor]]] = {}
-        self._delivered: set[_Place] = set()
+        self._groups: dict[_StepPosition, dict[bytes, SampleGroup]] = {}
+        self._columns: dict[_StepPosition, dict[bytes, dict[str, torch.Tensor]]] = {}
+        self._delivered: set[_StepPosition] = set()
 
     def begin(self, step: int) -> None:
         """Starts a step: messages about earlier steps are dropped from now on."""
         self._step = step
-        self._groups = {
-            step_and_position: by_draw
-            for step_and_position, by_draw in self._groups.items()
-            if step_and_position[0] >= step
-        }
-        self._columns = {
-            step_and_position: by_draw
-            for step_and_position, by_draw in self._columns.items()
-            if step_and_position[0] >= step
-        }
-        self._delivered = {step_and_position for step_and_position in self._delivered if step_and_position[0] >= step}
+        self._groups = {key: groups for key, groups in self._groups.items() if key[0] >= step}
+        self._columns = {key: columns for key, columns in self._columns.items() if key[0] >= step}
+        self._delivered = {key for key in self._delivered if key[0] >= step}
 
-    def take(self, message: Mapping[str, Any]) -> None:
+    def add(self, message: Mapping[str, Any]) -> None:
         """Stores a message; drops one about an earlier step or about a prompt that was already delivered."""
-        step_and_position = message["step"], message["position"]
-        if step_and_position[0] < self._step or step_and_position in self._delivered:
+        step_position = message["step"], message["position"]
+        if step_position[0] < self._step or step_position in self._delivered:
             return
-        if "maker" in message:
-            column = torch.from_numpy(np.array(message["values"]))
-            self._columns.setdefault(step_and_position, {}).setdefault(message["draw"], {})[message["maker"]] = column
+        if "source" in message:
+            columns = self._columns.setdefault(step_position, {}).setdefault(message["digest"], {})
+            columns[message["source"]] = torch.from_numpy(np.array(message["values"]))
         else:
             group = SampleGroup.unpack(dict(message))
-            self._groups.setdefault(step_and_position, {}).setdefault(group.draw, group)
+            self._groups.setdefault(step_position, {}).setdefault(group.answers_digest, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
         """Returns the positions with missing messages, by worker group; missing groups of answers stand under ""."""
-        positions_by_maker: dict[str, list[int]] = {}
+        positions_by_source: dict[str, list[int]] = {}
         for position in positions:
-            for group_name in self._lacking((step, position)):
-                positions_by_maker.setdefault(group_name, []).append(position)
-        return positions_by_maker
+            for source in self._missing_sources((step, position)):
+                positions_by_source.setdefault(source, []).append(position)
+        return positions_by_source
 
     def pop_complete(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
         """Removes and returns a complete position: the group, and its columns by worker group."""
-        step_and_position = step, position
-        groups, columns = self._groups.pop(step_and_position), self._columns.pop(step_and_position, {})
-        self._delivered.add(step_and_position)
-        draw_id = next(draw_id for draw_id in groups if columns.get(draw_id, {}).keys() >= {*self._makers})
-        return groups[draw_id], columns.get(draw_id, {})
+        groups, columns = self._groups.pop((step, position)), self._columns.pop((step, position), {})
+        self._delivered.add((step, position))
+        digest = next(digest for digest in groups if columns.get(digest, {}).keys() >= {*self._sources})
+        return groups[digest], columns.get(digest, {})
 
-    def clear(self) -> None:
-        """Removes everything."""
-        self._step = 0
-        self._groups.clear()
-        self._columns.clear()
-        self._delivered.clear()
-
-    def _lacking(self, place: _Place) -> list[str]:
+    def _missing_sources(self, step_position: _StepPosition) -> list[str]:
         """Returns the worker groups whose message is missing, for the answers that lack the fewest."""
-        groups, columns = self._groups.get(place, {}), self._columns.get(place, {})
-        if not groups:
-            return [
-                "",
-                *(
-                    group_name
-                    for group_name in self._makers
-                    if not any(group_name in columns_by_maker for columns_by_maker in columns.values())
-                ),
-            ]
-        return min(
-            (
-                [group_name for group_name in self._makers if group_name not in columns.get(draw_id, {})]
-                for draw_id in groups
-            ),
-            key=len,
-        )
-
-
-_MESSAGE, _EMPTY, _TIMEOUT = "message", "empty", "late"
+        columns = self._columns.get(step_position, {})
+        missing = [
+            [source for source in self._sources if source not in columns.get(digest, {})]
+            for digest in self._groups.get(step_position, ())
+        ]
+        if missing:
+            return min(missing, key=len)
+        return [
+            "",
+            *(source for source in self._sources if not any(source in by_source for by_source in columns.values())),
+        ]
 
 
 class BlockChannel:
@@ -290,14 +269,7 @@ class BlockChannel:
         Raises:
             DeadlineExceeded: No message arrived within `timeout` seconds.
         """
-        if self._worker.rank != self._first:
-            return self._receive_forwarded()
-        try:
-            message = self._channel.get(key=self.key, timeout=timeout)
-        except DeadlineExceeded as error:
-            self._tell(_TIMEOUT, str(error))
-            raise
-        return self._tell(_MESSAGE, message)
+        return self._share(partial(self._channel.get, key=self.key, timeout=timeout))
 
     def get_nowait(self) -> Any:
         """Returns the next message if one is there.
@@ -305,24 +277,21 @@ class BlockChannel:
         Raises:
             QueueEmpty: The channel has no message for the block.
         """
-        if self._worker.rank != self._first:
-            return self._receive_forwarded()
-        try:
-            message = self._channel.get_nowait(key=self.key)
-        except QueueEmpty:
-            self._tell(_EMPTY, None)
-            raise
-        return self._tell(_MESSAGE, message)
+        return self._share(partial(self._channel.get_nowait, key=self.key))
 
-    def _tell(self, status: str, message: Any) -> Any:
-        for rank in self._followers:
-            self._worker.send((status, message), self._worker.group_name, rank)
-        return message
-
-    def _receive_forwarded(self) -> Any:
-        status, message = self._worker.recv(self._worker.group_name, self._first)
-        if status == _EMPTY:
-            raise QueueEmpty
-        if status == _TIMEOUT:
-            raise DeadlineExceeded(message)
+    def _share(self, receive: Callable[[], Any]) -> Any:
+        """Returns the message that the block's first rank receives, or raises its error, on each rank of the block."""
+        if self._worker.rank == self._first:
+            result: tuple[Any, Exception | None]
+            try:
+                result = receive(), None
+            except (QueueEmpty, DeadlineExceeded) as error:
+                result = None, error
+            for rank in self._followers:
+                self._worker.send(result, self._worker.group_name, rank)
+        else:
+            result = self._worker.recv(self._worker.group_name, self._first)
+        message, failure = result
+        if failure is not None:
+            raise failure
         return message

@@ -9,16 +9,17 @@ devices.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.multi_policy import policies_of
-from rlhpc.language.training.weight_sync import compare_draws
+from rlhpc.language.training.weight_sync import compare_probe_samples
 from rlhpc.runtime.env_references import to_plain
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import state_folder
@@ -68,15 +69,13 @@ class Agreement:
         """True if an earlier run has made the proof."""
         return self._file is not None and self._file.is_file()
 
-    def compare(
-        self, weights: str, drawn: Sequence[dict[str, Any]], score: Callable[[list[Any]], dict[str, Any]]
-    ) -> float:
+    def compare(self, weights: str, reports: Sequence[Mapping[str, Any]], trainer_scores: Mapping[str, Any]) -> float:
         """Compares the log-probs of the engines' samples with those of the trainer.
 
         Args:
             weights: Name of the weights in messages.
-            drawn: Results of `LanguageRolloutWorker.draw` by rank; empty for followers.
-            score: Calls `GrpoActor.score_draws` with texts and their policies.
+            reports: Results of `LanguageRolloutWorker.sample_probe` by rank; empty for followers.
+            trainer_scores: Result of `GrpoActor.score_probe_samples` for `sampled_texts`.
 
         Returns:
             The largest mean difference of a token's log-prob.
@@ -84,41 +83,39 @@ class Agreement:
         Raises:
             ConfigError: An engine differs by more than rounding explains.
         """
-        texts = list(
-            dict.fromkeys(
-                (sequence.token_ids, sequence.policy) for report in drawn for sequence in report.get("draws", ())
-            )
-        )
-        trainer_scores = score(texts)
-        scores_by_text = dict(zip(texts, trainer_scores["scores"], strict=True))
-        rollout_config, largest_difference = self._cfg.rollout, 0.0
-        engine, tolerance = rollout_config.rollout_backend, rollout_config.probe_tolerance
-        for rank, report in enumerate(drawn):
+        scores_by_text = dict(zip(sampled_texts(reports), trainer_scores["scores"], strict=True))
+        rollout, differences = self._cfg.rollout, [0.0]
+        for rank, report in enumerate(reports):
             if not report:
                 continue
-            scores = [scores_by_text[sequence.token_ids, sequence.policy] for sequence in report["draws"]]
+            scores = [scores_by_text[sequence.token_ids, sequence.policy] for sequence in report["samples"]]
             engine_description = (
-                f"rollout-{rank}: the engine {engine} does not compute what is trained of this {self._family} model, with "
-                f"{weights}"
+                f"rollout-{rank}: the engine {rollout.rollout_backend} does not compute what is trained of this "
+                f"{self._family} model, with {weights}"
             )
             dtypes = {trainer_scores["dtype"], report["dtype"]}
-            mean_difference = compare_draws(
-                report["draws"], scores, tolerance, dtypes, report["device"], engine_description
+            differences.append(
+                compare_probe_samples(
+                    report["samples"], scores, rollout.probe_tolerance, dtypes, report["device"], engine_description
+                )
             )
-            largest_difference = max(largest_difference, mean_difference)
-        return largest_difference
+        return max(differences)
 
     def keep(self, largest: float) -> None:
         """Writes the proof for later runs; if that fails, they make it again."""
         if self._file is None:
             return
-        try:
+        with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             replace_durably(
                 self._file, json.dumps({"family": self._family, "largest": largest}).encode() + b"\n", sync=False
             )
-        except OSError:
-            pass
+
+
+def sampled_texts(reports: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, ...], int | None]]:
+    """Returns the token ids of all samples with the indices of their policies, each pair once."""
+    sequences = (sequence for report in reports for sequence in report.get("samples", ()))
+    return list(dict.fromkeys((sequence.token_ids, sequence.policy) for sequence in sequences))
 
 
 def _version(package: str) -> str:

@@ -18,8 +18,8 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rollout.engine_group import ranks_of_engine
 from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
 from rlhpc.language.rollout.group_builder import REASONS
-from rlhpc.language.rollout.prompt_queue import PromptTracker
-from rlhpc.language.runners.engine_check import ROUNDS, Agreement
+from rlhpc.language.rollout.prompt_queue import PromptTracker, sum_metrics
+from rlhpc.language.runners.engine_check import ROUNDS, Agreement, sampled_texts
 from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
 from rlhpc.language.training.prompt_dispatch import PromptMap
@@ -35,14 +35,8 @@ from rlhpc.runtime.worker_group import WorkerGroup
 #: Sums of the rollout ranks over their samples; a step whose samples were all left out has none of them.
 _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
-    "max_length", "max_stale",
+    "max_length", "max_stale", "nonfinite", "agent_failed",
 )  # fmt: skip
-
-
-def _is_unjudged(total: dict[str, float]) -> bool:
-    """Returns whether each sample of a step failed to be scored, or its agent failed."""
-    samples, failed, agents = (total.get(name, 0.0) for name in ("samples", "failed", "agent_failed"))
-    return failed + agents > 0 and failed >= samples
 
 
 class ReasoningRunner(Runner[GrpoConfig]):
@@ -91,7 +85,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
-        self.samples = self._num_untrained_steps = self._unjudged = 0
+        self.samples = self._num_untrained_steps = self._num_unscored_steps = 0
         self.tracker = PromptTracker(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
@@ -121,7 +115,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         for handle in loading:
             handle.wait(self.timeout)
         rank_facts = opening.wait(self.timeout)
-        self._inputs_digest = str(rank_facts[0]["looks"])
+        self._inputs_digest = str(rank_facts[0]["digest"])
         self._dropped = int(rank_facts[0]["dropped"])
         self._devices = [
             str(rank_fact["device"]) for rank_fact in (*rank_facts, *actor.wait(self.timeout)) if rank_fact
@@ -132,8 +126,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def _open_rollout(self, *ranks: int) -> Handle:
         all_joined = all(rank >= self.rollout.world_size for rank in ranks)
         digest = self._inputs_digest if all_joined else ""  # a joined rank may read other files than the first ranks
-        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
-        return handle
+        return self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
 
     def _join(self, *ranks: int) -> None:
         """Connects rollout ranks that have loaded an engine, which take part after the present step."""
@@ -208,13 +201,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """
         largest_difference = 0.0
         for phase, (perturbed, weights) in enumerate(ROUNDS):
-            draws = self.loop.draw_probe(self.step, phase, perturbed=perturbed)
-
-            def score(texts: list[Any], perturbed: bool = perturbed) -> dict[str, Any]:
-                probe_scores: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
-                return probe_scores
-
-            largest_difference = max(largest_difference, agreement.compare(weights, draws, score))
+            samples = self.loop.sample_probe(self.step, phase, perturbed=perturbed)
+            scores = self.actor.score_probe_samples(sampled_texts(samples), perturbed).wait(self.timeout)[0]
+            largest_difference = max(largest_difference, agreement.compare(weights, samples, scores))
             self.rollout.begin(self.step).wait(self.timeout)
         agreement.keep(largest_difference)
 
@@ -237,21 +226,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
         """Returns means over the step's samples, from the ranks' sums."""
-        totals: dict[str, float] = {}
-        for rank_sums in sums:
-            for name, rank_value in rank_sums.items():
-                is_maximum = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
-                totals[name] = (
-                    max(totals.get(name, 0.0), rank_value) if is_maximum else totals.get(name, 0.0) + rank_value
-                )
-        num_nonfinite = totals.get("nonfinite", 0.0)
-        self._num_untrained_steps = 0 if self._trains_something(totals) else self._num_untrained_steps + 1
-        self._unjudged = self._unjudged + 1 if _is_unjudged(totals) else 0
-        if self._unjudged > self.cfg.reward.max_failed_steps or (
-            not self._unjudged and self._num_untrained_steps >= MOST_IN_A_ROW
-        ):
-            self._end_untrained(num_nonfinite)
-        totals = dict.fromkeys(_SUMS, 0.0) | totals
+        totals = dict.fromkeys(_SUMS, 0.0) | sum_metrics(sums, ("seconds", "busy_s", "sync_s"))
+        self._count_untrained_steps(totals)
         num_samples = max(totals["samples"], 1.0)
         self.samples += int(totals["samples"])
         mean_reward = totals["reward"] / num_samples
@@ -272,37 +248,41 @@ class ReasoningRunner(Runner[GrpoConfig]):
         }
         if self._dropped:
             row["train/dropped_problems"] = float(self._dropped)
-        if num_nonfinite:
-            row["rollout/nonfinite"] = num_nonfinite
+        if totals["nonfinite"]:
+            row["rollout/nonfinite"] = totals["nonfinite"]
         row |= {f"rollout/{name}": totals.get(name, 0.0) for name in self.loop.rollout_sums}
         if self.cfg.agent.kind != INLINE:
-            row["agent/failed"] = totals.get("agent_failed", 0.0)
+            row["agent/failed"] = totals["agent_failed"]
             row |= {name: total / num_samples for name, total in totals.items() if name.startswith("agent/")}
             row |= {UNTRAINED + name: totals.get(UNTRAINED + name, 0.0) for name in REASONS}
         row |= {
-            f"reward/{name[5:]}": rank_value / num_samples
-            for name, rank_value in totals.items()
+            f"reward/{name.removeprefix('term/')}": total / num_samples
+            for name, total in totals.items()
             if name.startswith("term/")
         }
         row["time/generate_s"], row["time/rollout_sync_s"] = totals["busy_s"], totals["sync_s"]
         row["time/tokens_per_s"] = totals["tokens"] / max(totals["seconds"], 1e-9)
         return row
 
-    def _trains_something(self, total: dict[str, float]) -> bool:
-        """Returns whether a sample of the step was scored and is trained on."""
-        truncated = total.get("truncated", 0.0) if self.cfg.algorithm.overlong_filter else 0.0
-        return max(total.get("failed", 0.0), truncated) < total.get("samples", 0.0)
-
-    def _end_untrained(self, left_out: float) -> None:
-        """Ends a run that trains on no sample.
+    def _count_untrained_steps(self, totals: dict[str, float]) -> None:
+        """Counts the steps in a row without a trained sample and those in which no sample could be scored; ends a run with
+        too many.
 
         Raises:
             NonFinite: No sample was finite.
             NothingTrained: No sample could be scored or trained on, for another reason.
         """
-        count = self._unjudged or self._num_untrained_steps
+        samples, failed = totals["samples"], totals["failed"]
+        truncated = totals["truncated"] if self.cfg.algorithm.overlong_filter else 0.0
+        self._num_untrained_steps = 0 if max(failed, truncated) < samples else self._num_untrained_steps + 1
+        is_unscored = failed + totals["agent_failed"] > 0 and failed >= samples
+        self._num_unscored_steps = self._num_unscored_steps + 1 if is_unscored else 0
+        is_untrained = not is_unscored and self._num_untrained_steps >= MOST_IN_A_ROW
+        if self._num_unscored_steps <= self.cfg.reward.max_failed_steps and not is_untrained:
+            return
+        count = self._num_unscored_steps or self._num_untrained_steps
         steps = f"{count} steps in a row" if count > 1 else "in the whole step"
-        if left_out:
+        if totals["nonfinite"]:
             raise nonfinite(f"step {self.step}: no prompt brought anything finite, {steps}")
         failure = (
             self.tracker.failure

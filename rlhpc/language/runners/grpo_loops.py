@@ -67,8 +67,7 @@ class Agents:
         return self._group
 
     def _open(self, *ranks: int) -> Handle:
-        handle: Handle = self.group.execute_on(*ranks).init_worker(self._prompts)
-        return handle
+        return self.group.execute_on(*ranks).init_worker(self._prompts)
 
     def _join(self, *ranks: int) -> None:
         self.group.execute_on(*ranks).connect().wait(self._timeout)
@@ -100,10 +99,7 @@ class Agents:
 
     def serve(self, phase: str) -> Handle | CompletedCall:
         """Calls its ranks to run episodes until a phase ends."""
-        if self._replicas is None:
-            return CompletedCall()
-        handle: Handle = self._replicas.of_step().serve(phase)
-        return handle
+        return CompletedCall() if self._replicas is None else self._replicas.of_step().serve(phase)
 
     def end(self, phase: str) -> None:
         """Tells its ranks that a phase has ended."""
@@ -244,19 +240,21 @@ class StepRollout:
     Args:
         step: Step of the run.
         groups: The worker groups.
-        generate: Calls the rollout ranks to lease prompts of the step until the queue is empty.
     """
 
-    def __init__(self, step: int, groups: GrpoGroups, generate: Callable[[int], Handle]) -> None:
+    def __init__(self, step: int, groups: GrpoGroups) -> None:
         self.step = step
         self._groups = groups
-        self._generate = generate
         self._run = groups.agents.serve(training_phase(step))
-        self._generated = generate(step)
+        self._generated = self._generate()
         self._rated = groups.auxiliary.rate(training_phase(step))
         self._scoring = {**({CRITIC: groups.critic} if groups.critic else {}), **groups.auxiliary.scoring}
         self._scored = dict[str, Handle]()
-        self._sums: list[Metrics] | None = None
+
+    def _generate(self) -> Handle:
+        """Calls the engines to lease prompts of the step until the queue is empty."""
+        replicas = self._groups.replicas
+        return replicas.of_step().generate(self.step, len(replicas.firsts()))
 
     def serve_fixed(self, learning: Collection[str]) -> None:
         """Calls the groups to score on arrival, except those in `learning`, whose weights change from step to step: a rank
@@ -271,19 +269,17 @@ class StepRollout:
         self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
 
     def wait(self, timeout: float) -> list[Metrics]:
-        """Waits for the rollout; returns the sums over the step's samples and the results of the rollout ranks.
+        """Waits for the rollout and ends it; returns the sums over the step's samples and the results of the rollout ranks.
 
         Raises:
             DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
         """
-        if self._sums is not None:
-            return self._sums
         tracker = self._groups.tracker
         rank_metrics: list[Metrics] = self._generated.wait(timeout)
         deadline = time.monotonic() + timeout
         while not tracker.wait_complete(self.step, _DELIVERY_S):
-            if tracker.returned(self.step):  # by a lost rank, after the queue was empty for the other ranks
-                rank_metrics += self._generate(self.step).wait(timeout)
+            if tracker.has_returned_prompts(self.step):  # by a lost rank, after the queue was empty for the other ranks
+                rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
                 missing = tracker.missing(self.step)[:8]
                 raise DeadlineExceeded(
@@ -296,8 +292,7 @@ class StepRollout:
             scored = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
                 scored.put({"end": self.step}, key=str(rank))
-        self._sums = [tracker.close(self.step), *rank_metrics]
-        return self._sums
+        return [tracker.close(self.step), *rank_metrics]
 
     def score_in_turn(self, timeout: float) -> None:
         """Calls the groups to score, one after the other: each has the accelerators to itself."""
@@ -360,11 +355,10 @@ class GrpoLoop:
         """Sends the weights of `step`, from which this start continues, to the engines."""
         self._sync_weights(step)
 
-    def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
-        """Sends weights on trial to the engines; returns what each draws with them (`LanguageRolloutWorker.draw`)."""
+    def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+        """Sends weights on trial to the engines; returns the samples of each (`LanguageRolloutWorker.sample_probe`)."""
         self._sync_weights(step, trial=True, perturbed=perturbed)
-        draws: list[dict[str, Any]] = self.groups.replicas.of_step().draw(phase).wait(self.timeout)
-        return draws
+        return self.groups.replicas.of_step().sample_probe(phase).wait(self.timeout)
 
     def _sync_weights(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
         replicas = self.groups.replicas
@@ -402,13 +396,8 @@ class GrpoLoop:
 
     def _start_rollout(self, step: int) -> StepRollout:
         """Enqueues the prompts that may be sampled from now on, and starts the rollout of a step, with rating."""
-        self.groups.tracker.give(min(step + self.cfg.algorithm.max_staleness, self.end_step))
-        return StepRollout(step, self.groups, self._generate)
-
-    def _generate(self, step: int) -> Handle:
-        replicas = self.groups.replicas
-        handle: Handle = replicas.of_step().generate(step, len(replicas.firsts()))
-        return handle
+        self.groups.tracker.enqueue(min(step + self.cfg.algorithm.max_staleness, self.end_step))
+        return StepRollout(step, self.groups)
 
     def _send_weights(self, step: int) -> list[Handle]:
         """Calls the actor to send the weights of a step; [] if no engine samples with them."""
@@ -461,7 +450,6 @@ class SyncLoop(GrpoLoop):
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step; the actor scores and the critic learns while the last groups are generated."""
         rollout = self._start_rollout(step)
-        rollout.serve_fixed(self.learning)
         rollout.serve()
         return self._train_on(rollout, timers, engines_wait=True)
 
@@ -535,16 +523,16 @@ class ColocatedLoop(GrpoLoop):
         )
         self.groups.actor.offload().wait(self.timeout)
 
-    def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+    def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
         """Sends weights on trial and returns the engines' samples; the actor and then the engines use the accelerators."""
         groups, timeout = self.groups, self.timeout
         groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
         groups.actor.offload().wait(timeout)
         groups.rollout.reload().wait(timeout)
         groups.replicas.of_step().take_weights(step).wait(timeout)
-        draws: list[dict[str, Any]] = groups.replicas.of_step().draw(phase).wait(timeout)
+        samples = groups.replicas.of_step().sample_probe(phase).wait(timeout)
         groups.rollout.offload().wait(timeout)
-        return draws
+        return samples
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step: the engines, the groups that score, the actor and the critic have the accelerators one after the
@@ -556,7 +544,7 @@ class ColocatedLoop(GrpoLoop):
         with timers("turns"):
             reloaded.wait(timeout)
         with timers("rollout"):
-            rollout.wait(timeout)
+            generated = rollout.wait(timeout)
         with timers("turns"):
             groups.rollout.offload().wait(timeout)
         rollout.score_in_turn(timeout)
@@ -566,7 +554,6 @@ class ColocatedLoop(GrpoLoop):
         with timers("turns"):
             reloaded.wait(timeout)
         with timers("rollout"):
-            generated = rollout.wait(timeout)
             served_groups = rollout.served(timeout)
         with timers("receive"):
             receipts = receiving.wait(timeout)
@@ -588,10 +575,10 @@ class ColocatedLoop(GrpoLoop):
         with timers("turns"):
             critic.reload().wait(self.timeout)
         with timers("update"):
-            critic_metrics: Metrics = critic.update(step).wait(self.timeout)[0]
+            critic_metrics = critic.update(step).wait(self.timeout)
         with timers("turns"):
             critic.offload().wait(self.timeout)
-        return critic_metrics
+        return dict(critic_metrics[0])
 
     def evaluate(self, step: int) -> Metrics:
         """Returns the suites' metrics; the engines have the accelerators during the evaluation."""

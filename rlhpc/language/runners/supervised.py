@@ -15,18 +15,17 @@ from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
 
 Cfg = TypeVar("Cfg", bound=SftConfig | RewardRunConfig)
 
 
 class SupervisedRunner(Runner[Cfg]):
-    """Runner that trains a language model on rows; a subclass names the actor's method.
+    """Runner that trains a language model on rows.
 
     Args:
         cfg: The run's configuration.
-        actor: Launched group of a `LanguageActor`.
+        actor: Launched group of a `LanguageActor` with a method `update`.
         rollout: Launched group of `EvaluationWorker`, whose engines answer the suites; None without one.
         run, stop: See `Runner`.
     """
@@ -40,14 +39,9 @@ class SupervisedRunner(Runner[Cfg]):
         self.rollout = rollout
         self.tokens = self.dropped = 0
 
-    def train(self, step: int) -> Handle:
-        """Calls the actor for a step; the result has metrics, among them `tokens`."""
-        raise NotImplementedError
-
     def validate(self) -> dict[str, float]:
         """Returns the actor's metrics of the held-out rows with the present weights."""
-        metrics: dict[str, float] = self.actor.validate().wait(self.timeout)[0]
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        return {f"eval/{name}": value for name, value in self.actor.validate().wait(self.timeout)[0].items()}
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every `runner.val_check_interval` steps, and after the last one."""
@@ -82,7 +76,7 @@ class SupervisedRunner(Runner[Cfg]):
     def one_step(self) -> dict[str, float]:
         """Runs one optimizer step, and the evaluation that is due after it."""
         start_s = active_s()
-        train_metrics = self.train(self.step + 1).wait(self.timeout)[0]
+        train_metrics = self.actor.update(self.step + 1).wait(self.timeout)[0]
         self.step += 1
         self.tokens += int(train_metrics["tokens"])
         row = {f"train/{name}": value for name, value in train_metrics.items()}
@@ -112,17 +106,9 @@ class SupervisedRunner(Runner[Cfg]):
 class DpoRunner(SupervisedRunner[DpoConfig]):
     """Runner that trains a language model on preferences, with a group of `DpoActor`."""
 
-    def train(self, step: int) -> Handle:
-        """Calls `DpoActor.prefer`."""
-        return self.actor.prefer(step)
-
 
 class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
     """Runner that trains a reward model, with a group of `RewardModelActor`."""
-
-    def train(self, step: int) -> Handle:
-        """Calls `RewardModelActor.prefer`."""
-        return self.actor.prefer(step)
 
     def validate(self) -> dict[str, float]:
         """Returns the metrics of all suites of `workflow.eval_suites`."""
@@ -133,7 +119,3 @@ class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
 
 class SftRunner(SupervisedRunner[SftConfig]):
     """Runner that trains a language model on demonstrations, with a group of `SftActor`."""
-
-    def train(self, step: int) -> Handle:
-        """Calls `SftActor.imitate`."""
-        return self.actor.imitate(step)

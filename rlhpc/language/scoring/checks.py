@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.constraints import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name, check_rules
 from rlhpc.config.schema import keys_of
 from rlhpc.config.typed import mapping, plain, typed, untouched
 from rlhpc.language.config.scoring import JudgeConfig
@@ -70,13 +70,10 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
         raise ConfigError(f"{kwargs_key}: {str(error).strip().splitlines()[0]}") from None
     section = typed(JudgeConfig, merged_section)
     keys = keys_of(JudgeConfig)
-    ranges = {name: key.range for name, key in keys.items() if key.range is not None}
-    for name, allowed_range in ranges.items():
-        field_value = merged_section[name]
-        if isinstance(field_value, (int, float)) and (
-            not math.isfinite(field_value) or field_value not in allowed_range
-        ):
-            raise ConfigError(f"{kwargs_key}.{name} is {field_value!r}; {allowed_range.rule()}")
+    for name, allowed_range in ((name, key.range) for name, key in keys.items() if key.range is not None):
+        value = merged_section[name]
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed_range):
+            raise ConfigError(f"{kwargs_key}.{name} is {value!r}; {allowed_range.rule()}")
     for name in ("mode", "dtype"):
         check_choice(
             f"{kwargs_key}.{name}",
@@ -120,31 +117,38 @@ def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
             _check_comparisons(cfg, section, refuse)
 
 
-def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Any) -> None:
-    if cfg.algorithm.group_size < 2:
-        raise refuse("mode", "algorithm.group_size is 1: there is nothing to compare; take grade")
-    for suite in cfg.data.eval:
-        if suite.samples < 2:
-            raise refuse(
+def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Fail) -> None:
+    rules = (
+        (
+            cfg.algorithm.group_size < 2,
+            "mode",
+            "algorithm.group_size is 1: there is nothing to compare; take grade",
+        ),
+        *(
+            (
+                suite.samples < 2,
                 "mode",
                 f"suite {suite.name!r} of data.eval has samples {suite.samples}: there is nothing to compare; "
                 "set its samples to 2 or more (and its temperature above 0), or take grade",
             )
-    if section.max_requests < 2:
-        raise refuse("max_requests", "a comparison takes two")
+            for suite in cfg.data.eval
+        ),
+        (section.max_requests < 2, "max_requests", "a comparison takes two"),
+    )
+    check_rules(rules, refuse)
 
 
 #: Source of values that is not a group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
 OWN_VALUES = "value_head"
 
 
-def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
     """Checks names, reward terms and placement of the scoring groups. Imports only what the configuration names.
 
     Args:
         cfg: Configuration of the run.
         fail: Builds the error of a key.
-        column_makers: Groups whose columns the algorithm requires.
+        column_sources: Groups whose columns the algorithm requires.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -161,7 +165,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
             raise ConfigError(
                 f"groups[{name}].scorer is {ENGINE!r}, which is the teacher's: see teacher.rollout_backend"
             )
-    _teacher_engine(cfg, fail)
+    _check_teacher_engine(cfg, fail)
     for key, model in group_models(cfg).items():
         if model.kwargs and not str(model.model_path).startswith("builtin:"):
             raise ConfigError(
@@ -175,16 +179,18 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
                 f"reward.terms[{index}].kwargs: {term.name!r} is a group, whose options do not stand here, but in its section"
             )
     for name in raters(cfg):
-        if not rates(groups[name].scorer):
-            raise fail(
+        rules = (
+            (
+                not rates(groups[name].scorer),
                 "reward.terms",
                 f"the group {name!r} says something of tokens, and does not rate answers: it can be one of "
                 "reward.process_terms",
-            )
-        if term_names.count(name) > 1:
-            raise fail("reward.terms", f"the group {name!r} is named twice")
+            ),
+            (term_names.count(name) > 1, "reward.terms", f"the group {name!r} is named twice"),
+        )
+        check_rules(rules, fail)
     _process_terms(cfg, fail)
-    _check_placed(cfg, fail, column_makers)
+    _check_placed(cfg, fail, column_sources)
 
 
 def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
@@ -192,65 +198,79 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
     groups, term_names = scoring_groups(cfg), process_groups(cfg)
     for index, name in enumerate(term_names):
         check_name("reward.process_terms", name, groups, fail)
-        if rates(groups[name].scorer):
-            raise fail(
-                "reward.process_terms",
-                f"the group {name!r} rates whole answers: name it in reward.terms, or give it the scorer process",
-            )
-        if name in term_names[:index]:
-            raise fail("reward.process_terms", f"the group {name!r} is named twice")
-        if name not in placed(cfg):
-            raise fail(
-                "reward.process_terms", f"the group {name!r} has no place: set cluster.component_placement.{name}"
-            )
+        rules = {
+            "rates whole answers: name it in reward.terms, or give it the scorer process": rates(groups[name].scorer),
+            "is named twice": name in term_names[:index],
+            f"has no place: set cluster.component_placement.{name}": name not in placed(cfg),
+        }
+        check_rules(
+            [(is_broken, "reward.process_terms", f"the group {name!r} {rule}") for rule, is_broken in rules.items()],
+            fail,
+        )
     if term_names and distils(cfg) and not cfg.algorithm.distillation.task_reward_coef:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
-def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+#: Group → the setting with which the built-in algorithms use it.
+_USER_HINTS = {
+    "reference": "set algorithm.kl_coef",
+    CRITIC: "set algorithm.adv_type=gae",
+    "teacher": "set algorithm.name=distillation",
+}
+
+
+def _check_placed(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
     """Checks that each required group is placed, and that each placed group is required."""
     placed_names, groups, rater_names = placed(cfg), scoring_groups(cfg), raters(cfg)
-    for name in rater_names:
-        if name not in placed_names:
-            raise fail("reward.terms", f"the group {name!r} has no place: set cluster.component_placement.{name}")
-    if needs_critic(cfg) and CRITIC not in placed_names:
-        raise fail(
+    value_head = cfg.actor.model.value_head
+    rules = (
+        *(
+            (
+                name not in placed_names,
+                "reward.terms",
+                f"the group {name!r} has no place: set cluster.component_placement.{name}",
+            )
+            for name in rater_names
+        ),
+        (
+            needs_critic(cfg) and CRITIC not in placed_names,
             "algorithm.adv_type",
             "gae needs a critic: give it a place with cluster.component_placement.critic, set actor.model.value_head, or "
             "choose grpo, rloo, …",
-        )
-    if cfg.actor.model.value_head:
-        if CRITIC in placed_names:
-            raise fail("actor.model.value_head", "there is a group critic already: set it to false, or leave that out")
-        if OWN_VALUES not in column_makers:
-            raise fail("actor.model.value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
+        ),
+        (
+            value_head and CRITIC in placed_names,
+            "actor.model.value_head",
+            "there is a group critic already: set it to false, or leave that out",
+        ),
+        (
+            value_head and OWN_VALUES not in column_sources,
+            "actor.model.value_head",
+            "nothing asks for values: set algorithm.adv_type=gae, or false",
+        ),
+    )
+    check_rules(rules, fail)
     if distils(cfg):
-        _distillation(cfg, fail)
+        _check_distillation(cfg, fail)
     if cfg.reference.update_interval and "reference" not in placed_names:
         raise fail(
             "reference.update_interval",
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    required_groups = column_makers - {"rollout", "actor", OWN_VALUES}
+    required_groups = column_sources - {"rollout", "actor", OWN_VALUES}
     for name in placed_names:
         rater = name in groups and rates(groups[name].scorer)
         if rater and name not in rater_names:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
         if not rater and (name in groups or name == CRITIC) and name not in required_groups:
-            needed_algorithms = {
-                "reference": "set algorithm.kl_coef",
-                CRITIC: "set algorithm.adv_type=gae",
-                "teacher": "set algorithm.name=distillation",
-            }
-            hint = needed_algorithms.get(name, "choose an algorithm.name with such a column")
+            hint = _USER_HINTS.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
-    for name in required_groups - {"reference"}:
-        if name not in placed_names:
-            raise fail(
-                "cluster.component_placement",
-                f"algorithm.name={cfg.algorithm.name} asks a group {name!r}: give it a place",
-            )
+    for name in required_groups - {"reference"} - {*placed_names}:
+        raise fail(
+            "cluster.component_placement",
+            f"algorithm.name={cfg.algorithm.name} asks a group {name!r}: give it a place",
+        )
     for name in {*placed_names} & {*BUILT_IN} - {"reference"}:
         if not groups[name].model.model_path:
             raise ConfigError(
@@ -258,7 +278,7 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) ->
             )
 
 
-def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
+def _check_distillation(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks the teacher and the mode of distillation."""
     options = cfg.algorithm.distillation
     if not cfg.teacher.model.model_path:
@@ -266,42 +286,51 @@ def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
             "teacher.model.model_path is not set, but algorithm.name=distillation learns from it: name a model with the "
             "vocabulary of actor.model"
         )
-    if options.mode == "full" and "teacher" in placed(cfg):
-        raise fail(
+    rules = (
+        (
+            options.mode == "full" and "teacher" in placed(cfg),
             "algorithm.distillation.mode",
             "whole distributions are too much to send: leave the teacher out of cluster.component_placement, which puts it on "
             "the actor's ranks, or choose topk",
-        )
-    if options.mode == "sampled" and options.beta != 1:
-        raise fail(
+        ),
+        (
+            options.mode == "sampled" and options.beta != 1,
             "algorithm.distillation.beta",
             "mode sampled follows the gradient of the reverse KL: set it to 1, or choose mode topk or full",
-        )
+        ),
+    )
+    check_rules(rules, fail)
 
 
-def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
+def _check_teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks that the teacher's engine is placed and supports the mode of distillation and the longest sequence."""
     backend, length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
     if backend is None:
         return
     check_choice("teacher.rollout_backend", backend, ("vllm",), fail)
-    if distils(cfg) and cfg.algorithm.distillation.mode == "full":
-        raise fail(
+    num_tokens, reason = _max_sequence_tokens(cfg)
+    rules = (
+        (
+            distils(cfg) and cfg.algorithm.distillation.mode == "full",
             "algorithm.distillation.mode",
             f"an engine (teacher.rollout_backend={backend}) does not tell whole distributions: choose topk or sampled, or set "
             "teacher.rollout_backend=null and give the teacher no place of its own",
-        )
-    if TEACHER not in placed(cfg):
-        raise fail(
+        ),
+        (
+            TEACHER not in placed(cfg),
             "teacher.rollout_backend",
             "an engine needs ranks of its own: set cluster.component_placement.teacher, or null for one beside the model",
-        )
-    num_tokens, reason = _longest(cfg)
-    if length is not None and length < num_tokens:
-        raise fail("teacher.max_model_len", f"a sequence may have {reason} tokens: raise it, or set null")
+        ),
+        (
+            length is not None and length < num_tokens,
+            "teacher.max_model_len",
+            f"a sequence may have {reason} tokens: raise it, or set null",
+        ),
+    )
+    check_rules(rules, fail)
 
 
-def _longest(cfg: GrpoConfig) -> tuple[int, str]:
+def _max_sequence_tokens(cfg: GrpoConfig) -> tuple[int, str]:
     """Returns the largest number of tokens of a sequence, and the formula of that number for messages."""
     prompt, response, engine = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.max_model_len
     if engine is not None and engine < prompt + response:
@@ -332,16 +361,16 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             section = "critic.model" if name == CRITIC else groups[name].model_section
             load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
         if name != CRITIC and groups[name].scorer.lower() == "process":
-            same_vocabulary(cfg, groups[name].model, groups[name].model_section)
+            require_same_vocabulary(cfg, groups[name].model, groups[name].model_section)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
         from rlhpc.language.models.loading import compute_dtype
         from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
     if TEACHER in ranks or distils(cfg):
-        same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
+        require_same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
-        _room(cfg, groups[TEACHER])
+        _check_context(cfg, groups[TEACHER])
     _check_looking(cfg, ranks)
     for group in judges(cfg).values():
         with explained(group):
@@ -373,7 +402,7 @@ def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         )
 
 
-def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
+def _check_context(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     """Refuses a teacher whose context is too short for the longest sequence and the token that its engine samples after
     it.
     """
@@ -383,7 +412,7 @@ def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     with explained(teacher):
         model_config = load_model_config(str(model.model_path), model.trust_remote_code)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    num_tokens, reason = _longest(cfg)
+    num_tokens, reason = _max_sequence_tokens(cfg)
     if context is not None and num_tokens + 1 > context:
         raise ConfigError(
             f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {reason}, "
@@ -392,7 +421,7 @@ def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
         )
 
 
-def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
+def require_same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
     """Refuses a model whose vocabulary differs from that of the trained model, whose tokens it scores.
 
     Raises:

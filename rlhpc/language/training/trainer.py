@@ -140,7 +140,7 @@ class LanguageBlueprint(Blueprint):
         """Builds the model (`Blueprint.build`). Trainable weights are in float32; frozen ones in the dtype of the
         computation."""
         actor = self.actor
-        model: nn.Module = self.load(
+        model = self.load(
             actor.model,
             dtype=self.dtype if self.lora_rank else torch.float32,
             checkpointing=actor.model.gradient_checkpointing,
@@ -258,8 +258,9 @@ class LanguageBlueprint(Blueprint):
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
         """Yields the weights by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones once,
         under the first name (`Blueprint.named_weights`)."""
-        for name, tensor in lora.full_weights(module, full, _Without(without, self._aside)):
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in lora.full_weights(module, full, without):
+            if self.exported(name):
+                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
         """Returns the names of the weights that never change (`Blueprint.frozen_names`): neither trained nor merged with
@@ -274,17 +275,6 @@ def _edges(module: nn.Module) -> list[nn.Module]:
     if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
         return []
     return [embedding, head]
-
-
-class _Without(Container[str]):
-    """Container of names to leave out: some names, and all with a prefix, if there is one."""
-
-    def __init__(self, names: Container[str], prefix: str) -> None:
-        self._names = names
-        self._prefix = prefix
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names or bool(self._prefix and str(name).startswith(self._prefix))
 
 
 class ScalarBlueprint(LanguageBlueprint):
@@ -408,10 +398,11 @@ class ModelTrainer:
             if policy:
                 lora.choose(self.backend.module, policy)
             adapter_weights = lora.adapter_weights(self.backend.module, self.backend.full)
-            lora_weights = {name: tensor for name, tensor in adapter_weights.items() if ".lora_" in name}
-            tensors |= (
-                {of_policy(policy, name): tensor for name, tensor in lora_weights.items()} if policy else lora_weights
-            )
+            tensors |= {
+                of_policy(policy, name) if policy else name: tensor
+                for name, tensor in adapter_weights.items()
+                if ".lora_" in name
+            }
         return tensors
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
@@ -421,13 +412,15 @@ class ModelTrainer:
         Args:
             dtype: Dtype of the sent weights; None is that of the computation.
         """
-        backend, dtype_default, shards = self.backend, dtype or self.blueprint.dtype, list[Shard]()
-        for piece, local_values in pieces(
-            backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported
-        ):
-            dtype_sent = dtype_default if piece.dtype.is_floating_point else piece.dtype
-            shards.append(Shard(piece.name, piece.shape, dtype_sent, piece.box, local_values, piece.frozen))
-        return shards
+        backend, float_dtype = self.backend, dtype or self.blueprint.dtype
+        shards = pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported)
+        return [
+            Shard(
+                piece.name, piece.shape, float_dtype if piece.dtype.is_floating_point else piece.dtype, piece.box,
+                local_values, piece.frozen,
+            )
+            for piece, local_values in shards
+        ]  # fmt: skip
 
     def frozen_names(self) -> frozenset[str]:
         """Returns the names of the weights that never change."""

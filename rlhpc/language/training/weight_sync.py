@@ -95,14 +95,14 @@ class ProbeSequence:
 
     Attributes:
         token_ids: Prompt and response.
-        drawn: Log-probs of the response's tokens when they were sampled.
-        scored: Log-probs of all tokens except the first, when the engine scores the full text; None if it cannot score.
+        sampled_logprobs: Log-probs of the response's tokens when they were sampled.
+        scored_logprobs: Log-probs of all tokens except the first, as the engine scores the full text; None if it cannot.
         policy: Index of the policy; None in a run with one policy.
     """
 
     token_ids: tuple[int, ...]
-    drawn: tuple[float, ...]
-    scored: tuple[float, ...] | None
+    sampled_logprobs: tuple[float, ...]
+    scored_logprobs: tuple[float, ...] | None
     policy: int | None = None
 
 
@@ -139,7 +139,7 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
     return min(longest, max(_LONG, *(tokens + _BEYOND for tokens in (window, chunk) if tokens), 0))
 
 
-def draw(
+def sample_probe(
     engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
 ) -> list[ProbeSequence]:
     """Calls an engine to sample for prompts of random tokens, short ones and a long one, and to score the samples.
@@ -284,8 +284,8 @@ def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], dev
     return float32_bound if {*dtypes} == {"float32"} else _HALF
 
 
-def compare_draws(
-    draws: Sequence[ProbeSequence],
+def compare_probe_samples(
+    samples: Sequence[ProbeSequence],
     scores: Sequence[tuple[Sequence[float], float]],
     tolerance: float | None,
     dtypes: Collection[str],
@@ -295,7 +295,7 @@ def compare_draws(
     """Compares the log-probs of an engine's samples with the trainer's.
 
     Args:
-        draws: Samples of the engine.
+        samples: Samples of the engine.
         scores: The trainer's log-probs of each text, and their change by rounding (`Prober.score`).
         tolerance, dtypes, device: See `bound`.
         where: Name of the engine and its weights, for messages.
@@ -307,14 +307,14 @@ def compare_draws(
         ConfigError: The difference is larger than rounding explains.
     """
     largest_difference = 0.0
-    for sequence, (logprobs, rounding) in zip(draws, scores, strict=True):
+    for sequence, (logprobs, rounding) in zip(samples, scores, strict=True):
         limit = bound(tolerance, rounding, dtypes, device)
-        count = len(sequence.drawn)
+        count = len(sequence.sampled_logprobs)
         comparisons: list[tuple[str, Any, Any]] = [
-            ("tokens that it drew", sequence.drawn, logprobs[len(logprobs) - count :])
+            ("tokens that it drew", sequence.sampled_logprobs, logprobs[len(logprobs) - count :])
         ]
-        if sequence.scored is not None:
-            comparisons.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored, logprobs))
+        if sequence.scored_logprobs is not None:
+            comparisons.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored_logprobs, logprobs))
         for contents, reported, trainer_logprobs in comparisons:
             mean_difference = _gap(reported, trainer_logprobs)
             if not mean_difference <= limit:
@@ -376,9 +376,9 @@ class ActorWeights:
         self._by_shards = sends_shards(self._name)
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None
-        self._before: WeightSync | None = None
+        self._previous_sync: WeightSync | None = None
         self._reference: WeightSync | None = None
-        self._to: list[int] = []
+        self._receivers: list[int] = []
         self._sent: frozenset[str] = frozenset()
         if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
@@ -386,24 +386,16 @@ class ActorWeights:
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
         """Sends the weights to these rollout ranks; sends frozen weights only once."""
-        self._aim(list(ranks))
+        self._choose_receivers(list(ranks))
         frozen_names = self._frozen_names()
         self._announce(ranks, probe)
-        if self._by_shards:
-            self._send_shards(self._sync, version)
-            return
-        self._send_full(self._sync, version, self._weights(self._sent), self._dtype, frozen_names)
+        self._send_to_engines(self._sync, version, self._sent, frozen_names)
         self._sent = frozen_names
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends all weights to rollout ranks that have just joined."""
         self._announce(ranks, None)
-        receivers = [(self._prompts.rollout_name, list(ranks))]
-        if self._by_shards:
-            self._send_shards(self._make_sync(receivers, "off"), version)
-            return
-        sync = None if self._worker.rank else self._make_sync(receivers, "off")
-        self._send_full(sync, version, self._weights(()), self._dtype)
+        self._send_to_engines(self._make_sync(list(ranks), "off"), version)
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks."""
@@ -412,7 +404,7 @@ class ActorWeights:
     def forget(self) -> None:
         """Sends frozen weights again with the next version."""
         self._sent = frozenset()
-        for sync in (self._sync, self._before, self._reference):
+        for sync in (self._sync, self._previous_sync, self._reference):
             if sync is not None:
                 sync.forget()
 
@@ -436,29 +428,38 @@ class ActorWeights:
             for _ in weights:
                 pass
 
+    def _send_to_engines(
+        self, sync: WeightSync | None, version: int, without: Container[str] = (), frozen: frozenset[str] = frozenset()
+    ) -> None:
+        """Sends shards, separate adapters, or all weights but those in `without`."""
+        if self._by_shards:
+            assert isinstance(sync, SendsShards)
+            sync.send_shards(version, self._backend.shards(self._dtype))
+            return
+        self._send_full(sync, version, self._weights(without), self._dtype, frozen)
+
     def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
         if self._worker.rank == 0:
             for rank in ranks:
                 self._worker.notify(probe, self._prompts.rollout_name, rank, VERSIONS)
 
-    def _send_shards(self, sync: WeightSync | None, version: int) -> None:
-        assert isinstance(sync, SendsShards)
-        sync.send_shards(version, self._backend.shards(self._dtype))
+    def _make_sync(self, ranks: list[int], delta: str) -> WeightSync | None:
+        """Returns a sync with these rollout ranks; None on a rank that sends nothing."""
+        if self._worker.rank and not self._by_shards:
+            return None
+        receivers = [(self._prompts.rollout_name, ranks)]
+        return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), receivers, delta)
 
-    def _make_sync(self, to: list[tuple[str, list[int]]], delta: str) -> WeightSync:
-        return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), to, delta)
-
-    def _aim(self, ranks: list[int]) -> None:
+    def _choose_receivers(self, ranks: list[int]) -> None:
         """Makes a new sync for other receivers than before; all of them get complete weights."""
-        if ranks == self._to:
+        if ranks == self._receivers:
             return
-        self._to = ranks
-        if self._worker.rank == 0 or self._by_shards:
-            if self._before is not None:
-                self._before.forget()
-            # A rank may still have to receive the base of the last version, so that sync is released with the next change.
-            self._before = self._sync
-            self._sync = self._make_sync([(self._prompts.rollout_name, ranks)], self._cfg.rollout.weight_delta)
+        self._receivers = ranks
+        if self._previous_sync is not None:
+            self._previous_sync.forget()
+        # A rank may still have to receive the base of the last version, so that sync is released with the next change.
+        self._previous_sync = self._sync
+        self._sync = self._make_sync(ranks, self._cfg.rollout.weight_delta)
         self._sent = frozenset()
 
     def _frozen_names(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,25 +79,20 @@ def connect_agent_ranks(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
     return AgentRanks(RolloutPost(worker, AGENT), worker.rank)
 
 
-class FeedbackEndpoint:
-    """Registry entry, while open, of the address and key by which a rollout rank accepts delayed rewards.
+def publish_feedback_endpoint(worker: Worker, generation: Generation, resources: ExitStack) -> None:
+    """Puts the address and key by which a rollout rank accepts delayed rewards into the registry.
 
     Args:
         worker: The rollout rank.
         generation: Its generation. Without delayed rewards there is no entry.
+        resources: Removes the entry when it is closed.
     """
-
-    def __init__(self, worker: Worker, generation: Generation) -> None:
-        self._registry = current().registry
-        self._name = f"{worker.group_name}-{worker.rank}"
-        if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
-            return
-        make_private(self._registry.root / FEEDBACK)
-        self._registry.put(FEEDBACK, self._name, {**generation.scorer, "node": worker.node})
-
-    def close(self) -> None:
-        """Removes the entry, whose key is invalid from now on."""
-        self._registry.remove(FEEDBACK, self._name)
+    if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
+        return
+    registry, name = current().registry, f"{worker.group_name}-{worker.rank}"
+    make_private(registry.root / FEEDBACK)
+    registry.put(FEEDBACK, name, {**generation.scorer, "node": worker.node})
+    resources.callback(registry.remove, FEEDBACK, name)
 
 
 def address_for_others(cfg: GrpoConfig) -> str:

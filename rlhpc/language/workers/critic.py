@@ -75,7 +75,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         positions = self.prompts.share_of(CRITIC, self.data)
         # Ranks of a sharded model compute in step: they wait for the complete share.
-        for groups in self._inbox.parts(step, positions, deadline, in_one_part=self.world_size > 1):
+        for groups in self._inbox.batches(step, positions, deadline, at_once=self.world_size > 1):
             batch_start = time.perf_counter()
             num_tokens += self._value(groups, valued_groups)
             busy_s += time.perf_counter() - batch_start
@@ -92,7 +92,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         token_values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = token_values
         for group, group_batch in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-            valued.setdefault(group.position, {})[group.draw] = group_batch
+            valued.setdefault(group.position, {})[group.answers_digest] = group_batch
         if self.leads:
             send_column(self._actors, self.prompts, groups, CRITIC, token_values)
         return batch.tokens
@@ -143,7 +143,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
                 ) from None
             if message["step"] != step:
                 continue
-            batch = valued_groups[message["position"]][message["draw"]]
+            batch = valued_groups[message["position"]][message["digest"]]
             batch = batch.select(torch.nonzero(torch.from_numpy(message["members"].copy())).flatten())
             batch.columns[RETURN_OF] = torch.from_numpy(message["values"].copy())
             batches[message["position"]] = batch

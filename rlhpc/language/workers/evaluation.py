@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import ExitStack
 
 from rlhpc.config.typed import typed
 from rlhpc.language.agents.registry import make_generation
@@ -48,17 +48,13 @@ class EvaluatedActor(LanguageActor[Cfg]):
             self._weights.send(version, ranks, None)
 
 
-class _ClosableEngine(Protocol):
-    def close(self) -> None: ...
-
-
 class EvaluationWorker(Worker):
     """Engine that answers the suites of a supervised run and scores the answers. It has no state in checkpoints."""
 
     def __init__(self, cfg: SftConfig) -> None:
         super().__init__()
         self.cfg = answering_config(cfg)
-        self._ended_with_it: list[_ClosableEngine] = []
+        self._resources = ExitStack()
 
     @classmethod
     def forks(cls, cfg: SftConfig) -> bool:
@@ -67,8 +63,7 @@ class EvaluationWorker(Worker):
 
     def close(self) -> None:
         """Ends the engine with all processes that it has started, and the judges."""
-        for resource in self._ended_with_it:
-            resource.close()
+        self._resources.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
         """Loads engine, tokenizer, suites and judges; `prompts` names the groups."""
@@ -76,12 +71,12 @@ class EvaluationWorker(Worker):
         seed_process(cfg.runner.seed, "rollout", self.rank)
         self.tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
         self.weights = EngineWeights(self, cfg, prompts)
-        engine = self.weights.part.engine
-        self._ended_with_it = [engine]
+        engine = self.weights.engine_rank.engine
+        self._resources.callback(engine.close)
         self.generation = make_generation(cfg, engine, self.tokenizer, address=address_for_others(cfg))
-        self._ended_with_it.insert(0, self.generation)
+        self._resources.callback(self.generation.close)
         self.judges = judging_here(cfg, own_device(self))
-        self._ended_with_it.append(self.judges)
+        self._resources.callback(self.judges.close)
         self.validation = Validation(cfg, self.tokenizer)
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, own_device(self))
 

@@ -30,7 +30,7 @@ from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import Parts, minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.multi_policy import Policies, policies_of
-from rlhpc.language.rollout.sample_group import PARTS, Arrivals, BlockChannel, SampleGroup
+from rlhpc.language.rollout.sample_group import NUM_BATCHES, Arrivals, BlockChannel, SampleGroup
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
@@ -130,7 +130,6 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             if isinstance(column.by, str) and column.by in prompts.scoring:
                 self._sent_here.setdefault(column.by, []).append(column.name)
         self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
-        self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
         self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._received = -1
@@ -145,7 +144,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Connects to the channels, once the driver has created them."""
         self._groups = BlockChannel(self.connect_channel(GROUPS), self, self.sizes)
         self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
-        self._arrivals.clear()
+        self._arrivals = Arrivals(frozenset(self._sent_here))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint of this or another world size; frozen weights are sent again."""
@@ -160,7 +159,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Args:
             version: Version of the actor's weights.
             ranks: Ranks of the rollout group.
-            trial: Whether to send them without a probe, as engines then sample and the trainer scores (`score_draws`).
+            trial: Whether to send them without a probe, as engines then sample and the trainer scores (`score_probe_samples`).
             perturbed: Whether to send each trained number changed (`TrainingBackend.perturbed`).
         """
         if version != self.version:  # the previous update failed
@@ -168,7 +167,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         with self._as_probed(perturbed):  # the last bucket is written when all weights have been gathered
             self.weights.send(version, ranks, None if trial else self._probe(version))
 
-    def score_draws(self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False) -> dict[str, Any]:
+    def score_probe_samples(
+        self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False
+    ) -> dict[str, Any]:
         """Scores the samples of the engines; all ranks call it.
 
         Args:
@@ -249,12 +250,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._arrivals.begin(step)
         self._members.clear()
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        position_groups = np.array_split(np.asarray(positions), min(PARTS, len(positions)))
+        position_groups = np.array_split(np.asarray(positions), min(NUM_BATCHES, len(positions)))
         for group_positions in position_groups:
             while missing := self._arrivals.missing(step, group_positions.tolist()):
                 start_time = time.perf_counter()
                 try:
-                    self._arrivals.take(self._groups.get(max(0.0, deadline - time.monotonic())))
+                    self._arrivals.add(self._groups.get(max(0.0, deadline - time.monotonic())))
                 except DeadlineExceeded:
                     raise DeadlineExceeded(
                         f"step {step}: {self._names(missing)} within runner.step_timeout_s "
@@ -283,12 +284,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _unpack_group(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
         """Returns a group's trained samples with their columns."""
         batch, cfg = group.batch, self.cfg.algorithm
-        self._members[group.position] = group.draw, group.members
+        self._members[group.position] = group.answers_digest, group.members
         batch.columns |= {
             name: column for group_name, column in columns.items() for name in self._sent_here[group_name]
         }
         batch.pad_id = self.pad
-        batch = group.trained()
+        batch = group.trained_samples()
         token_versions = batch.columns[VERSION_OF][batch.mask]
         if len(token_versions) and group.step - 1 - int(token_versions.min()) > cfg.max_staleness:
             raise RlhpcError(
@@ -403,12 +404,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 f"batch.columns[{RETURNS_OF!r}] for it to learn from"
             )
         token_returns = batch.columns.pop(RETURNS_OF)
-        for position, (draw_id, members) in self._members.items():
+        for position, (digest, members) in self._members.items():
             group_tokens = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
             message = {
                 "step": step,
                 "position": position,
-                "draw": draw_id,
+                "digest": digest,
                 "values": token_returns[group_tokens].numpy(),
                 "members": members.numpy(),
             }

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ from rlhpc.language.rollout.sample_group import FINISHED
 from rlhpc.language.rollout.validation import Row, Validation
 from rlhpc.language.scoring.reward_aggregator import AskingGroup, Judging
 from rlhpc.language.training.prompt_dispatch import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
-from rlhpc.language.workers.agent import FeedbackEndpoint, address_for_others, connect_agent_ranks
+from rlhpc.language.workers.agent import address_for_others, connect_agent_ranks, publish_feedback_endpoint
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.devices import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -55,10 +56,6 @@ from rlhpc.weights.verification import COST
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
 
 
 class LanguageRolloutWorker(Worker):
@@ -70,7 +67,7 @@ class LanguageRolloutWorker(Worker):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self._ended_with_it: list[_Closes] = []
+        self._resources = ExitStack()
 
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
@@ -79,8 +76,7 @@ class LanguageRolloutWorker(Worker):
 
     def close(self) -> None:
         """Ends the engine with all processes that it has started, and the judges."""
-        for component in self._ended_with_it:
-            component.close()
+        self._resources.close()
 
     def init_worker(self, prompts: PromptMap, last_step: int, expected_digest: str = "") -> dict[str, Any]:
         """Loads engine, tokenizer, dataset and judges.
@@ -99,14 +95,12 @@ class LanguageRolloutWorker(Worker):
         cfg = self.cfg
         self.prompts = prompts
         self.last_step = last_step
-        self.seed = cfg.runner.seed
-        self.group_size = prompts.group_size
-        self.staleness = cfg.algorithm.max_staleness
-        self.refills = cfg.algorithm.max_refills
         # Where steps do not overlap, a run is bitwise the same for any ranks: there, prompts are sampled again instead.
-        self.hands_back = self.staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
+        self.requeues_on_leave = (
+            cfg.algorithm.max_staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
+        )
         leader_rank = first_of_engine(self.rank, cfg)
-        seed_process(self.seed, "rollout", leader_rank)  # one seed for all ranks of an engine
+        seed_process(cfg.runner.seed, "rollout", leader_rank)  # one seed for all ranks of an engine
         if self.rank > leader_rank:
             self._build(prompts)
             self.log.info("computes with %s-%d", self.group_name, leader_rank)
@@ -114,7 +108,7 @@ class LanguageRolloutWorker(Worker):
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
         digest = check_inputs_digest(cfg, self.tokenizer, self.dataset, expected_digest, self.node)
-        self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
+        self.sampler = PromptSampler(len(self.dataset), prompts.prompts, cfg.runner.seed)
         self.sampling = SamplingParams(
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
@@ -125,18 +119,17 @@ class LanguageRolloutWorker(Worker):
         self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), rank_name)
         address = address_for_others(cfg)
         self.generation = make_generation(cfg, self.backend, self.tokenizer, connect_agent_ranks(self, cfg), address)
-        self._ended_with_it[:0] = [FeedbackEndpoint(self, self.generation), self.generation]
+        self._resources.callback(self.generation.close)
+        publish_feedback_endpoint(self, self.generation, self._resources)
         self.judges = Judging(cfg)
-        self._ended_with_it.append(self.judges)
-        self.every = cfg.runner.val_check_interval
-        if self.every > 0:
+        self._resources.callback(self.judges.close)
+        if cfg.runner.val_check_interval > 0:
             self.validation = Validation(cfg, self.tokenizer)
         COST.pop()
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
         return {
-            "problems": len(self.dataset),
-            "looks": digest,
+            "digest": digest,
             "device": device_name(own_device(self)),
             "dropped": self.dataset.dropped,
         }
@@ -144,13 +137,13 @@ class LanguageRolloutWorker(Worker):
     def _build(self, prompts: PromptMap) -> None:
         """Builds this rank's engine."""
         self.receiver = EngineWeights(self, self.cfg, prompts)
-        self.part = self.receiver.part
-        self.backend = self.part.engine
-        self._ended_with_it = [self.backend]
+        self.engine_rank = self.receiver.engine_rank
+        self.backend = self.engine_rank.engine
+        self._resources.callback(self.backend.close)
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        if self.part.follows:
+        if self.engine_rank.follows:
             return
         self._groups = self.connect_channel(GROUPS)
         self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
@@ -186,12 +179,12 @@ class LanguageRolloutWorker(Worker):
 
     def _clear(self, step: int) -> None:
         self.receiver.forget_version()
-        self._until = step
+        self._last_admitted_step = step
         self._pending = PendingGroups(
-            self.group_size, self.refills, self.cfg.agent.feedback_ahead, self._draw, self.group_builder
-        )
-        self.work = PromptLeases(self.prompts.prompts, self.rank, self._work, self._delivered)
-        self._synced = 0.0
+            self.prompts.group_size, self.cfg.algorithm.max_refills, self.cfg.agent.feedback_ahead, self._make_group,
+            self.group_builder,
+        )  # fmt: skip
+        self.leases = PromptLeases(self.prompts.prompts, self._work, self._delivered)
         self.before_leaving(None)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -211,20 +204,21 @@ class LanguageRolloutWorker(Worker):
         """
         start_time, busy_s, num_tokens = time.perf_counter(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
-        self._until = self.last_step
-        if self.every > 0:  # no group is in flight when the weights of a step are evaluated
-            self._until = min(self.last_step, -(-step // self.every) * self.every)
-        self.work.begin(step, ranks)
-        while self.work.held(step) or not self.work.exhausted(step):
+        self._last_admitted_step = self.last_step
+        interval = self.cfg.runner.val_check_interval
+        if interval > 0:  # no group is in flight when the weights of a step are evaluated
+            self._last_admitted_step = min(self.last_step, -(-step // interval) * interval)
+        self.leases.begin(step, ranks)
+        while self.leases.num_leased(step) or not self.leases.is_exhausted(step):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
-                    f"step {step}: {self.work.held(step)} groups of {self.group_name}-{self.rank} were not whole "
+                    f"step {step}: {self.leases.num_leased(step)} groups of {self.group_name}-{self.rank} were not whole "
                     f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
                 )
             if self.told_to_leave:
-                self._hand_back()
+                self._requeue_groups()
                 break
-            self._take_weights()
+            self.receiver.take()
             self._admit(step)
             has_worked = False
             if self.generation.unfinished():
@@ -245,11 +239,11 @@ class LanguageRolloutWorker(Worker):
         metrics = {
             "seconds": time.perf_counter() - start_time,
             "busy_s": busy_s,
-            "sync_s": self._synced,
+            "sync_s": self.receiver.sync_s,
             "tokens": num_tokens,
+            **COST.pop(),
         }
-        metrics |= COST.pop()
-        self._synced = 0.0
+        self.receiver.sync_s = 0.0
         if not len(self._pending):
             self.before_leaving(None)
         return metrics
@@ -265,30 +259,27 @@ class LanguageRolloutWorker(Worker):
         Returns:
             See `Validation.rows`.
         """
-        self._await_weights(step)
+        self.receiver.await_version(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         rank_and_count = list(ranks).index(self.rank), len(ranks)
         return self.validation.rows(self.generation, self.judges, rank_and_count, deadline)
 
     @leader_only
-    def draw(self, phase: int) -> dict[str, Any]:
-        """Draws samples for prompts of random tokens, which the trainer then scores (`weight_sync.draw`).
+    def sample_probe(self, phase: int) -> dict[str, Any]:
+        """Draws samples for prompts of random tokens, which the trainer then scores (`weight_sync.sample_probe`).
 
         Args:
             phase: Phase of the probe; each has other prompts.
 
         Returns:
-            `draws`, with the engine's `dtype` and type of `device`.
+            `samples`, with the engine's `dtype` and type of `device`.
         """
-        return {"draws": self.receiver.draw(len(self.tokenizer), phase), **self.receiver.computes()}
+        return {"samples": self.receiver.sample_probe(len(self.tokenizer), phase), **self.receiver.computes()}
 
     @leader_only
     def take_weights(self, version: int) -> None:
         """Receives the weights of a version, or newer ones, while the actor sends them."""
-        self._await_weights(version)
-
-    def _await_weights(self, version: int) -> None:
-        self.receiver.await_version(version, self._take_weights)
+        self.receiver.await_version(version)
 
     def _waits_for(self) -> str:
         reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.judges.waits_for().items()]
@@ -296,20 +287,13 @@ class LanguageRolloutWorker(Worker):
             reasons.append(f"{num_rewards} rewards that come later (agent.feedback_timeout_s)")
         return "; it waits for " + ", ".join(reasons) if reasons else ""
 
-    def _take_weights(self) -> bool:
-        """Receives a version of the weights if one has been announced; returns whether it did."""
-        start_time = time.perf_counter()
-        has_received = self.receiver.take()
-        if has_received:
-            self._synced += time.perf_counter() - start_time
-        return has_received
-
-    def _admit(self, first: int) -> None:
+    def _admit(self, first_step: int) -> None:
         if self.receiver.version < 0:
             return
-        for step in range(first, min(self.receiver.version + 1 + self.staleness, self._until) + 1):
+        last_step = min(self.receiver.version + 1 + self.cfg.algorithm.max_staleness, self._last_admitted_step)
+        for step in range(first_step, last_step + 1):
             while self.backend.unfinished() < self._capacity:
-                prompt_or_group = self.work.take(step)
+                prompt_or_group = self.leases.lease(step)
                 if prompt_or_group is None:
                     break
                 if isinstance(prompt_or_group, PartialGroup):
@@ -317,11 +301,11 @@ class LanguageRolloutWorker(Worker):
                 else:
                     self._carry_out(self._pending.on_prompt(step, prompt_or_group))
 
-    def _draw(self, step: int, position: int, attempt: int) -> PendingGroup:
+    def _make_group(self, step: int, position: int, attempt: int) -> PendingGroup:
         """Returns the group of a position's prompt: the sampler's prompt, or for later attempts a random one."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
-            generator = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
+            generator = np.random.default_rng(seed_of(self.cfg.runner.seed, step, position, attempt, -1))
             index = int(generator.integers(len(self.dataset)))
         prompt = self.dataset[index]
         ids, image_offsets = self.encoder.encode(prompt) or ((), ())
@@ -343,17 +327,20 @@ class LanguageRolloutWorker(Worker):
                 case RequestScore(group, episode):
                     is_finished = episode.finish_reason in FINISHED
                     sample = sample_of(group.prompt, episode, self.tokenizer, finished=is_finished)
-                    self.judges.submit(episode.id, sample, group.first, self.group_size)
+                    self.judges.submit(episode.id, sample, group.group_id, self.prompts.group_size)
                 case Deliver(group, scored):
                     self._deliver(group, scored)
                 case Requeue(group, partial_group):
-                    self.work.hand_back(group.step, partial_group)
+                    self.leases.requeue(group.step, partial_group)
 
     def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
         """Returns a request for each member of a group, which is in flight from now on."""
-        if self.hands_back:
-            self.before_leaving(self._hand_back)
-        seeds = (seed_of(self.seed, group.step, group.position, group.attempt, member) for member in range(len(ids)))
+        if self.requeues_on_leave:
+            self.before_leaving(self._requeue_groups)
+        seeds = (
+            seed_of(self.cfg.runner.seed, group.step, group.position, group.attempt, member)
+            for member in range(len(ids))
+        )
         return [
             Request(request_id, group.prompt_ids, self.sampling, seed, group.images)
             for request_id, seed in zip(ids, seeds, strict=True)
@@ -361,14 +348,14 @@ class LanguageRolloutWorker(Worker):
 
     def _deliver(self, pending: PendingGroup, scored: ScoredGroup) -> None:
         """Sends a group to its actor and to the groups that score tokens, and reports its delivery."""
-        group, group_metrics = self.group_builder.group(pending, scored)
+        group, group_metrics = self.group_builder.build(pending, scored)
         # A durable put survives the loss of this process.
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(group.position)))
         for name, channel in self._scoring.items():
-            channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, group.position)))
-        self.work.deliver(group.step, group.position, group_metrics, failure_of(pending))
+            channel.entrust(group.pack_without_columns(), key=str(self.prompts.scorer_of(name, group.position)))
+        self.leases.deliver(group.step, group.position, group_metrics, failure_of(pending))
 
-    def _hand_back(self) -> None:
+    def _requeue_groups(self) -> None:
         """Requeues all groups in flight with their partial answers, for other ranks to resume."""
         count = len(self._pending)
         self._carry_out(self._pending.on_leave({episode.id: episode for episode in self.generation.abort()}))

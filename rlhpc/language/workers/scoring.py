@@ -21,7 +21,7 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.models.micro_batching import split_micro_batches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.rollout.sample_group import PARTS, BlockChannel, SampleGroup, column_message
+from rlhpc.language.rollout.sample_group import NUM_BATCHES, BlockChannel, SampleGroup, column_message
 from rlhpc.language.scoring.checks import judges, section_of
 from rlhpc.language.scoring.groups import REFERENCE, scoring_groups
 from rlhpc.language.scoring.logprobs import LogProbs
@@ -42,64 +42,62 @@ class GroupInbox:
     """Inbox of a rank for the groups of a step, until the driver ends the step.
 
     A prompt may have two groups, if it was sampled again because its rank was lost while sending the first one
-    (`SampleGroup.draw`). The actor may have either of them, so both are scored.
+    (`SampleGroup.answers_digest`). The actor may have either of them, so both are scored.
 
     Args:
         channel: Channel of the groups.
         rank_name: Name of the rank, for messages.
-        makers: Name of the worker group that sends them.
+        sender: Name of the worker group that sends them.
     """
 
-    def __init__(self, channel: BlockChannel, rank_name: str, makers: str) -> None:
+    def __init__(self, channel: BlockChannel, rank_name: str, sender: str) -> None:
         self._channel = channel
         self._rank_name = rank_name
-        self._makers = makers
+        self._sender = sender
         self._later: list[SampleGroup] = []
         self._ended_step = -1
 
-    def parts(
-        self, step: int, share: Sequence[int], deadline: float, *, in_one_part: bool = False
+    def batches(
+        self, step: int, positions: Sequence[int], deadline: float, *, at_once: bool = False
     ) -> Iterator[list[SampleGroup]]:
-        """Yields a step's groups in a few parts, each when complete. The groups of a part depend on `share` alone, so
+        """Yields a step's groups in a few batches, each when complete. The groups of a batch depend on `positions` alone, so
         the order of arrival does not change the last digits of a joint computation. Second groups of a prompt come
         last.
 
         Args:
             step: Step of the run.
-            share: Positions of the rank's groups.
+            positions: Positions of the rank's groups.
             deadline: Time on the clock of `time.monotonic`.
-            in_one_part: Whether to yield one part, when all groups have arrived.
+            at_once: Whether to yield one batch, when all groups have arrived.
 
         Raises:
             DeadlineExceeded: A group did not arrive in time.
         """
-        num_parts = 1 if in_one_part else min(PARTS, len(share) or 1)
-        missing_parts = [
-            positions.tolist() for positions in np.array_split(np.asarray(share), num_parts) if len(positions)
-        ]
-        groups_by_position, second_groups, draws_by_position = (
+        num_batches = 1 if at_once else min(NUM_BATCHES, len(positions) or 1)
+        missing_batches = [batch.tolist() for batch in np.array_split(np.asarray(positions), num_batches) if len(batch)]
+        groups_by_position, second_groups, digests_by_position = (
             dict[int, SampleGroup](),
             list[SampleGroup](),
             dict[int, set[bytes]](),
         )
-        while missing_parts or self._ended_step < step:
-            for group in self.some(step, deadline):
-                known_draws = draws_by_position.setdefault(group.position, set())
-                if not known_draws:
+        while missing_batches or self._ended_step < step:
+            for group in self.receive(step, deadline):
+                known_digests = digests_by_position.setdefault(group.position, set())
+                if not known_digests:
                     groups_by_position[group.position] = group
-                elif group.draw not in known_draws:
+                elif group.answers_digest not in known_digests:
                     second_groups.append(group)
-                known_draws.add(group.draw)
-            if in_one_part and self._ended_step < step:
+                known_digests.add(group.answers_digest)
+            if at_once and self._ended_step < step:
                 continue
-            for positions in [positions for positions in missing_parts if groups_by_position.keys() >= {*positions}]:
-                missing_parts.remove(positions)
-                extra_groups, second_groups = (second_groups, []) if in_one_part else ([], second_groups)
-                yield [*(groups_by_position.pop(position) for position in positions), *extra_groups]
+            for batch in [batch for batch in missing_batches if groups_by_position.keys() >= {*batch}]:
+                missing_batches.remove(batch)
+                extra_groups, second_groups = (second_groups, []) if at_once else ([], second_groups)
+                yield [*map(groups_by_position.pop, batch), *extra_groups]
         if second_groups:
             yield second_groups
 
-    def some(self, step: int, deadline: float) -> list[SampleGroup]:
+    def receive(self, step: int, deadline: float) -> list[SampleGroup]:
         """Returns all groups of a step that have arrived; waits for one, or for the end of the step.
 
         Raises:
@@ -126,11 +124,11 @@ class GroupInbox:
             return self._channel.get(max(0.0, deadline - time.monotonic()))
         except DeadlineExceeded:
             raise DeadlineExceeded(
-                f"step {step}: no groups came from {self._makers} to {self._rank_name} within runner.step_timeout_s"
+                f"step {step}: no groups came from {self._sender} to {self._rank_name} within runner.step_timeout_s"
             ) from None
 
 
-class _Scoring(Worker):
+class _ScorerWorker(Worker):
     """Common base of the scoring and rating workers."""
 
     def __init__(self, cfg: GrpoConfig) -> None:
@@ -156,7 +154,7 @@ class _Scoring(Worker):
         return time.monotonic() + self.cfg.runner.step_timeout_s
 
 
-class ScoringWorker(_Scoring):
+class ScoringWorker(_ScorerWorker):
     """Rank of a group with a `Scorer`, whose column goes to the actors."""
 
     def connect(self) -> None:
@@ -175,7 +173,7 @@ class ScoringWorker(_Scoring):
         """
         busy_s, num_tokens = 0.0, 0
         positions = self.prompts.share_of(self.group_name, self.rank)
-        for groups in self._inbox.parts(step, positions, self._deadline()):
+        for groups in self._inbox.batches(step, positions, self._deadline()):
             start_time = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
             token_scores = values_of(
@@ -204,7 +202,7 @@ class ScoringWorker(_Scoring):
 
 
 def send_column(
-    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], maker: str, values: torch.Tensor
+    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], source: str, values: torch.Tensor
 ) -> None:
     """Sends the actors a column of the tokens of some groups.
 
@@ -212,15 +210,15 @@ def send_column(
         actors: Channel of the actors.
         prompts: Map of prompts to ranks.
         groups: The groups, in the order of `values`.
-        maker: Name of the worker group that computed it.
+        source: Name of the worker group that computed it.
         values: `[T]` or `[T, k]`.
     """
     for group, group_column in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
-        message = column_message(group, maker, group_column)
+        message = column_message(group, source, group_column)
         actors.put(message, key=str(prompts.actor_of(group.position)))
 
 
-class RatingWorker(_Scoring):
+class RatingWorker(_ScorerWorker):
     """Rank of a group with a `Rater`, which gives a term of the reward."""
 
     def connect(self) -> None:
@@ -240,7 +238,7 @@ class RatingWorker(_Scoring):
         busy_s, num_answers, deadline = 0.0, 0, self._deadline()
         self.scorer.counts()  # drops the counts of a phase that failed
         while phase not in self._ends:
-            requests = self._some(phase, deadline)
+            requests = self._receive_requests(phase, deadline)
             if not requests:
                 continue
             start_time = time.perf_counter()
@@ -252,7 +250,7 @@ class RatingWorker(_Scoring):
         rater_counts = {f"count/{name}": total for name, total in self.scorer.counts().items()}
         return {"busy_s": busy_s, "answers": float(num_answers), **rater_counts}
 
-    def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
+    def _receive_requests(self, phase: str, deadline: float) -> list[dict[str, Any]]:
         """Returns all requests that have arrived; waits for the first."""
         key, requests = str(self.rank), list[dict[str, Any]]()
         try:
@@ -272,11 +270,10 @@ class RatingWorker(_Scoring):
             ) from None
 
     def _answer(self, request: dict[str, Any]) -> None:
-        ratings = list(self.scorer.rate(request["samples"]))
+        ratings = [None if rating is None else float(rating) for rating in self.scorer.rate(request["samples"])]
         if len(ratings) != len(request["ids"]):
             raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")
-        rating_values = [None if rating is None else float(rating) for rating in ratings]
-        message = {"round": request["round"], "ids": request["ids"], "values": rating_values}
+        message = {"round": request["round"], "ids": request["ids"], "values": ratings}
         self.notify(message, self.prompts.rollout_name, request["rollout"], ratings_of(self.group_name))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhpc.algorithms.preference_losses import dpo_loss, find_reward_loss
 from rlhpc.config.typed import plain
+from rlhpc.language.config.algorithms import DpoAlgorithmConfig
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
 from rlhpc.language.data import PromptSampler, PromptTokenizer
 from rlhpc.language.data.preferences import PreferenceRow, encode_demonstrations
@@ -53,7 +54,7 @@ class SftActor(EvaluatedActor[SftConfig]):
             self.held_out = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer, holdout=True)
         return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
 
-    def imitate(self, step: int) -> dict[str, float]:
+    def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step of SFT on this step's demonstrations; the loss is the mean of −log p over their
         tokens.
 
@@ -121,14 +122,13 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         """
         cfg = self.cfg
         self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
-        self.measure = PairMeasure(cfg)
         self.encoder, self.dataset, num_dropped = open_pairs(cfg, self.tokenizer)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         if cfg.runner.val_check_interval > 0:
             self.held_out = open_pairs(cfg, self.tokenizer, holdout=True)
         return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
-    def prefer(self, step: int) -> dict[str, float]:
+    def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's pairs; the loss is the mean over the pairs.
 
         Returns:
@@ -143,7 +143,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
             metrics = {
                 name: pair_values.sum() / num_pairs
-                for name, pair_values in self.measure(scores.logprobs, batch).items()
+                for name, pair_values in pair_metrics(self.cfg.algorithm, scores.logprobs, batch).items()
             }
             return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
@@ -160,14 +160,14 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         metric_sums = dict[str, Tensor]()
         for indices in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
             for batch in self._with_reference(self._batch_of([dataset[index] for index in indices], encoder)):
-                pair_metrics = self.measure(self.backend.forward(batch).logprobs.cpu().double(), batch)
+                metrics = pair_metrics(self.cfg.algorithm, self.backend.forward(batch).logprobs.cpu().double(), batch)
                 metric_sums = {
                     name: metric_sums.get(name, torch.zeros(())) + pair_values.sum()
-                    for name, pair_values in pair_metrics.items()
+                    for name, pair_values in metrics.items()
                 }
         metric_means = self._summed(torch.stack([*metric_sums.values()])) / len(dataset)
-        metrics = dict(zip(metric_sums, metric_means.tolist(), strict=True))
-        return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
+        means = dict(zip(metric_sums, metric_means.tolist(), strict=True))
+        return {"pair_accuracy": means.pop("accuracy"), **means, "rows": float(len(dataset))}
 
     def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
         """Returns the completions of pairs with their prompts; those of a pair are neighbours."""
@@ -187,54 +187,45 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             yield micro_batch
 
 
-class PairMeasure:
-    """Loss and metrics of each pair.
+def pair_metrics(options: DpoAlgorithmConfig, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    """Computes loss and metrics of the pairs of a micro-batch.
 
     Args:
-        cfg: The run's configuration.
+        options: Section `algorithm`.
+        logprobs: `[T]`, log-probs of the policy.
+        batch: Complete pairs, with the column `ref_logprobs`; may have no tokens.
+
+    Returns:
+        `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
+        the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, the policy's.
     """
-
-    def __init__(self, cfg: DpoConfig) -> None:
-        algorithm = cfg.algorithm
-        self._loss_type = algorithm.loss_type.lower()
-        self._beta = algorithm.beta
-        self._label_smoothing = algorithm.label_smoothing
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
-        """Computes loss and metrics of the pairs of a micro-batch.
-
-        Args:
-            logprobs: `[T]`, log-probs of the policy.
-            batch: Complete pairs, with the column `ref_logprobs`; may have no tokens.
-
-        Returns:
-            `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
-            the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, the policy's.
-        """
-        log_ratios = _of_completions(logprobs - batch.columns[REF_LOGPROBS], batch)
-        scores = (
-            log_ratios / _of_completions(batch.mask.to(logprobs.dtype), batch)
-            if self._loss_type == "ipo"
-            else log_ratios
-        )
-        losses = dpo_loss(
-            *scores.view(-1, _PAIR).unbind(1), beta=self._beta, loss_type=self._loss_type,
-            label_smoothing=self._label_smoothing,
-        )  # fmt: skip
-        reward_chosen, reward_rejected = (self._beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
-        logps_chosen, logps_rejected = _of_completions(logprobs.detach(), batch).view(-1, _PAIR).unbind(1)
-        return {
-            "loss": losses,
-            "accuracy": (reward_chosen > reward_rejected).to(logprobs.dtype),
-            "margin": reward_chosen - reward_rejected,
-            "rewards_chosen": reward_chosen,
-            "rewards_rejected": reward_rejected,
-            "logps_chosen": logps_chosen,
-            "logps_rejected": logps_rejected,
-        }
+    log_ratios, loss_type = (
+        _sum_over_completions(logprobs - batch.columns[REF_LOGPROBS], batch),
+        options.loss_type.lower(),
+    )
+    scores = log_ratios
+    if loss_type == "ipo":
+        scores = log_ratios / _sum_over_completions(batch.mask.to(logprobs.dtype), batch)
+    losses = dpo_loss(
+        *scores.view(-1, _PAIR).unbind(1),
+        beta=options.beta,
+        loss_type=loss_type,
+        label_smoothing=options.label_smoothing,
+    )
+    reward_chosen, reward_rejected = (options.beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
+    logps_chosen, logps_rejected = _sum_over_completions(logprobs.detach(), batch).view(-1, _PAIR).unbind(1)
+    return {
+        "loss": losses,
+        "accuracy": (reward_chosen > reward_rejected).to(logprobs.dtype),
+        "margin": reward_chosen - reward_rejected,
+        "rewards_chosen": reward_chosen,
+        "rewards_rejected": reward_rejected,
+        "logps_chosen": logps_chosen,
+        "logps_rejected": logps_rejected,
+    }
 
 
-def _of_completions(values: Tensor, batch: TokenBatch) -> Tensor:
+def _sum_over_completions(values: Tensor, batch: TokenBatch) -> Tensor:
     """Returns the sums `[N]` of values `[T]` over the trained tokens of each sample; `[0]` for a batch without
     tokens."""
     if not batch.tokens:
@@ -269,7 +260,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             self.suites = suites_of(cfg, self.tokenizer, self.form)
         return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
-    def prefer(self, step: int) -> dict[str, float]:
+    def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's rows; the loss is the mean over the rows.
 
         Returns:

@@ -30,7 +30,7 @@ from rlhpc.language.agents.episodes import sample_of, tokens_of
 from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.rollout.sample_group import group_of
+from rlhpc.language.rollout.sample_group import build_sample_group
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
@@ -258,7 +258,9 @@ def test_an_episode_of_several_samples_is_one_to_whoever_compares() -> None:
         episodes = run_all(generation, 3)
     assert [len(episode.samples) for episode in episodes] == [2, 2, 2]
     columns: list[Any] = [{} for episode in episodes for _ in episode.samples]
-    group = group_of(3, 5, {0: episodes[0], 2: episodes[2]}, torch.tensor([1.0, 2.0]).numpy(), columns[:4], True, 4)
+    group = build_sample_group(
+        3, 5, {0: episodes[0], 2: episodes[2]}, torch.tensor([1.0, 2.0]).numpy(), columns[:4], True, 4
+    )
     assert group.batch.episode.tolist() == [20, 20, 22, 22] and group.batch.reward.tolist() == [1.0, 1.0, 2.0, 2.0]
     assert len(group.batch.by_episode()) == 2
     assert int(group.batch.mask.sum()) == tokens_of(episodes[0]) + tokens_of(episodes[2])

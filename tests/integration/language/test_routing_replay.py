@@ -25,7 +25,7 @@ from test_reasoning import LanguageRun
 
 from rlhpc.language.agents.episodes import EpisodeRunner
 from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS
-from rlhpc.language.rollout.sample_group import group_of
+from rlhpc.language.rollout.sample_group import build_sample_group
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -55,7 +55,7 @@ def _written(folder: Path, *, updated: bool = False) -> dict[str, Any]:
         assert episode.experts is not None and episode.experts.min() >= 0
         assert len(episode.experts) == len(episode.prompt_ids) + len(episode.token_ids) - 1
     made, rewards = {episode.id: episode for episode in ended}, np.zeros(len(ended), np.float32)
-    group = group_of(0, 0, made, rewards, [{}] * len(made), True, 8, choices=engine.choices)
+    group = build_sample_group(0, 0, made, rewards, [{}] * len(made), True, 8, choices=engine.choices)
     engine.close()
     return group.batch.pack()
 

@@ -53,13 +53,13 @@ def group(
     maker = GroupBuilder(cfg, make_algorithm(cfg), 0, "rollout-0")
     slot = PendingGroup(5, position, 0, Prompt(0, ()), (1, 2), dict(enumerate(answers)))
     slot.scores = {member: Scored(reward, {"math": reward}) for member, reward in enumerate(rewards)}
-    judged = maker.judged(slot, may_refill=False)
+    judged = maker.score_group(slot, may_refill=False)
     assert judged is not None
-    return maker.group(slot, judged)
+    return maker.build(slot, judged)
 
 
 def trained_on(cfg: GrpoConfig, groups: list[SampleGroup]) -> TokenBatch:
-    batch = TokenBatch.joined([one.trained() for one in groups])
+    batch = TokenBatch.joined([one.trained_samples() for one in groups])
     batch.columns[VALUES] = batch.ids * 0.1 + batch.columns["rollout_logprobs"]
     batch.columns[ADVANTAGES] = make_algorithm(cfg).advantages(batch, None)
     return batch
@@ -130,6 +130,6 @@ def test_groups_are_filtered_by_the_tasks_reward_of_those_that_are_compared(name
         member: Scored(sum(weights[term] * value for term, value in found.items()), found)
         for member, found in enumerate(terms)
     }
-    assert (maker.judged(slot, may_refill=True) is None) == refilled
-    judged = maker.judged(slot, may_refill=False)
-    assert judged is not None and judged.varied != refilled
+    assert (maker.score_group(slot, may_refill=True) is None) == refilled
+    judged = maker.score_group(slot, may_refill=False)
+    assert judged is not None and judged.rewards_differ != refilled

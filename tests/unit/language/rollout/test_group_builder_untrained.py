@@ -28,8 +28,8 @@ def slot(*episodes: Episode) -> PendingGroup:
 
 def test_reasons_and_counts() -> None:
     given = slot(episode([2, 3, 4]), episode([4], reason="length", lost=7), episode([4, 4], error="it broke"))
-    group_builder.drop_tokens(given, 3, cut=True, why="")
-    assert given.untrained == {"lost": 7, "old": 1, "cut": 2, "failed": 3}
+    group_builder.drop_tokens(given, 3, drop_truncated=True, drop_reason="")
+    assert given.dropped_tokens == {"lost": 7, "old": 1, "cut": 2, "failed": 3}
     assert given.episodes[0].samples[0].loss_mask == [False, True, True], "too old: masked"
     assert count_trainable_tokens(given.episodes.values()) == 3 + 2 + 3
     assert group_builder.dropped_token_metrics(given) == {
@@ -37,14 +37,14 @@ def test_reasons_and_counts() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", ["alone", "nonfinite"])
-def test_a_group_that_is_left_out_and_one_whose_place_another_took(why: str) -> None:
+@pytest.mark.parametrize("drop_reason", ["alone", "nonfinite"])
+def test_a_group_that_is_left_out_and_one_whose_place_another_took(drop_reason: str) -> None:
     first = slot(episode([4, 4]), episode([4], error="it broke"))
     second = slot(episode([4, 4]), episode([4], error="it broke"))
-    second.untrained.update(count_dropped_on_refill(first))
-    group_builder.drop_tokens(second, 0, cut=False, why=why)
-    assert second.untrained == Counter({"refilled": 5, why: 3, "failed": 2, "lost": 0})
-    assert set(second.untrained) <= set(group_builder.REASONS)
+    second.dropped_tokens.update(count_dropped_on_refill(first))
+    group_builder.drop_tokens(second, 0, drop_truncated=False, drop_reason=drop_reason)
+    assert second.dropped_tokens == Counter({"refilled": 5, drop_reason: 3, "failed": 2, "lost": 0})
+    assert set(second.dropped_tokens) <= set(group_builder.REASONS)
 
 
 def test_what_is_wholly_too_old_is_in_no_baseline_and_of_several_roles_only_those_that_are() -> None:
@@ -57,6 +57,6 @@ def test_what_is_wholly_too_old_is_in_no_baseline_and_of_several_roles_only_thos
     for oldest, roles in ((3, [0, 1]), (5, [1]), (10, [0, 1])):
         given = slot(episode([2, 4]))
         given.episodes[0].samples[1].role = 1
-        group_builder.drop_tokens(given, oldest, cut=False, why="")
+        group_builder.drop_tokens(given, oldest, drop_truncated=False, drop_reason="")
         assert [sample.role for sample in given.episodes[0].samples] == roles, "never none at all"
-        assert given.untrained["old"] == sum(version < oldest for version in (2, 4, 9))
+        assert given.dropped_tokens["old"] == sum(version < oldest for version in (2, 4, 9))

@@ -53,11 +53,11 @@ class Rules:
     refilled: list[tuple[int, int, int]] = field(default_factory=list)
     too_old: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def lacks(self, slot: PendingGroup) -> bool:
-        return slot.first in self.too_old
+    def has_too_few_members(self, slot: PendingGroup) -> bool:
+        return slot.group_id in self.too_old
 
-    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
-        if may_refill and slot.first in self.refilled:
+    def score_group(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+        if may_refill and slot.group_id in self.refilled:
             return None
         return ScoredGroup(slot.episodes, [*slot.scores.values()], np.ones(SIZE, np.float32), [True] * SIZE, True, "")
 
@@ -84,7 +84,7 @@ def finish(groups: PendingGroups, requests: tuple[int, ...]) -> list[Action]:
 def test_a_group_is_sampled_scored_and_delivered() -> None:
     groups = pending()
     group, requests = started(groups.on_prompt(3, 1))
-    assert (group.place, requests, len(groups)) == ((3, 1), (1, 2), 1)
+    assert (group.step_position, requests, len(groups)) == ((3, 1), (1, 2), 1)
     first = groups.on_episode(episode(2))
     assert first == [RequestScore(group, group.episodes[1])] and group.state is GroupState.SAMPLING
     assert groups.on_score(2, Scored(0.5)) == [], "a score may come while another member is sampled"
@@ -100,9 +100,14 @@ def test_a_refilled_position_gets_another_prompt_and_the_tokens_are_counted() ->
     first, requests = started(groups.on_prompt(3, 1))
     second, requests = started(finish(groups, requests))
     assert first.state is GroupState.REFILLED
-    assert (second.place, second.attempt, second.num_refills, second.untrained) == ((3, 1), 1, 1, {"refilled": 6})
+    assert (second.step_position, second.attempt, second.num_refills, second.dropped_tokens) == (
+        (3, 1),
+        1,
+        1,
+        {"refilled": 6},
+    )
     third, requests = started(finish(groups, requests))
-    assert (third.attempt, third.num_refills, third.untrained) == (2, 2, {"refilled": 12})
+    assert (third.attempt, third.num_refills, third.dropped_tokens) == (2, 2, {"refilled": 12})
     (delivered,) = finish(groups, requests)
     assert isinstance(delivered, Deliver), "the number of refills is limited"
     assert started(groups.on_prompt(3, 1))[0].attempt == 0, "the attempts at the position start over"
@@ -115,7 +120,7 @@ def test_a_group_that_waits_for_rewards_steps_aside_and_takes_the_next_position(
     assert groups.on_episode(late) == [] and groups.num_awaited_rewards == 1
     score, other = groups.on_episode(episode(two))
     assert isinstance(score, RequestScore) and isinstance(other, StartSampling)
-    assert group.state is GroupState.DELAYED and (other.group.place, other.group.attempt) == ((1, 0), 1)
+    assert group.state is GroupState.DELAYED and (other.group.step_position, other.group.attempt) == ((1, 0), 1)
     groups.on_score(two, Scored(1.0))
     paid = episode(one)
     assert groups.on_delayed_reward(late, paid) == [RequestScore(group, paid)] and group.episodes[0] is paid
@@ -123,7 +128,7 @@ def test_a_group_that_waits_for_rewards_steps_aside_and_takes_the_next_position(
     assert groups.on_score(one, Scored(1.0)) == [] and group.state is GroupState.READY
     (delivered,) = groups.on_prompt(2, 3)
     assert isinstance(delivered, Deliver) and delivered.group is group
-    assert group.place == (2, 3) and group.first == (1, 0, 0) and len(groups) == 1
+    assert group.step_position == (2, 3) and group.group_id == (1, 0, 0) and len(groups) == 1
 
 
 def test_at_the_limit_a_group_keeps_its_position_until_another_is_ready() -> None:
@@ -153,7 +158,7 @@ def test_a_ready_group_that_is_too_old_is_dropped_and_counted() -> None:
     groups.on_score(two, Scored(1.0))
     fresh, _ = started(groups.on_prompt(5, 0))
     assert old.state is GroupState.REFILLED
-    assert (fresh.place, fresh.num_refills, fresh.untrained) == ((5, 0), 0, {"refilled": 6})
+    assert (fresh.step_position, fresh.num_refills, fresh.dropped_tokens) == ((5, 0), 0, {"refilled": 6})
 
 
 def test_who_leaves_requeues_its_groups_and_another_rank_resumes_them() -> None:
@@ -171,7 +176,7 @@ def test_who_leaves_requeues_its_groups_and_another_rank_resumes_them() -> None:
     assert [answer.finish_reason for answer in partial.answers] == ["stop", "abort"]
     other = pending()
     resumed, requests = started(other.on_partial(2, partial))
-    assert resumed.place == (2, 0) and [other.num_resumed_tokens(request) for request in requests] == [3, 3]
+    assert resumed.step_position == (2, 0) and [other.num_resumed_tokens(request) for request in requests] == [3, 3]
     (delivered,) = finish(other, requests)
     assert isinstance(delivered, Deliver) and delivered.group is resumed
 
@@ -180,7 +185,7 @@ def test_a_resumed_group_that_is_refilled_continues_the_attempts() -> None:
     groups = pending(Rules(refilled=[(1, 0, 1)]))
     partial = PartialGroup(0, 1, [Completion(0, [], [], [], "abort"), Completion(1, [5], [0.0], [0], "abort")])
     group, requests = started(groups.on_partial(1, partial))
-    assert (group.attempt, group.num_refills, group.drawn) == (1, 1, {1: 1})
+    assert (group.attempt, group.num_refills, group.resumed_tokens) == (1, 1, {1: 1})
     other, _ = started(finish(groups, requests))
     assert (other.attempt, other.num_refills) == (2, 2)
 
@@ -205,11 +210,11 @@ class RandomRules(Rules):
         super().__init__()
         self._random = random
 
-    def lacks(self, slot: PendingGroup) -> bool:
+    def has_too_few_members(self, slot: PendingGroup) -> bool:
         return self._random.random() < 0.3
 
-    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
-        return None if may_refill and self._random.random() < 0.3 else super().judged(slot, may_refill=may_refill)
+    def score_group(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+        return None if may_refill and self._random.random() < 0.3 else super().score_group(slot, may_refill=may_refill)
 
 
 class Rank:
@@ -235,7 +240,7 @@ class Rank:
                 case RequestScore(_, ended):
                     self.judges.append(ended.id)
                 case Deliver(group, _):
-                    self._delivered[group.place] += 1
+                    self._delivered[group.step_position] += 1
                 case Requeue(group, partial):
                     self._queue.insert(0, (group.step, partial))
 

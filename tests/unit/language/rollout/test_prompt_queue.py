@@ -60,12 +60,12 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> dict[str, Queue]:
 def opened(queues: dict[str, Queue], prompts: int, last: int) -> tuple[PromptTracker, Queue, Queue]:
     ledger = PromptTracker(prompts)
     ledger.open(0)
-    ledger.give(last)
+    ledger.enqueue(last)
     return ledger, queues[work.WORK], queues[work.DELIVERED]
 
 
 def takings(prompts: int, rank: int, queues: tuple[Any, Any], step: int, ranks: int) -> PromptLeases:
-    taker = PromptLeases(prompts, rank, *queues)
+    taker = PromptLeases(prompts, *queues)
     taker.begin(step, ranks)
     return taker
 
@@ -73,24 +73,24 @@ def takings(prompts: int, rank: int, queues: tuple[Any, Any], step: int, ranks: 
 def test_in_order_and_no_more_than_its_share(queues: dict[str, Queue]) -> None:
     _, given, told = opened(queues, 5, 1)
     one, two = (takings(5, rank, (given, told), 1, 2) for rank in range(2))
-    assert [one.take(1) for _ in range(4)] == [0, 1, 2, None], "its share is three of five"
-    assert not one.exhausted(1), "more may be left for it when it is done with one"
-    assert [two.take(1) for _ in range(3)] == [3, 4, None] and two.exhausted(1)
+    assert [one.lease(1) for _ in range(4)] == [0, 1, 2, None], "its share is three of five"
+    assert not one.is_exhausted(1), "more may be left for it when it is done with one"
+    assert [two.lease(1) for _ in range(3)] == [3, 4, None] and two.is_exhausted(1)
     one.deliver(1, 0, {})
-    assert one.take(1) is None and one.exhausted(1) and one.held(1) == 2
+    assert one.lease(1) is None and one.is_exhausted(1) and one.num_leased(1) == 2
     assert given.done_with == [0]
 
 
 def test_what_comes_back_is_found_again(queues: dict[str, Queue], monkeypatch: pytest.MonkeyPatch) -> None:
     _, given, told = opened(queues, 2, 1)
     one = takings(2, 0, (given, told), 1, 1)
-    assert [one.take(1) for _ in range(2)] == [0, 1]
+    assert [one.lease(1) for _ in range(2)] == [0, 1]
     one.deliver(1, 0, {})
-    assert one.take(1) is None
+    assert one.lease(1) is None
     given.put(1, key="1")
-    assert one.take(1) is None, "it does not ask at every step of its engine"
+    assert one.lease(1) is None, "it does not ask at every step of its engine"
     monkeypatch.setattr(work, "_AGAIN_S", 0.0)
-    assert one.take(1) == 1 and not one.exhausted(1)
+    assert one.lease(1) == 1 and not one.is_exhausted(1)
 
 
 def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,49 +98,49 @@ def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pyte
     monkeypatch.setattr(work, "_AGAIN_S", 0.0)
     _, given, told = opened(queues, 2, 1)
     one, two = (takings(2, rank, (given, told), 1, 2) for rank in range(2))
-    assert [one.take(1), two.take(1)] == [0, 1] and two.take(1) is None
+    assert [one.lease(1), two.lease(1)] == [0, 1] and two.lease(1) is None
     prompt = Prompt("1 + 1", "2", {}, [])
     whole = Episode(8, (5, 6), prompt, [9, 1], [-0.1, -0.2], [3, 4], finish_reason="stop")
     part = Episode(9, (5, 6), prompt, [9], [-0.1], [3], finish_reason="abort")
     slot = PendingGroup(1, 0, 2, prompt, (5, 6))
-    one.hand_back(1, slot.to_partial([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
-    assert given.done_with == [0] and one.held(1) == 0, "it does not come back a second time when this rank ends"
+    one.requeue(1, slot.to_partial([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
+    assert given.done_with == [0] and one.num_leased(1) == 0, "it does not come back a second time when this rank ends"
     two.deliver(1, 1, {})
-    begun = two.take(1)
+    begun = two.lease(1)
     assert begun == PartialGroup(0, 2, [
         Completion(0, [9, 1], [-0.1, -0.2], [3, 4], "stop"), Completion(1, [9], [-0.1], [3], "abort"),
         Completion(2, finish_reason="abort"),
     ])  # fmt: skip
-    assert two.held(1) == 1 and not two.exhausted(1)
+    assert two.num_leased(1) == 1 and not two.is_exhausted(1)
     two.deliver(1, 0, {})
-    assert two.held(1) == 0 and [told.get_nowait().position for _ in range(2)] == [1, 0]
+    assert two.num_leased(1) == 0 and [told.get_nowait().position for _ in range(2)] == [1, 0]
 
 
 def test_later_steps_are_of_their_own(queues: dict[str, Queue]) -> None:
     ledger, given, told = opened(queues, 2, 2)
-    ledger.give(2)
+    ledger.enqueue(2)
     assert [len(given.items[key]) for key in "12"] == [2, 2], "given out once"
     one = takings(2, 0, (given, told), 1, 1)
-    assert [one.take(2), one.take(1), one.take(2), one.take(1)] == [0, 0, 1, 1]
-    assert one.held(1) == one.held(2) == 2
+    assert [one.lease(2), one.lease(1), one.lease(2), one.lease(1)] == [0, 0, 1, 1]
+    assert one.num_leased(1) == one.num_leased(2) == 2
 
 
 def test_a_step_is_whole_when_each_prompt_was_delivered_once(queues: dict[str, Queue]) -> None:
     ledger, _given, told = opened(queues, 3, 1)
-    for position, reward, rank in ((2, 0.3, 0), (0, 0.1, 1), (2, 0.3, 1)):
-        told.put(Delivery(1, position, rank, {"reward": reward, "max_length": float(position)}))
-    assert not ledger.wait_complete(1, 0.0) and ledger.missing(1) == [1] and ledger.returned(1)
-    told.put(Delivery(1, 1, 0, {"reward": 0.2, "max_length": 7.0}))
+    for position, reward in ((2, 0.3), (0, 0.1), (2, 0.3)):
+        told.put(Delivery(1, position, {"reward": reward, "max_length": float(position)}))
+    assert not ledger.wait_complete(1, 0.0) and ledger.missing(1) == [1] and ledger.has_returned_prompts(1)
+    told.put(Delivery(1, 1, {"reward": 0.2, "max_length": 7.0}))
     assert ledger.wait_complete(1, 0.0)
     assert ledger.close(1) == {"reward": 0.1 + 0.2 + 0.3, "max_length": 7.0}, "in the order of the prompts, none twice"
 
 
 def test_beginning_anew_forgets_what_was_given_out(queues: dict[str, Queue]) -> None:
     ledger, _given, told = opened(queues, 2, 3)
-    told.put(Delivery(1, 0, 0, {}))
+    told.put(Delivery(1, 0, {}))
     assert not ledger.wait_complete(1, 0.0)
     queues.clear()
     ledger.open(1)
-    ledger.give(2)
+    ledger.enqueue(2)
     assert ledger.missing(1) == [0, 1]
     assert not queues[work.WORK].items["1"] and list(queues[work.WORK].items["2"]) == [0, 1]

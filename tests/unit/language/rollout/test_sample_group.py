@@ -13,7 +13,7 @@ from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithms.base import ROLLOUT
 from rlhpc.language.models.moe_routing import EXPERTS
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout.sample_group import SampleGroup, column_message, columns_of, group_of
+from rlhpc.language.rollout.sample_group import SampleGroup, build_sample_group, column_message, read_rollout_columns
 from rlhpc.runtime.errors import RlhpcError
 
 
@@ -31,11 +31,11 @@ def group(**options: Any) -> SampleGroup:
     episodes = {0: episode(5, 6), 2: episode(7)}
     given: dict[str, Any] = {
         "columns": [{"weight": [0.1, 0.2]}, {"weight": [0.3]}],
-        "trains": True,
+        "trained": True,
         "size": 3,
         **options,
     }
-    return group_of(4, 10, episodes, np.array([1.0, -1.0], np.float32), **given)
+    return build_sample_group(4, 10, episodes, np.array([1.0, -1.0], np.float32), **given)
 
 
 def test_prompts_and_answers_become_one_batch() -> None:
@@ -52,8 +52,8 @@ def test_prompts_and_answers_become_one_batch() -> None:
 
 def test_branches_of_an_episode_are_samples_with_its_reward_and_that_of_their_role() -> None:
     whole = episode(9, branches=[episode(5), episode(6, prompt=(1, 5), role=1, role_reward_offset=0.5)])
-    one = group_of(
-        1, 0, {0: whole}, np.array([2.0], np.float32), columns=[{}, {}], trains=True, size=1, agent_weight=10.0
+    one = build_sample_group(
+        1, 0, {0: whole}, np.array([2.0], np.float32), columns=[{}, {}], trained=True, size=1, agent_weight=10.0
     )
     assert one.batch.ids.tolist() == [1, 2, 5, 1, 5, 6]
     assert one.batch.episode.tolist() == [0, 0] and one.batch.role.tolist() == [0, 1]
@@ -61,26 +61,31 @@ def test_branches_of_an_episode_are_samples_with_its_reward_and_that_of_their_ro
 
 
 def test_only_members_are_trained_on() -> None:
-    assert group().trained() is group().batch or group().trained().ids.tolist() == group().batch.ids.tolist()
-    some = group(trains=[False, True])
-    assert some.members.tolist() == [False, True] and some.trained().ids.tolist() == [1, 2, 7]
+    assert (
+        group().trained_samples() is group().batch
+        or group().trained_samples().ids.tolist() == group().batch.ids.tolist()
+    )
+    some = group(trained=[False, True])
+    assert some.members.tolist() == [False, True] and some.trained_samples().ids.tolist() == [1, 2, 7]
     assert some.batch.ids.tolist() == group().batch.ids.tolist()  # the others are sent all the same
 
 
 def test_a_group_goes_through_a_channel() -> None:
-    sent = group(trains=[True, False])
+    sent = group(trained=[True, False])
     received = SampleGroup.unpack(sent.pack())
     assert (received.step, received.position) == (4, 10) and received.members.tolist() == [True, False]
     assert received.batch.ids.tolist() == sent.batch.ids.tolist()
     assert set(received.batch.columns) == set(sent.batch.columns)
-    assert received.draw == sent.draw
-    bare = SampleGroup.unpack(sent.bare())
-    assert bare.batch.columns == {} and bare.draw == sent.draw
+    assert received.answers_digest == sent.answers_digest
+    bare = SampleGroup.unpack(sent.pack_without_columns())
+    assert bare.batch.columns == {} and bare.answers_digest == sent.answers_digest
 
 
 def test_another_set_of_answers_has_another_digest() -> None:
     digests = {
-        group_of(4, 10, {0: episode(*tokens)}, np.zeros(1, np.float32), [{}], trains=True, size=1).draw
+        build_sample_group(
+            4, 10, {0: episode(*tokens)}, np.zeros(1, np.float32), [{}], trained=True, size=1
+        ).answers_digest
         for tokens in ((5, 6), (5, 7), (5,), (6, 5))
     }
     assert len(digests) == 4
@@ -88,13 +93,15 @@ def test_another_set_of_answers_has_another_digest() -> None:
 
 def test_a_column_names_the_answers_that_it_is_of() -> None:
     message = column_message(group(), "critic", torch.arange(7.0))
-    assert message["values"].tolist() == list(range(7)) and message["maker"] == "critic"
-    assert (message["step"], message["position"], message["draw"]) == (4, 10, group().draw)
+    assert message["values"].tolist() == list(range(7)) and message["source"] == "critic"
+    assert (message["step"], message["position"], message["digest"]) == (4, 10, group().answers_digest)
 
 
 def test_routers_choices_are_unknown_where_the_engine_has_none() -> None:
     routed = episode(5, 6, experts=np.array([[1, 2], [3, 4], [5, 6]], np.int16))  # the last token was never read
-    one = group_of(1, 0, {0: routed, 1: episode(7)}, np.zeros(2, np.float32), [{}, {}], trains=True, size=2, choices=2)
+    one = build_sample_group(
+        1, 0, {0: routed, 1: episode(7)}, np.zeros(2, np.float32), [{}, {}], trained=True, size=2, choices=2
+    )
     assert one.batch.columns[EXPERTS].tolist() == [[1, 2], [3, 4], [5, 6], [-1, -1]] + [[-1, -1]] * 3
 
 
@@ -108,7 +115,7 @@ def algorithm(**columns: list[float]) -> Any:
 
 
 def test_an_algorithm_returns_the_columns_that_it_declares() -> None:
-    assert columns_of(algorithm(weight=[1.0, 2.0]), episode(5, 6), Scored(1.0)) == {"weight": [1.0, 2.0]}
+    assert read_rollout_columns(algorithm(weight=[1.0, 2.0]), episode(5, 6), Scored(1.0)) == {"weight": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize(
@@ -124,4 +131,4 @@ def test_an_algorithm_returns_the_columns_that_it_declares() -> None:
 )
 def test_other_columns_are_refused(columns: dict[str, list[float]], message: str) -> None:
     with pytest.raises(RlhpcError, match=rf"algorithm\.name=mine: .*{message}"):
-        columns_of(algorithm(**columns), episode(5, 6), Scored(1.0))
+        read_rollout_columns(algorithm(**columns), episode(5, 6), Scored(1.0))

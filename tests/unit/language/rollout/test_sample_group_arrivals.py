@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.rollout.sample_group import Arrivals, SampleGroup, column_message, group_of
+from rlhpc.language.rollout.sample_group import Arrivals, SampleGroup, build_sample_group, column_message
 from rlhpc.language.workers.scoring import GroupInbox
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -21,7 +21,7 @@ def group(step: int, position: int, *tokens: int) -> SampleGroup:
     """A prompt's group of one answer."""
     numbers, versions, n = [-1.0] * len(tokens), [step - 1] * len(tokens), len(tokens)
     episode = Episode(0, (1, 2), None, list(tokens), numbers, versions, [True] * n, [0] * n, 1, "stop")
-    return group_of(step, position, {0: episode}, np.zeros(1, np.float32), [{}], trains=True, size=1)
+    return build_sample_group(step, position, {0: episode}, np.zeros(1, np.float32), [{}], trained=True, size=1)
 
 
 def column(of: SampleGroup, maker: str, value: float) -> dict[str, Any]:
@@ -33,13 +33,15 @@ def test_columns_stay_with_the_answers_that_they_are_of() -> None:
     arrivals.begin(1)
     lost, again = group(1, 0, 5, 6), group(1, 0, 7, 8, 9)
     for message in (lost.pack(), column(lost, "critic", 1.0), again.pack(), column(again, "reference", 2.0)):
-        arrivals.take(message)
+        arrivals.add(message)
         assert arrivals.missing(1, [0]) != {}
     assert arrivals.missing(1, [0]) == {"reference": [0]}
-    arrivals.take(column(again, "critic", 3.0))
+    arrivals.add(column(again, "critic", 3.0))
     assert arrivals.missing(1, [0]) == {}
     found, columns = arrivals.pop_complete(1, 0)
-    assert found.draw == again.draw and {name: values.tolist() for name, values in columns.items()} == {
+    assert found.answers_digest == again.answers_digest and {
+        name: values.tolist() for name, values in columns.items()
+    } == {
         "critic": [3.0] * 5,
         "reference": [2.0] * 5,
     }
@@ -50,12 +52,12 @@ def test_what_was_given_away_does_not_come_again() -> None:
     arrivals.begin(1)
     first, second, later = group(1, 0, 5), group(1, 0, 6), group(2, 0, 7)
     for one in (first, second, later):
-        arrivals.take(one.pack())
-    assert arrivals.pop_complete(1, 0)[0].draw == first.draw
-    arrivals.take(second.pack())
+        arrivals.add(one.pack())
+    assert arrivals.pop_complete(1, 0)[0].answers_digest == first.answers_digest
+    arrivals.add(second.pack())
     assert arrivals.missing(1, [0]) == {"": [0]}
     arrivals.begin(2)
-    arrivals.take(second.pack())
+    arrivals.add(second.pack())
     assert arrivals.missing(2, [0]) == {} and arrivals.missing(1, [0]) == {"": [0]}
 
 
@@ -80,34 +82,61 @@ class Sent:
 
 def parts(sent: Sent, step: int, share: range, inbox: GroupInbox | None = None, **how: bool) -> list[list[bytes]]:
     inbox = inbox or GroupInbox(sent, "critic-0", "rollout")  # type: ignore[arg-type]
-    return [[one.draw for one in part] for part in inbox.parts(step, share, time.monotonic() + 5, **how)]
+    return [[one.answers_digest for one in part] for part in inbox.batches(step, share, time.monotonic() + 5, **how)]
 
 
 def test_both_are_scored_whenever_the_second_comes() -> None:
     a, b, again = group(1, 0, 5), group(1, 1, 6), group(1, 0, 7)
     end = {"end": 1}
     for order in ([a, again, b], [again, a, b], [a, b, again]):
-        messages = [one.bare() for one in order]
+        messages = [one.pack_without_columns() for one in order]
         found = parts(Sent(*messages, end), 1, range(2))
-        assert [[order[0].draw], [b.draw]] == found[:2] or [[b.draw], [order[0].draw]] == found[:2]
-        assert found[2:] == [[next(one.draw for one in order[1:] if one is not b)]]
-        (whole,) = parts(Sent(*messages, end), 1, range(2), in_one_part=True)
-        assert whole == [order[0].draw, b.draw, found[2][0]]
+        assert [[order[0].answers_digest], [b.answers_digest]] == found[:2] or [
+            [b.answers_digest],
+            [order[0].answers_digest],
+        ] == found[:2]
+        assert found[2:] == [[next(one.answers_digest for one in order[1:] if one is not b)]]
+        (whole,) = parts(Sent(*messages, end), 1, range(2), at_once=True)
+        assert whole == [order[0].answers_digest, b.answers_digest, found[2][0]]
 
 
 def test_the_same_answers_are_scored_once() -> None:
     a, b = group(1, 0, 5), group(1, 1, 6)
-    assert parts(Sent(a.bare(), a.bare(), None, b.bare(), None, a.bare(), {"end": 1}), 1, range(2)) == [
-        [a.draw],
-        [b.draw],
+    assert parts(
+        Sent(
+            a.pack_without_columns(),
+            a.pack_without_columns(),
+            None,
+            b.pack_without_columns(),
+            None,
+            a.pack_without_columns(),
+            {"end": 1},
+        ),
+        1,
+        range(2),
+    ) == [
+        [a.answers_digest],
+        [b.answers_digest],
     ]
 
 
 def test_a_step_is_over_when_the_driver_says_so() -> None:
     a, early, late = group(1, 0, 5), group(2, 0, 6), group(1, 0, 9)
-    sent = Sent(a.bare(), early.bare(), {"end": 1}, None, late.bare(), {"end": 2})
+    sent = Sent(
+        a.pack_without_columns(),
+        early.pack_without_columns(),
+        {"end": 1},
+        None,
+        late.pack_without_columns(),
+        {"end": 2},
+    )
     inbox = GroupInbox(sent, "reference-0", "rollout")  # type: ignore[arg-type]
-    assert parts(sent, 1, range(1), inbox) == [[a.draw]]
-    assert parts(sent, 2, range(1), inbox) == [[early.draw]], "what comes of an earlier step is nobody's"
+    assert parts(sent, 1, range(1), inbox) == [[a.answers_digest]]
+    assert parts(sent, 2, range(1), inbox) == [[early.answers_digest]], "what comes of an earlier step is nobody's"
     with pytest.raises(DeadlineExceeded, match="no groups came from rollout to reference-0"):
-        parts(Sent(a.bare()), 1, range(1), GroupInbox(Sent(a.bare()), "reference-0", "rollout"))  # type: ignore[arg-type]
+        parts(
+            Sent(a.pack_without_columns()),
+            1,
+            range(1),
+            GroupInbox(Sent(a.pack_without_columns()), "reference-0", "rollout"),
+        )  # type: ignore[arg-type]

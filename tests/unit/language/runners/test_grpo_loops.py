@@ -101,7 +101,7 @@ class FakeTracker:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def give(self, last: int) -> None:
+    def enqueue(self, last: int) -> None:
         self.events.append(f"prompts to {last}")
 
     def wait_complete(self, step: int, wait_s: float) -> bool:
@@ -150,9 +150,9 @@ def test_a_synchronous_step_calls_everything_first_and_ends_with_the_weights(eve
     timers = PhaseTimers()
     loop_of(events).step(3, timers)
     assert events == [
-        "prompts to 3", "rollout.generate(3)", "teacher.serve(3)", "critic.serve(3)", "actor.receive(3)",
+        "prompts to 3", "rollout.generate(3)", "critic.serve(3)", "teacher.serve(3)", "actor.receive(3)",
         "actor.update(3)", "critic.update(3)", "actor.sync_weights(3)", "rollout.generate(3) done",
-        "teacher.serve(3) done", "critic.serve(3) done", "actor.receive(3) done", "actor.update(3) done",
+        "critic.serve(3) done", "teacher.serve(3) done", "actor.receive(3) done", "actor.update(3) done",
         "critic.update(3) done", "rollout.take_weights(3)", "actor.sync_weights(3) done", "rollout.take_weights(3) done",
     ]  # fmt: skip
     assert [*timers.pop()] == ["time/rollout_s", "time/receive_s", "time/update_s", "time/sync_s"]

@@ -21,9 +21,9 @@ from rlhpc.language.training.weight_sync import (
     Probe,
     Prober,
     check_probe,
-    draw,
     long_text,
     probe_text,
+    sample_probe,
 )
 from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
@@ -146,8 +146,8 @@ def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_seque
 ) -> None:
     longest, engine = min(prompt + response, context - 1), Drawing(context)
     length = long_text(prompt + response, window, chunk, context)
-    draws = draw(engine, 50, prompt, response, length, 0, 0)  # type: ignore[arg-type]
-    assert all(1 <= len(one.drawn) <= response and len(one.token_ids) <= longest for one in draws)
+    draws = sample_probe(engine, 50, prompt, response, length, 0, 0)  # type: ignore[arg-type]
+    assert all(1 <= len(one.sampled_logprobs) <= response and len(one.token_ids) <= longest for one in draws)
     if longest > max(window, chunk) + 64 and prompt > max(window, chunk) + 64:
         assert max(engine.lengths) > max(window, chunk)
 

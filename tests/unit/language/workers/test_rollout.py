@@ -112,7 +112,7 @@ class FakeEngineRank:
 class FakeReceiver:
     """Weights of version 0, and no later ones."""
 
-    version = -1
+    version, sync_s = -1, 0.0
 
     def take(self) -> bool:
         fresh, self.version = self.version < 0, 0
@@ -144,10 +144,9 @@ class RolloutWorker(LanguageRolloutWorker):
         self.cfg = cfg
         self.on_leave: Callable[[], None] | None = None
         self.prompts = PromptMap(PROMPTS, SIZE, 1, 1, scoring={"teacher": 1})
-        self.last_step, self.seed, self.group_size, self.every = 9, 3, SIZE, 0
-        self.staleness, self.refills = cfg.algorithm.max_staleness, cfg.algorithm.max_refills
-        self.hands_back = self.staleness > 0
-        self.part = FakeEngineRank()  # type: ignore[assignment]
+        self.last_step = 9
+        self.requeues_on_leave = cfg.algorithm.max_staleness > 0
+        self.engine_rank = FakeEngineRank()  # type: ignore[assignment]
         self.receiver = FakeReceiver()  # type: ignore[assignment]
         self.generation = self.backend = FakeEngine()  # type: ignore[assignment]
         self.judges = FakeJudges(reward)  # type: ignore[assignment]
@@ -169,7 +168,7 @@ def worker(
 ) -> Any:
     monkeypatch.setattr(rollout, "sample_of", lambda prompt, episode, tokenizer, *, finished: episode)
     cfg = GrpoConfig()
-    cfg.algorithm.group_size = SIZE
+    cfg.algorithm.group_size, cfg.runner.seed, cfg.runner.val_check_interval = SIZE, 3, 0
     for name, value in changes.items():
         setattr(cfg.algorithm, name, value)
     made: Any = RolloutWorker(cfg, reward)
@@ -184,7 +183,7 @@ def test_all_prompts_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.Mon
     stats = rank.generate(1, 1)
     delivered: list[Delivery] = [*rank._delivered.items[""]]
     assert sorted(delivery.position for delivery in delivered) == [0, 1, 2] and rank._work.acknowledged == PROMPTS
-    assert stats["tokens"] == 2 * SIZE * PROMPTS and delivered[0].facts["samples"] == SIZE
+    assert stats["tokens"] == 2 * SIZE * PROMPTS and delivered[0].metrics["samples"] == SIZE
     groups = [*rank._groups.items["0"]]
     assert [group["position"] for group in groups] == [delivery.position for delivery in delivered]
     bare = [*rank._scoring["teacher"].items["0"]]
@@ -195,7 +194,7 @@ def test_all_prompts_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.Mon
 def test_a_group_without_information_is_replaced_by_another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = worker(monkeypatch, lambda request: float(request > 8 and request % 2), filter_groups=True, max_refills=3)
     rank.generate(1, 1)
-    facts = [delivery.facts for delivery in rank._delivered.items[""]]
+    facts = [delivery.metrics for delivery in rank._delivered.items[""]]
     assert len(facts) == PROMPTS and sum(fact["refills"] for fact in facts) > 0
     refilled = sum(fact.get("untrained/refilled", 0.0) for fact in facts)
     assert refilled == sum(fact["refills"] for fact in facts) * 2 * SIZE
@@ -221,7 +220,7 @@ def test_who_is_told_to_leave_requeues_its_prompts_and_another_resumes_them(monk
     other.generate(1, 1)
     assert other.generation.resumed == [2, 2, 2, 2]
     assert sorted(delivery.position for delivery in other._delivered.items[""]) == [0, 1, 2]
-    assert sum(delivery.facts.get("continued_tokens", 0.0) for delivery in other._delivered.items[""]) == 8
+    assert sum(delivery.metrics.get("continued_tokens", 0.0) for delivery in other._delivered.items[""]) == 8
 
 
 def test_a_step_that_takes_too_long_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runtime.errors import ConfigError
 
-CONFIG = Path(__file__).resolve().parents[4] / "configs" / "reasoning" / "demo.yaml"
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "reasoning" / "demo.yaml"
 ONE = ("algorithm.group_size=1", "actor.global_batch_size=8")
 KL = ("algorithm.kl_coef=0.1",)
 DISTILS = ("algorithm.name=distillation", "teacher.model.model_path=builtin:tiny")
@@ -68,3 +68,43 @@ def test_a_batch_that_is_left_open_is_the_whole_step(prompts: int, group: int) -
 
 def test_the_default_batch_is_left_open() -> None:
     assert GrpoConfig().actor.global_batch_size is None and PpoConfig().actor.global_batch_size is None
+
+
+AGENT = ("agent.kind=python", "agent.target=my_agent:solve")
+SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["algorithm.overlong_buffer=100000"], "algorithm.overlong_buffer is 100000; it must be below"),
+        (
+            ["algorithm.loss_type=decoupled_ppo", "algorithm.recompute_logprobs=false"],
+            "algorithm.recompute_logprobs is False",
+        ),
+        (["rollout.merge_adapters=false"], "rollout.merge_adapters is False; there are no adapters"),
+        (
+            ["rollout.rollout_backend=hf", "rollout.parallel.expert=true"],
+            "rollout.parallel.expert is True; the engine hf",
+        ),
+        (["rollout.temperature=0"], "rollout.temperature is 0"),
+        (["rollout.max_turns=3"], "rollout.max_turns is 3; rollout.agent is not set"),
+        (["agent.kind=python"], "agent.target is None; agent.kind=python is about it: set it, such as my_agent:solve"),
+        (["agent.target=my_agent:solve"], "agent.target is 'my_agent:solve'; agent.kind=inline has no target"),
+        ([*AGENT, "agent.timeout_s=100000"], "agent.timeout_s is 100000.0; it must be below runner.step_timeout_s"),
+        ([*AGENT, "agent.sandbox=bubblewrap"], "agent.sandbox is 'bubblewrap'; it is for agent.command and for shells"),
+        ([*AGENT, "rollout.max_turns=2"], "rollout.max_turns is 2; agent.kind=python has agent.max_turns instead"),
+        ([*AGENT, "agent.services=[{name: a b, command: [x]}]"], r"agent.services\[0\].name .* letters, digits and _"),
+        ([*AGENT, "agent.policies={solver: small, judge: large}"], "agent.policies .* there are no roles"),
+        (["actor.global_batch_size=7"], "actor.global_batch_size is 7; a step has data.prompts_per_step"),
+        (["actor.model.model_path=null"], "actor.model.model_path is None; name a Hugging Face folder"),
+        ([SUITE, "workflow.eval_suites=[other]"], "workflow.eval_suites .* data.eval has: held_out"),
+        (
+            ["data.eval=[]", "workflow.eval_suites=[]", "runner.val_check_interval=1"],
+            "runner.val_check_interval is 1; data.eval is empty",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_key(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(CONFIG, changes)
