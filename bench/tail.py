@@ -48,7 +48,7 @@ class TailRollout(Worker):
 
     def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
         """Leases prompts of all steps as the driver offers them, until the driver sends the end."""
-        leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
+        leases = PromptLeases(PROMPTS, self.work, self.delivered)
         leases.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting_keys, running_tokens = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
@@ -57,7 +57,7 @@ class TailRollout(Worker):
         while next_step <= steps:
             for step in range(next_step, min(steps, next_step + ahead) + 1):
                 while (
-                    len(running_tokens) + len(waiting_keys) < CAPACITY and (position := leases.take(step)) is not None
+                    len(running_tokens) + len(waiting_keys) < CAPACITY and (position := leases.lease(step)) is not None
                 ):
                     assert isinstance(position, int), "nobody leaves"
                     remaining[step, position] = GROUP
@@ -107,14 +107,14 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.
     ledger.open(0)
     group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
     group.open().wait()
-    ledger.give(1 + ahead)
+    ledger.enqueue(1 + ahead)
     making, step_times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
     for step in range(1, steps + 1):
         while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - step_times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
         time.sleep(ideal_s(step, ranks))  # the actor
-        ledger.give(min(steps, step + 1 + ahead))
+        ledger.enqueue(min(steps, step + 1 + ahead))
         for rank in range(ranks):
             over_channel.put(step + 1, key=str(rank))
         step_times.append(time.perf_counter())

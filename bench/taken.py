@@ -43,7 +43,7 @@ class LeasedRollout(Worker):
     def make(self, step: int, leased: bool, ranks: int, slow: bool) -> float:
         """Generates this rank's answers of a step; returns the seconds until it is idle."""
         size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
-        leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
+        leases = PromptLeases(PROMPTS, self.work, self.delivered)
         leases.begin(step, ranks)
         own_positions = iter(range(self.rank, PROMPTS, ranks))
         waiting_keys, running_tokens, remaining = (
@@ -55,7 +55,7 @@ class LeasedRollout(Worker):
 
         def more() -> Iterator[int]:
             while len(running_tokens) + len(waiting_keys) < CAPACITY or not leased:
-                position = leases.take(step) if leased else next(own_positions, None)
+                position = leases.lease(step) if leased else next(own_positions, None)
                 if position is None:
                     return
                 assert isinstance(position, int), "nobody leaves"
@@ -85,7 +85,7 @@ class LeasedRollout(Worker):
 def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, leased: bool, ranks: int, slow: bool) -> float:
     """Returns the seconds of a step, until the last rank has finished."""
     ledger.open(step - 1)
-    ledger.give(step)
+    ledger.enqueue(step)
     seconds: list[float] = group.make(step, leased, ranks, slow).wait()
     assert not leased or ledger.wait_complete(step, 10.0)
     return max(seconds)

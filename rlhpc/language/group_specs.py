@@ -40,13 +40,12 @@ _PRELOAD = (
     "rlhpc.language.workers.supervised_actors",
     "rlhpc.language.workers.rollout",
     "rlhpc.language.workers.critic",
-    "rlhpc.language.workers.evaluation",
     "rlhpc.weights.transport",
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
 #: The worker whose engines answer the suites of a supervised run.
-_EVALUATION = "rlhpc.language.workers.evaluation:EvaluationWorker"
+_EVALUATION = "rlhpc.language.workers.supervised_actors:EvaluationWorker"
 
 
 class TrainedGroupSpec(GroupSpec[Trained]):

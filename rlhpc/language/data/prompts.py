@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -99,75 +99,43 @@ class Demonstrating(Protocol):
 class PromptSampler:
     """Epochs of a seeded shuffle, cut into batches; a batch may span the end of an epoch.
 
-    Draw i is a function of (n, seed, shuffle, i) alone, so that processes, restarts and batch sizes do not matter.
+    Problem i of the order is a function of (num_problems, seed, i) alone, so that processes, restarts and batch sizes do not
+    matter.
 
     Args:
-        n: Number of problems.
-        batch: Number of draws of a step.
+        num_problems: Number of problems.
+        batch_size: Number of problems of a step.
         seed: Seed of the order.
-        shuffle: Whether to shuffle; otherwise problems are drawn in order.
 
     Raises:
         ConfigError: There is no problem, or the batch is empty.
     """
 
-    def __init__(self, n: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
-        if n < 1 or batch < 1:
-            raise ConfigError(f"a sampler needs problems and a batch size; it was given {n} and {batch}")
-        self.n = n
-        self.batch = batch
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drawn = 0
+    def __init__(self, num_problems: int, batch_size: int, seed: int = 0) -> None:
+        if num_problems < 1 or batch_size < 1:
+            raise ConfigError(
+                f"a sampler needs problems and a batch size; it was given {num_problems} and {batch_size}"
+            )
+        self._num_problems = num_problems
+        self._batch_size = batch_size
+        self._seed = seed
         self._order: tuple[int, list[int]] | None = None
 
-    @property
-    def epoch(self) -> int:
-        """Number of complete passes so far."""
-        return self.drawn // self.n
-
-    def next(self) -> list[int]:
-        """Returns the positions of the next batch."""
-        batch = [self.at(self.drawn + i) for i in range(self.batch)]
-        self.drawn += self.batch
-        return batch
-
-    def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
+    def of_step(self, step: int, rank: int = 0, num_ranks: int = 1) -> list[int]:
         """Returns the positions of a step's batch; `step` counts from 1. If several ranks share the batch, returns
-        those of one part.
+        those of one rank.
         """
-        return [self.at((step - 1) * self.batch + draw_in_step) for draw_in_step in range(part, self.batch, parts)]
+        return [self.at((step - 1) * self._batch_size + index) for index in range(rank, self._batch_size, num_ranks)]
 
-    def at(self, draw: int) -> int:
-        """Returns the position of a draw; `draw` counts from 0."""
-        epoch, position = divmod(draw, self.n)
-        if not self.shuffle:
-            return position
+    def at(self, index: int) -> int:
+        """Returns the position of a problem in the dataset, by its index in the order; `index` counts from 0."""
+        epoch, index_in_epoch = divmod(index, self._num_problems)
         if self._order is None or self._order[0] != epoch:
-            order = list(range(self.n))
+            order = list(range(self._num_problems))
             # Seeded by text and shuffled by the standard library: the same on every machine and version.
-            random.Random(f"order {self.seed} {epoch}").shuffle(order)
+            random.Random(f"order {self._seed} {epoch}").shuffle(order)
             self._order = (epoch, order)
-        return self._order[1][position]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state that determines the next draw."""
-        return {"drawn": self.drawn, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the last draw of `state`; the batch size may differ.
-
-        Raises:
-            CheckpointError: The state belongs to other data or another order.
-        """
-        current_state = self.state_dict()
-        for name, label in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):
-            if state[name] != current_state[name]:
-                raise CheckpointError(
-                    f"the checkpoint's data position is for another order of problems: {label} was {state[name]}, now "
-                    f"{current_state[name]}; resume with the data it was made with, or start a fresh run"
-                )
-        self.drawn = int(state["drawn"])
+        return self._order[1][index_in_epoch]
 
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -214,13 +182,8 @@ class Wording:
         return dataclasses.replace(prompt, messages=tuple(messages))
 
     def _fill(self, question: str, prompt: Prompt) -> str:
-        def value(match: re.Match[str]) -> str:
-            name = match.group(1)
-            if name == "prompt":
-                return question
-            return str(prompt.meta[name]) if name in prompt.meta else match.group(0)
-
-        return _FIELD.sub(value, self.template)
+        values = {**prompt.meta, "prompt": question}
+        return _FIELD.sub(lambda match: str(values.get(match[1], match[0])), self.template)
 
 
 class WordedDataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import gzip
 import json
 import random
@@ -11,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.options import check_options
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
@@ -29,34 +30,42 @@ if TYPE_CHECKING:
 _Row = dict[str, Any]
 
 
-class _Table(Protocol):
+class _Table(abc.ABC):
     """Rows with named columns.
 
     Attributes:
+        path: File or folder of the rows.
         sparse: An object may have null in place of a missing key, since all objects of a column share their keys.
     """
 
-    sparse: bool
+    path: Path
+    sparse = False
 
-    def __len__(self) -> int: ...
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of rows."""
 
+    @abc.abstractmethod
     def row(self, index: int) -> _Row:
         """Returns one complete row."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         """Yields all rows in order, with those of `columns` that they have."""
+        for index in range(len(self)):
+            row = self.row(index)
+            yield {name: row[name] for name in columns if name in row}
 
     def columns(self, index: int) -> list[str]:
         """Returns the columns of one row."""
+        return list(self.row(index))
 
     def place(self, index: int) -> str:
         """Returns file and position of a row, for messages."""
+        return f"{self.path}, row {index}"
 
 
-class JsonLines:
+class JsonLines(_Table):
     """File with one JSON object per line; `.gz` is decompressed. Empty lines do not count."""
-
-    sparse = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,19 +96,11 @@ class JsonLines:
             raise ConfigError(f"{self.place(index)} is a JSON {type(row).__name__}, not an object with columns as keys")
         return row
 
-    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        for index in range(len(self)):
-            row = self.row(index)
-            yield {name: row[name] for name in columns if name in row}
-
-    def columns(self, index: int) -> list[str]:
-        return list(self.row(index))
-
     def place(self, index: int) -> str:
         return f"{self.path}:{self._numbers[index]}"
 
 
-class _ParquetFile:
+class _ParquetFile(_Table):
     """One Parquet file, in memory as an Arrow table."""
 
     sparse = True
@@ -132,18 +133,13 @@ class _ParquetFile:
     def columns(self, index: int) -> list[str]:
         return list(self._table.column_names)
 
-    def place(self, index: int) -> str:
-        return f"{self.path}, row {index}"
 
-
-class Hdf5File:
+class Hdf5File(_Table):
     """One HDF5 file, or a group in it: each data set is a column, whose first axis is the rows.
 
     Texts are UTF-8 strings; a column with the attribute `encoding = "json"` holds JSON texts (a conversation, a list of
     tests).
     """
-
-    sparse = False
 
     def __init__(self, path: Path, group: str = "/") -> None:
         import h5py
@@ -181,19 +177,8 @@ class Hdf5File:
     def row(self, index: int) -> _Row:
         return {name: column_values[index] for name, column_values in self._columns.items()}
 
-    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        selected_columns = [name for name in columns if name in self._columns]
-        for index in range(len(self)):
-            yield {name: self._columns[name][index] for name in selected_columns}
 
-    def columns(self, index: int) -> list[str]:
-        return list(self._columns)
-
-    def place(self, index: int) -> str:
-        return f"{self.path}, row {index}"
-
-
-class _DatasetFolder:
+class _DatasetFolder(_Table):
     """Folder from `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
 
     Args:
@@ -243,11 +228,8 @@ class _DatasetFolder:
     def columns(self, index: int) -> list[str]:
         return list(self._rows.column_names)
 
-    def place(self, index: int) -> str:
-        return f"{self.path}, row {index}"
 
-
-class _Joined:
+class _JoinedTables(_Table):
     """Several tables, one after the other."""
 
     def __init__(self, tables: Sequence[_Table]) -> None:
@@ -509,14 +491,14 @@ class _ColumnProblems:
 def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `jsonl`."""
     _no_kwargs(cfg, key)
-    table = _Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
+    table = _JoinedTables([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `parquet`."""
     _no_kwargs(cfg, key)
-    table = _Joined([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
+    table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
@@ -524,7 +506,7 @@ def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
     hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
     options = check_options(Hdf5File, cfg.kwargs, f"{key}.kwargs", "source hdf5", 1)
-    table = _Joined([Hdf5File(file, **options) for file in hdf5_files])
+    table = _JoinedTables([Hdf5File(file, **options) for file in hdf5_files])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 

@@ -200,7 +200,6 @@ class EngineWeights:
     Attributes:
         engine_rank: This rank in its engine.
         version: Version of the weights; -1 before the first ones.
-        sync_s: Seconds spent receiving weights; the reader resets it.
     """
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
@@ -209,7 +208,7 @@ class EngineWeights:
         self._sender = f"{prompts.actor_name}-0"
         size = ranks_of_engine(cfg)
         self.version = -1
-        self.sync_s = 0.0
+        self._sync_s = 0.0
         link = RunLink(worker, size) if size > 1 else None
         path, device = str(cfg.actor.model.model_path), own_device(worker)
         self._engine = make_engine(
@@ -231,7 +230,12 @@ class EngineWeights:
     def forget_version(self) -> None:
         """Forgets the version: the engine waits for weights again."""
         self.version = -1
-        self.sync_s = 0.0
+        self._sync_s = 0.0
+
+    def pop_sync_s(self) -> float:
+        """Returns the seconds spent receiving weights since the last call."""
+        seconds, self._sync_s = self._sync_s, 0.0
+        return seconds
 
     def forget(self) -> None:
         """Expects complete weights next: the last update may have been lost on its way."""
@@ -262,7 +266,7 @@ class EngineWeights:
         start_time = time.perf_counter()
         self.engine_rank.begin_weights()
         self._take(probe)
-        self.sync_s += time.perf_counter() - start_time
+        self._sync_s += time.perf_counter() - start_time
         return True
 
     def await_version(self, version: int) -> None:

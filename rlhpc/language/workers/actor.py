@@ -22,7 +22,7 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 
-STATE = "{part}-{rank}.pt"
+STATE = "{section}-{rank}.pt"
 #: Number of training steps whose amount of held-out rows is evaluated at once.
 _HELD_OUT_STEPS = 8
 
@@ -35,10 +35,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     """Data-parallel rank of a trainer: owns a training backend, and trains it on samples of tokens.
 
     Attributes:
-        part: Its section of the configuration, and the prefix of its files.
+        section_name: Its section of the configuration, and the prefix of its files.
     """
 
-    part: str = "actor"
+    section_name: str = "actor"
     backend: ModelTrainer
 
     def __init__(self, cfg: Cfg) -> None:
@@ -64,11 +64,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.total = total_steps
         self.seed = cfg.runner.seed
         self.version = 0
-        self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
+        self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.section_name}.parallel")
         self.data = self.sizes.data_of(self.rank)
         self._balances_load = section.enable_dp_load_balance and self.sizes.data > 1
         # Tensor-parallel ranks drop the same elements of their shared activations.
-        seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
+        seed_process(self.seed, self.section_name, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
@@ -105,42 +105,42 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             return count
         return int(self.all_reduce(torch.tensor(float(count)), "max").item())
 
-    def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
+    def _pad_evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
         no_samples = torch.zeros(0, dtype=torch.long)
         return batches + [
             (no_samples, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))
         ]
 
-    def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
+    def _balance_load(self, batch: TokenBatch, unit_size: int = 1) -> TokenBatch:
         """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
         rank.
 
         Args:
             batch: Samples of this rank now.
-            each: Number of neighbouring samples that stay on one rank.
+            unit_size: Number of neighbouring samples that stay on one rank.
         """
         if not self._balances_load:
             return batch
-        return balance_across_ranks(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
+        return balance_across_ranks(batch, self, self.sizes, each=unit_size, hidden=self.backend.hidden)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True on the first rank of a model-parallel block, whose ranks train on the same samples."""
         return self.sizes.lane_of(self.rank) == 0
 
-    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor in place over the data-parallel ranks; of a model-parallel block one rank counts."""
         if self.world_size == 1:
             return tensor
-        return self.all_reduce(tensor if self.leads else tensor.zero_())
+        return self.all_reduce(tensor if self.is_leader else tensor.zero_())
 
     def _count(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
         """Counts the tokens and samples of a minibatch over all ranks; called before samples change ranks
         (`MinibatchCounts.of`)."""
-        return MinibatchCounts.of(batch, length, self._summed)
+        return MinibatchCounts.of(batch, length, self._sum_over_ranks)
 
-    def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
+    def _held_out_indices(self, rows: int, of_step: int) -> Iterator[range]:
         """Yields this rank's indices of held-out rows, as many at a time as `_HELD_OUT_STEPS` training steps have.
 
         Args:
@@ -190,7 +190,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             {"empty_minibatches": float(num_empty)} if num_empty else {}
         ) | self.skips.counted(), num_updates
 
-    def _step(
+    def _run_optimizer_step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
     ) -> dict[str, float]:
         """Runs the optimizer step; returns the metrics with those of the step.
@@ -203,69 +203,60 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             self.skips.took()
         else:
             non_finite_names = [name for name, value in metrics.items() if not math.isfinite(value)]
-            message = f"the gradient's norm is {norm}" + (
-                f", and so are {listed(non_finite_names)}" if non_finite_names else ""
+            others = f", and so are {listed(non_finite_names)}" if non_finite_names else ""
+            self.skips.left_out(
+                lambda: (
+                    f"{where}: the gradient's norm is {norm}{others}{_describe_non_finite(batch)} "
+                    f"({self.section_name}-{self.rank})"
+                )
             )
-            self.skips.left_out(lambda: f"{where}: {message}{_prompts(batch)} ({self.part}-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
-    def _only_step(
-        self, step: int, parts: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
+    def _run_only_step(
+        self, step: int, batch_metrics: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
         """Runs the single optimizer step of a global step from the metrics of its micro-batches; returns all metrics."""
         learning_rate = self._learning_rate(step)
-        metrics = self._step(learning_rate, self._reduced(parts), tokens, f"step {step}", batch)
+        metrics = self._run_optimizer_step(
+            learning_rate, self._reduce_metrics(batch_metrics), tokens, f"step {step}", batch
+        )
         self.version = step
         return {**metrics, "lr": learning_rate, **self.skips.counted()}
 
-    def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    def _reduce_metrics(self, batch_metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Returns the sums of the metrics over micro-batches and ranks."""
-        names = sorted(parts[0])
-        metric_sums = torch.stack(
-            [sum((metrics[name].float().cpu() for metrics in parts), torch.zeros(())) for name in names]
-        )
-        metric_sums = self._summed(metric_sums)
-        return dict(zip(names, metric_sums.tolist(), strict=True))
+        names = sorted(batch_metrics[0])
+        local_sums = [
+            sum((metrics[name].float().cpu() for metrics in batch_metrics), torch.zeros(())) for name in names
+        ]
+        return dict(zip(names, self._sum_over_ranks(torch.stack(local_sums)).tolist(), strict=True))
 
-    def _fit(self, batch: TokenBatch) -> dict[str, float]:
+    def _value_metrics(self, batch: TokenBatch) -> dict[str, float]:
         """Returns the mean return, and the fraction of the returns' variance that the values explained before this
         step's training."""
-        returns, value_estimates = (
-            batch.columns[RETURNS][batch.mask].double(),
-            batch.columns[VALUES][batch.mask].double(),
-        )
-        residuals = returns - value_estimates
+        returns = batch.columns[RETURNS][batch.mask].double()
+        residuals = returns - batch.columns[VALUES][batch.mask].double()
         local_sums = torch.stack(
-            [
-                torch.tensor(float(len(residuals))).double(),
-                returns.sum(),
-                (returns**2).sum(),
-                residuals.sum(),
-                (residuals**2).sum(),
-            ]
+            [torch.ones_like(returns).sum(), returns.sum(), (returns**2).sum(), residuals.sum(), (residuals**2).sum()]
         )
-        local_sums = self._summed(local_sums)
-        num_tokens, return_sum, squared_sum, residual_sum, residual_squares = local_sums.tolist()
+        num_tokens, *sums = self._sum_over_ranks(local_sums).tolist()
         if not num_tokens:
             return {}
-        variance = squared_sum / num_tokens - (return_sum / num_tokens) ** 2
-        residual_variance = residual_squares / num_tokens - (residual_sum / num_tokens) ** 2
-        metrics = {"return": return_sum / num_tokens}
+        mean, squared_mean, residual_mean, residual_squared_mean = (value / num_tokens for value in sums)
+        variance = squared_mean - mean**2
+        metrics = {"return": mean}
         if variance > 1e-12:
-            metrics["explained_variance"] = 1.0 - residual_variance / variance
+            metrics["explained_variance"] = 1.0 - (residual_squared_mean - residual_mean**2) / variance
         return metrics
 
     def _learning_rate(self, step: int) -> float:
-        optim = self.section.optim
-        base, warmup = optim.lr, optim.lr_warmup_steps
+        optim, warmup = self.section.optim, self.section.optim.lr_warmup_steps
         if step <= warmup:
-            return base * step / (warmup + 1)
+            return optim.lr * step / (warmup + 1)
         progress = (step - 1 - warmup) / max(self.total - warmup, 1)
         schedule = "linear" if self.cfg.algorithm.anneal_lr else optim.lr_scheduler
-        factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[
-            schedule
-        ]
-        return base * factor
+        factors = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+        return optim.lr * factors[schedule]
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -277,16 +268,19 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         path = Path(folder)
         with self.backend.awake():
-            require_finite(self.backend.held_tensors(), f"step {self.version} ({self.part}-{self.rank})")
+            require_finite(self.backend.held_tensors(), f"step {self.version} ({self.section_name}-{self.rank})")
             self.backend.save(path)
-        save_state(path / STATE.format(part=self.part, rank=self.rank), {"rng": rng_state(), "version": self.version})
+        save_state(
+            path / STATE.format(section=self.section_name, rank=self.rank),
+            {"rng": rng_state(), "version": self.version},
+        )
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint of this or another world size."""
         path = Path(folder)
         self.backend.load(path)
-        state_file = path / STATE.format(part=self.part, rank=self.rank)
-        saved_state = load_state(state_file if state_file.is_file() else path / STATE.format(part=self.part, rank=0))
+        files = [path / STATE.format(section=self.section_name, rank=rank) for rank in (self.rank, 0)]
+        saved_state = load_state(files[0] if files[0].is_file() else files[1])
         set_rng_state(saved_state["rng"])
         self.version = int(saved_state["version"])
 
@@ -299,7 +293,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.backend.reload()
 
 
-def _prompts(batch: TokenBatch) -> str:
+def _describe_non_finite(batch: TokenBatch) -> str:
     """Returns the names of columns and prompts with non-finite values, for a message."""
     names = set()
     for name, column in batch.columns.items():

@@ -29,7 +29,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     """Rank of the critic: computes the values of a step's groups on arrival, and trains on the returns that the
     actors send."""
 
-    part = CRITIC
+    section_name = CRITIC
     backend: ScalarTrainer
 
     @property
@@ -93,7 +93,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         batch.columns[VALUES] = token_values
         for group, group_batch in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
             valued.setdefault(group.position, {})[group.answers_digest] = group_batch
-        if self.leads:
+        if self.is_leader:
             send_column(self._actors, self.prompts, groups, CRITIC, token_values)
         return batch.tokens
 
@@ -122,7 +122,12 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             partial(self._minibatch, learning_rate),
         )
         self.version = step
-        return {**metrics, **self._fit(step_batch), "lr": learning_rate, "update_s": time.perf_counter() - start_time}
+        return {
+            **metrics,
+            **self._value_metrics(step_batch),
+            "lr": learning_rate,
+            "update_s": time.perf_counter() - start_time,
+        }
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
         """Returns the batches that the actors trained on, with the returns that they send, in the order of the
@@ -152,14 +157,14 @@ class CriticWorker(LanguageActor[GrpoConfig]):
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step over the samples of all ranks."""
-        batch = self._shared(batch)
+        batch = self._balance_load(batch)
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss_value, metrics = value_part(values, part, self.cfg.algorithm, counts)
             return loss_value, {"loss": loss_value.detach(), **metrics}
 
         metrics = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
-        return self._step(rate, self._reduced(metrics), counts.tokens, where, batch)
+        return self._run_optimizer_step(rate, self._reduce_metrics(metrics), counts.tokens, where, batch)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 

@@ -112,11 +112,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         cfg, self.prompts = self.cfg, prompts
         self.algorithm = make_algorithm(cfg)
-        column_makers = [column.by for column in self.algorithm.columns]
-        reference = REFERENCE in column_makers and REFERENCE not in prompts.scoring
-        value_head = cfg.actor.model.value_head
+        reference = (
+            any(column.by == REFERENCE for column in self.algorithm.columns) and REFERENCE not in prompts.scoring
+        )
         self.policies = policies_of(cfg)
-        make_trainer = partial(TokenTrainer, cfg, self, reference=reference, values=value_head, policies=self.policies)
+        make_trainer = partial(
+            TokenTrainer, cfg, self, reference=reference, values=cfg.actor.model.value_head, policies=self.policies
+        )
         trainer = self._load_model(total_steps, make_trainer)
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)
@@ -125,14 +127,16 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         }
         reader = self.algorithm.reader
         self._reader = None if reader is None else reader(cfg, self.backend.device)
-        self._sent_here: dict[str, list[str]] = {}
+        self._columns_sent_here: dict[str, list[str]] = {}
         for column in self.algorithm.columns:
             if isinstance(column.by, str) and column.by in prompts.scoring:
-                self._sent_here.setdefault(column.by, []).append(column.name)
-        self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
-        self._parts: list[TokenBatch] = []
+                self._columns_sent_here.setdefault(column.by, []).append(column.name)
+        self._columns_made_here = [
+            c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._columns_sent_here
+        ]
+        self._batches: list[TokenBatch] = []
         self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
-        self._received = -1
+        self._received_step = -1
         self._num_responses = responses_per_step(cfg)
         self._minibatch_size = minibatch_size(cfg, cfg.actor)
         self._weights = ActorWeights(self, cfg, prompts, trainer)
@@ -143,8 +147,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._groups = BlockChannel(self.connect_channel(GROUPS), self, self.sizes)
-        self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
-        self._arrivals = Arrivals(frozenset(self._sent_here))
+        self._returns = self.connect_channel(RETURNS) if CRITIC in self._columns_sent_here else None
+        self._arrivals = Arrivals(frozenset(self._columns_sent_here))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint of this or another world size; frozen weights are sent again."""
@@ -243,8 +247,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             Seconds spent scoring, and seconds spent waiting.
         """
         positions = self.prompts.of_actor(self.data)
-        self._parts = []
-        self._received = -1
+        self._batches = []
+        self._received_step = -1
         score_s = 0.0
         wait_s = 0.0
         self._arrivals.begin(step)
@@ -267,8 +271,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             )
             if not self.cfg.actor.offload_in_rollout:
                 score_s += self._recompute_logprobs(batch)
-            self._parts.append(batch)
-        self._received = step
+            self._batches.append(batch)
+        self._received_step = step
         return {"score_s": score_s, "wait_s": wait_s}
 
     def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
@@ -286,7 +290,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.answers_digest, group.members
         batch.columns |= {
-            name: column for group_name, column in columns.items() for name in self._sent_here[group_name]
+            name: column for group_name, column in columns.items() for name in self._columns_sent_here[group_name]
         }
         batch.pad_id = self.pad
         batch = group.trained_samples()
@@ -305,11 +309,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Returns:
             Seconds that it took.
         """
-        if not self._made_here:
+        if not self._columns_made_here:
             return 0.0
         start_time = time.perf_counter()
         micro_batches, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
-        for column in self._made_here:
+        for column in self._columns_made_here:
             is_packed = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
             if is_packed not in micro_batches:
                 micro_batches[is_packed] = self._micro_batches(batch, packed=is_packed)
@@ -364,13 +368,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Raises:
             NonFinite: A gradient is not finite.
         """
-        if self._received != step:
+        if self._received_step != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
         start_time = time.perf_counter()
-        batch = TokenBatch.joined(self._parts)
-        self._parts = []
+        batch = TokenBatch.joined(self._batches)
+        self._batches = []
         score_s = self._recompute_logprobs(batch) if self.cfg.actor.offload_in_rollout else 0.0
-        reduce = self._summed if self.world_size > 1 else None
+        reduce = self._sum_over_ranks if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
@@ -386,7 +390,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         )
         self.version = step
         if RETURNS_OF in batch.columns:
-            metrics |= self._fit(batch)
+            metrics |= self._value_metrics(batch)
         seconds = {"update_s": time.perf_counter() - start_time - score_s, "late_score_s": score_s}
         return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
 
@@ -413,13 +417,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 "values": token_returns[group_tokens].numpy(),
                 "members": members.numpy(),
             }
-            if self.leads:
+            if self.is_leader:
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step over the samples of all ranks; if the returned `grad_norm` is not finite, the step
         was skipped."""
-        batch = self._shared(batch)
+        batch = self._balance_load(batch)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self.algorithm.loss(scores, part, counts)
@@ -433,9 +437,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
         if not self.policies.names:
-            return self._step(rate, self._reduced(batch_metrics), counts.tokens, where, batch)
-        metrics = self._step(
-            rate, self._reduced(split_by_policy(self.policies, batches, batch_metrics)), counts.tokens, where, batch
+            return self._run_optimizer_step(rate, self._reduce_metrics(batch_metrics), counts.tokens, where, batch)
+        metrics = self._run_optimizer_step(
+            rate,
+            self._reduce_metrics(split_by_policy(self.policies, batches, batch_metrics)),
+            counts.tokens,
+            where,
+            batch,
         )
         norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
         return per_token(self.policies, {**metrics, **norms})

@@ -239,11 +239,10 @@ class LanguageRolloutWorker(Worker):
         metrics = {
             "seconds": time.perf_counter() - start_time,
             "busy_s": busy_s,
-            "sync_s": self.receiver.sync_s,
+            "sync_s": self.receiver.pop_sync_s(),
             "tokens": num_tokens,
             **COST.pop(),
         }
-        self.receiver.sync_s = 0.0
         if not len(self._pending):
             self.before_leaving(None)
         return metrics

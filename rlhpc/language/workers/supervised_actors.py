@@ -1,20 +1,29 @@
-"""Actors of supervised runs: trainers on demonstrations (SFT), preference pairs (DPO) and reward-model data."""
+"""Workers of supervised runs: trainers on demonstrations (SFT), preference pairs (DPO) and reward-model data, and engines.
+
+The group `rollout` of such a run gives no training samples. Every `runner.val_check_interval` steps it receives weights and
+answers its share of the evaluation suites, as in reinforcement learning (`Validation`).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhpc.algorithms.preference_losses import dpo_loss, find_reward_loss
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import plain, typed
+from rlhpc.language.agents.registry import make_generation
 from rlhpc.language.config.algorithms import DpoAlgorithmConfig
+from rlhpc.language.config.evaluation import answering_config
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
-from rlhpc.language.data import PromptSampler, PromptTokenizer
+from rlhpc.language.data import PromptSampler, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.preferences import PreferenceRow, encode_demonstrations
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.registry import forkable
 from rlhpc.language.evaluation.reward_model import (
     EACH,
     Suite,
@@ -29,10 +38,84 @@ from rlhpc.language.evaluation.reward_model import (
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.models.value_head import last_values
+from rlhpc.language.rollout.engine_group import EngineWeights
 from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
+from rlhpc.language.rollout.validation import Row, Validation
+from rlhpc.language.scoring.reward_aggregator import judging_here
+from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
-from rlhpc.language.workers.actor import LanguageActor
-from rlhpc.language.workers.evaluation import EvaluatedActor
+from rlhpc.language.training.weight_sync import ActorWeights
+from rlhpc.language.workers.actor import Cfg, LanguageActor
+from rlhpc.language.workers.agent import address_for_others
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.worker import Worker
+
+
+class EvaluatedActor(LanguageActor[Cfg]):
+    """Trainer that sends its weights to the engines that answer the suites."""
+
+    backend: TokenTrainer
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__(cfg)
+        self._weights: ActorWeights | None = None
+
+    def open_weights(self, prompts: PromptMap) -> None:
+        """Prepares to send weights; `prompts` names the groups."""
+        self._weights = ActorWeights(self, answering_config(typed(SftConfig, self.cfg)), prompts, self.backend)
+
+    def send_weights(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the weights, as `version`, to these ranks of engines; all ranks call it."""
+        assert self._weights is not None
+        with self.backend.awake():
+            self._weights.send(version, ranks, None)
+
+
+class EvaluationWorker(Worker):
+    """Engine that answers the suites of a supervised run and scores the answers. It has no state in checkpoints."""
+
+    def __init__(self, cfg: SftConfig) -> None:
+        super().__init__()
+        self.cfg = answering_config(cfg)
+        self._resources = ExitStack()
+
+    @classmethod
+    def forks(cls, cfg: SftConfig) -> bool:
+        """Returns whether the rank of the engine may be forked."""
+        return forkable(cfg.rollout.rollout_backend)
+
+    def close(self) -> None:
+        """Ends the engine with all processes that it has started, and the judges."""
+        self._resources.close()
+
+    def init_worker(self, prompts: PromptMap) -> None:
+        """Loads engine, tokenizer, suites and judges; `prompts` names the groups."""
+        cfg, model = self.cfg, self.cfg.actor.model
+        seed_process(cfg.runner.seed, "rollout", self.rank)
+        self.tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
+        self.weights = EngineWeights(self, cfg, prompts)
+        engine = self.weights.engine_rank.engine
+        self._resources.callback(engine.close)
+        self.generation = make_generation(cfg, engine, self.tokenizer, address=address_for_others(cfg))
+        self._resources.callback(self.generation.close)
+        self.judges = judging_here(cfg, own_device(self))
+        self._resources.callback(self.judges.close)
+        self.validation = Validation(cfg, self.tokenizer)
+        self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, own_device(self))
+
+    def evaluate(self, version: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
+        """Answers this rank's share of the suites with the weights of `version`, which are being sent.
+
+        Args:
+            version: Step of the actor.
+            ranks: Ranks that take part.
+
+        Returns:
+            See `Validation.rows`.
+        """
+        self.weights.await_version(version)
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        return self.validation.rows(self.generation, self.judges, (list(ranks).index(self.rank), len(ranks)), deadline)
 
 
 class SftActor(EvaluatedActor[SftConfig]):
@@ -64,14 +147,14 @@ class SftActor(EvaluatedActor[SftConfig]):
         rows = [self.dataset[index] for index in self.sampler.of_step(step, self.data, self.sizes.data)]
         demonstrations = self._batch_of(rows, self.encoder)
         counts = self._count(demonstrations)
-        balanced = self._shared(demonstrations)
+        balanced = self._balance_load(demonstrations)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss_value = counts.loss(-scores.logprobs, batch, "token-mean")
             return loss_value, {"loss": loss_value.detach()}
 
         batches = [batch for _, batch in self._micro_batches(balanced)]
-        return self._only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
+        return self._run_only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
 
     def validate(self) -> dict[str, float]:
         """Computes the held-out loss with the present weights: the mean of −log p over all trained tokens of the
@@ -82,12 +165,12 @@ class SftActor(EvaluatedActor[SftConfig]):
         """
         encoder, dataset = self.held_out
         loss_and_tokens = torch.zeros(2, dtype=torch.float64)
-        for indices in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+        for indices in self._held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
             demonstrations = self._batch_of([dataset[index] for index in indices], encoder)
             for _, batch in self._micro_batches(demonstrations):
                 losses = -self.backend.forward(batch).logprobs.cpu().double()
                 loss_and_tokens += torch.stack([losses[batch.mask].sum(), batch.mask.sum().double()])
-        loss, tokens = self._summed(loss_and_tokens).tolist()
+        loss, tokens = self._sum_over_ranks(loss_and_tokens).tolist()
         return {"loss": loss / max(tokens, 1.0), "tokens": tokens, "rows": float(len(dataset))}
 
     def _batch_of(self, rows: Sequence[Prompt], encoder: PromptTokenizer) -> TokenBatch:
@@ -138,7 +221,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         indices = self.sampler.of_step(step, self.data, self.sizes.data)
         pairs = self._batch_of([self.dataset[index] for index in indices], self.encoder)
         tokens = self._count(pairs).tokens
-        balanced = self._shared(pairs, _PAIR)
+        balanced = self._balance_load(pairs, _PAIR)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
             metrics = {
@@ -148,7 +231,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
         batch_metrics = self.backend.forward_backward([*self._with_reference(balanced)], loss)
-        return self._only_step(step, batch_metrics, tokens, balanced)
+        return self._run_only_step(step, batch_metrics, tokens, balanced)
 
     def validate(self) -> dict[str, float]:
         """Computes the metrics of the held-out pairs with the present weights.
@@ -158,14 +241,14 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         """
         encoder, dataset, _ = self.held_out
         metric_sums = dict[str, Tensor]()
-        for indices in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+        for indices in self._held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
             for batch in self._with_reference(self._batch_of([dataset[index] for index in indices], encoder)):
                 metrics = pair_metrics(self.cfg.algorithm, self.backend.forward(batch).logprobs.cpu().double(), batch)
                 metric_sums = {
                     name: metric_sums.get(name, torch.zeros(())) + pair_values.sum()
                     for name, pair_values in metrics.items()
                 }
-        metric_means = self._summed(torch.stack([*metric_sums.values()])) / len(dataset)
+        metric_means = self._sum_over_ranks(torch.stack([*metric_sums.values()])) / len(dataset)
         means = dict(zip(metric_sums, metric_means.tolist(), strict=True))
         return {"pair_accuracy": means.pop("accuracy"), **means, "rows": float(len(dataset))}
 
@@ -182,7 +265,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
 
     def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yields micro-batches of complete pairs with the reference's log-probs, equally many on each rank."""
-        for _, micro_batch in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
+        for _, micro_batch in self._pad_evenly(cut(batch, _PAIR, self.max_tokens), batch):
             micro_batch.columns[REF_LOGPROBS] = self.backend.reference(micro_batch).logprobs.cpu()
             yield micro_batch
 
@@ -271,7 +354,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         answers_per_row = EACH[self.form]
         responses = batch_of(rows, self.encoder, self.max_tokens_per_row, self.pad)
         tokens = self._count(responses).tokens
-        balanced = self._shared(responses, answers_per_row)
+        balanced = self._balance_load(responses, answers_per_row)
 
         def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             rewards, target_rewards = last_values(values, batch), batch.reward
@@ -293,8 +376,8 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             loss_value = losses.sum() / count
             return loss_value, {"loss": loss_value, **metrics}
 
-        batches = [batch for _, batch in self._evenly(cut(balanced, answers_per_row, self.max_tokens), balanced)]
-        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
+        batches = [batch for _, batch in self._pad_evenly(cut(balanced, answers_per_row, self.max_tokens), balanced)]
+        return self._run_only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
         """Computes the rewards of this rank's share of the suites' rows with the present weights.
@@ -313,9 +396,9 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
                 self.pad,
                 self.max_tokens,
                 self.backend.forward,
-                self._evenly,
+                self._pad_evenly,
             )
-            if not self.leads:  # the block's first rank returns the same rows
+            if not self.is_leader:  # the block's first rank returns the same rows
                 continue
             rows_by_suite[name] = [
                 {

@@ -191,7 +191,7 @@ def test_its_steps_are_those_of_a_plain_loop(folder: Folder, start: Path, name: 
         rate = 0.003 * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss, measured = loop.loss([data[place] for place in order.next()])
+        loss, measured = loop.loss([data[place] for place in order.of_step(step + 1)])
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)

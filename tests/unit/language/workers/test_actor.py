@@ -67,7 +67,7 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
         "rollout_logprobs": (4,), "versions": (4,), "old_logprobs": (4,), "ref_logprobs": (4,),
         "teacher_top_logprobs": (4, 4, 2),
     }  # fmt: skip
-    trainer._parts, trainer._received, trainer._returns = [none, some], 1, None
+    trainer._batches, trainer._received_step, trainer._returns = [none, some], 1, None
     found = trainer.update(1)
     assert (found["updates"], found["empty_minibatches"], found["tokens"]) == (1, 1, 2)
 
@@ -82,7 +82,7 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfin
     some.reward = torch.ones(1)
 
     def update(step: int, *parts: TokenBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        trainer._parts, trainer._received, trainer._returns = list(parts), step, None
+        trainer._batches, trainer._received_step, trainer._returns = list(parts), step, None
         metrics = trainer.update(step)
         return metrics, {name: tensor.clone() for name, tensor in trainer.backend.held_tensors()}
 

@@ -112,7 +112,7 @@ class FakeEngineRank:
 class FakeReceiver:
     """Weights of version 0, and no later ones."""
 
-    version, sync_s = -1, 0.0
+    version = -1
 
     def take(self) -> bool:
         fresh, self.version = self.version < 0, 0
@@ -120,6 +120,9 @@ class FakeReceiver:
 
     def forget_version(self) -> None:
         self.version = -1
+
+    def pop_sync_s(self) -> float:
+        return 0.0
 
 
 class FakeEncoder:
