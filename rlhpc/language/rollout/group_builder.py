@@ -183,10 +183,14 @@ class GroupBuilder:
         ]
         trained_scores = [score for score, is_trained in zip(scores, trained, strict=True) if is_trained]
         rewards_differ = rewards_vary(task_rewards(trained_scores, self._cfg.reward))
-        if may_refill and algorithm.filter_groups and not rewards_differ:  # dynamic sampling: nothing to learn from
+        if may_refill and self._filtered_by_dynamic_sampling(rewards_differ):
             return None
         compared = dict(zip(indices, episodes, strict=True))
         return ScoredGroup(compared, scores, rewards, trained, rewards_differ, drop_reason)
+
+    def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
+        """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
+        return self._cfg.algorithm.filter_groups and not rewards_differ
 
     def build(self, group: PendingGroup, scored: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
         """Returns the group for the actor, and its sums for the step's metrics."""
