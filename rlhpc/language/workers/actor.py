@@ -203,10 +203,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             self.skips.took()
         else:
             non_finite_names = [name for name, value in metrics.items() if not math.isfinite(value)]
-            others = f", and so are {listed(non_finite_names)}" if non_finite_names else ""
+            other_names = f", and so are {listed(non_finite_names)}" if non_finite_names else ""
             self.skips.left_out(
                 lambda: (
-                    f"{where}: the gradient's norm is {norm}{others}{_describe_non_finite(batch)} "
+                    f"{where}: the gradient's norm is {norm}{other_names}{_describe_non_finite(batch)} "
                     f"({self.section_name}-{self.rank})"
                 )
             )

@@ -16,7 +16,7 @@ need_extra("llm")
 from rlhpc.language.agents.external import AgentRanks, Distant
 from rlhpc.language.rollout.group_builder import drop_tokens
 from rlhpc.language.rollout.pending_group import PendingGroup
-from rlhpc.language.rollout.sample_group import group_of
+from rlhpc.language.rollout.sample_group import build_sample_group
 from tests.integration.language.gateway_things import QUESTION, Scripted, episodes_of, product, run_all
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -60,16 +60,16 @@ def test_roles_have_contexts_and_rewards_of_their_own() -> None:
         assert episode.outcome.reward == seed / 2
     totals = torch.tensor([10.0 + episode.outcome.reward for episode in episodes]).numpy()  # another term gave 10
     columns: list[Any] = [{}] * 4
-    group = group_of(1, 0, dict(enumerate(episodes)), totals, columns, True, 2, agent_weight=1.0)
+    group = build_sample_group(1, 0, dict(enumerate(episodes)), totals, columns, True, 2, agent_weight=1.0)
     assert group.batch.role.tolist() == [0, 1, 0, 1] and group.batch.episode.tolist() == [0, 0, 1, 1]
     assert group.batch.reward.tolist() == [9.0, 11.0, 9.0, 12.0]
     assert len(group.batch.by_episode()) == 4
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, untrained=("first",)) as generation:
         (spared,) = run_all(generation, 1)
     slot, said = PendingGroup(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
-    drop_tokens(slot, 0, cut=False, why="")
+    drop_tokens(slot, 0, drop_truncated=False, drop_reason="")
     assert [sample.role for sample in spared.samples] == [1] and all(sum(s.loss_mask) for s in spared.samples)
-    assert slot.untrained["role"] == said > 0
+    assert slot.dropped_tokens["role"] == said > 0
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, third=True) as generation:
         (episode,) = run_all(generation, 1)
     assert "agent.roles has: first, second" in episode.outcome.error
