@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithms.base import ROLLOUT
 from rlhpc.language.models.moe_routing import EXPERTS
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout.sample_group import SampleGroup, build_sample_group, column_message, read_rollout_columns
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.language.rollout.sample_group import (
+    BlockChannel,
+    SampleGroup,
+    build_sample_group,
+    column_message,
+    read_rollout_columns,
+)
+from rlhpc.runtime.channel import QueueEmpty
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
 
 def episode(*tokens: int, prompt: tuple[int, ...] = (1, 2), **fields: Any) -> Episode:
@@ -132,3 +140,52 @@ def test_an_algorithm_returns_the_columns_that_it_declares() -> None:
 def test_other_columns_are_refused(columns: dict[str, list[float]], message: str) -> None:
     with pytest.raises(RlhpcError, match=rf"algorithm\.name=mine: .*{message}"):
         read_rollout_columns(algorithm(**columns), episode(5, 6), Scored(1.0))
+
+
+class BlockRank:
+    """Rank of a block of two, whose messages to the other rank are in `sent`."""
+
+    group_name = "actor"
+
+    def __init__(self, rank: int, sent: list[Any]) -> None:
+        self.rank, self._sent = rank, sent
+
+    def send(self, message: Any, group: str, rank: int) -> None:
+        assert (group, rank) == ("actor", 1)
+        self._sent.append(message)
+
+    def recv(self, group: str, rank: int) -> Any:
+        assert (group, rank) == ("actor", 0)
+        return self._sent.pop(0)
+
+
+class OneMessage:
+    """Channel with one message."""
+
+    def __init__(self) -> None:
+        self.messages = [{"step": 1}]
+
+    def get_nowait(self, key: str) -> Any:
+        if not self.messages:
+            raise QueueEmpty
+        return self.messages.pop()
+
+    def get(self, key: str, timeout: float) -> Any:
+        raise DeadlineExceeded(f"nothing came within {timeout:g} s")
+
+
+def test_the_ranks_of_a_block_receive_the_same_messages_and_errors() -> None:
+    channel, sent = OneMessage(), list[Any]()
+    first, second = (
+        BlockChannel(channel, BlockRank(rank, sent), MeshSizes(tensor=2))  # type: ignore[arg-type]
+        for rank in range(2)
+    )
+    assert first.key == second.key == "0"
+    assert first.get_nowait() == second.get_nowait() == {"step": 1}
+    for rank in (first, second):
+        with pytest.raises(QueueEmpty):
+            rank.get_nowait()
+    for rank in (first, second):
+        with pytest.raises(DeadlineExceeded, match="nothing came within 3 s"):
+            rank.get(3.0)
+    assert not sent and not channel.messages
