@@ -277,7 +277,7 @@ def render_runtime() -> str:
 
 def render_config() -> str:
     """Formats the page of all configuration keys, in Markdown."""
-    return render({kind.name: (kind.config, kind.keys.tree) for kind in all_kinds()}, {SWEEP: SweepConfig})
+    return render({task_type.name: task_type.keys for task_type in all_kinds()}, {SWEEP: SweepConfig})
 
 
 PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}

@@ -24,7 +24,7 @@ from rlhpc.cli import (
     train,
     tune,
 )
-from rlhpc.cli.parser import TopParser, add_command
+from rlhpc.cli.parser import TopParser, add_command, argument
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import check_encoding
 from rlhpc.runtime.known_warnings import quiet_known_warnings
@@ -83,11 +83,10 @@ def build_parser() -> TopParser:
         print((parser.commands[args.command] if args.command else parser).format_help(), end="")
         return 0
 
-    help_parser = add_command(
+    add_command(
         parser.subparsers, "help", help_, "show the commands, or one command's arguments and examples",
-        ("rlhpc help", "rlhpc help train"),
+        ("rlhpc help", "rlhpc help train"), argument("command", nargs="?", help="a command"),
     )  # fmt: skip
-    help_parser.add_argument("command", nargs="?", help="a command")
     return parser
 
 
@@ -95,8 +94,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line; overrides may stand anywhere, also after an option, where argparse does not accept them."""
     parser = build_parser()
     arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    for argument in arguments:
-        check_encoding(argument)
+    for word in arguments:
+        check_encoding(word)
     parser.check_command(arguments)
     further_arguments: list[str] = []
     if arguments and arguments[0] == "run" and "--" in arguments:  # the remainder is for Snakemake

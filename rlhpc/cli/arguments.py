@@ -107,6 +107,24 @@ def _best(paths: RunPaths) -> Path:
     return paths.checkpoint(step)
 
 
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises an error for an option that is set to a number below 1.
+
+    Raises:
+        ConfigError: Names the first such option.
+    """
+    for name in names:
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
+
+
+def describe_saved(paths: RunPaths, total: int, folder: object) -> str:
+    """Describes the progress that a run has saved, of `total` steps, in a folder as the text names it."""
+    steps = [step for step, _ in paths.complete_steps()]
+    return f"saved up to step {steps[-1]} of {total} in {folder}" if steps else "nothing is saved yet"
+
+
 def require_driver(paths: RunPaths) -> Path:
     """Returns the registry folder of a run's driver, which must be running to receive requests.
 

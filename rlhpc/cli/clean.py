@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from rlhpc.cli.parser import SITE, add_command
+from rlhpc.cli.parser import SITE, add_command, argument
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.host import node_name
@@ -43,8 +43,11 @@ def _clean(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    clean = add_command(
-        commands, "clean", _clean, "remove what your ended runs have left in this node's /tmp and /dev/shm",
+    add_command(
+        commands,
+        "clean",
+        _clean,
+        "remove what your ended runs have left in this node's /tmp and /dev/shm",
         _EXAMPLES["clean"],
-    )  # fmt: skip
-    clean.add_argument("--site", help=f"{SITE}; its cluster.scratch is looked at, too")
+        argument("--site", help=f"{SITE}; its cluster.scratch is looked at, too"),
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file
-from rlhpc.cli.parser import add_command, add_words
+from rlhpc.cli.parser import add_command, argument, words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 
@@ -39,7 +39,9 @@ def _schema(args: argparse.Namespace) -> int:
     if args.subject == SITE:
         schema = site_schema()
     else:
-        schema = task_type_schema(all_kinds() if args.subject is None else [find_kind(args.subject)])
+        schema = task_type_schema(
+            [kind.keys for kind in (all_kinds() if args.subject is None else [find_kind(args.subject)])]
+        )
     _write(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", output)
     return 0
 
@@ -66,7 +68,7 @@ def _write(text: str, output: Path | None) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from rlhpc.cli.foreign import report, translate, written
+    from rlhpc.cli.foreign import format_config, format_report, translate
     from rlhpc.cli.foreign.hydra import compose
     from rlhpc.config.load import TASK
     from rlhpc.config.merge import parse_override
@@ -95,9 +97,9 @@ def _import(args: argparse.Namespace) -> int:
             )
     for key, value in override_values.items():
         translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
-    config_text = written(translation, args.subject, "RLinf")
+    config_text = format_config(translation, args.subject, "RLinf")
     sys.stderr.write(
-        report(
+        format_report(
             translation,
             args.subject,
             "RLinf",
@@ -127,25 +129,25 @@ def _verdict(text: str, name: str) -> str:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    config = add_command(
-        commands, "config", _config,
+    add_command(
+        commands,
+        "config",
+        _config,
         "explain a configuration key, write a JSON schema for editors, or translate a configuration of RLinf, key by key",
         _EXAMPLES["config"],
-    )  # fmt: skip
-    config.add_argument(
-        "action",
-        choices=("import", "schema", "show"),
-        help="import: translate a configuration of RLinf; schema: write the JSON schema of configuration files, by which "
-        "editors complete and check them; show: explain a key",
-    )
-    config.add_argument(
-        "subject",
-        nargs="?",
-        metavar="subject",
-        help="of import: the other project's YAML file, in its folder: the files of its `defaults:` are read, too; "
-        "of schema: a task type, or site for site files (default: all task types); of show: a key or section",
-    )
-    add_words(config)
-    config.add_argument(
-        "-o", "--output", help="file to write (default: standard output; the report goes to standard error)"
+        argument(
+            "action",
+            choices=("import", "schema", "show"),
+            help="import: translate a configuration of RLinf; schema: write the JSON schema of configuration files, by which "
+            "editors complete and check them; show: explain a key",
+        ),
+        argument(
+            "subject",
+            nargs="?",
+            metavar="subject",
+            help="of import: the other project's YAML file, in its folder: the files of its `defaults:` are read, too; "
+            "of schema: a task type, or site for site files (default: all task types); of show: a key or section",
+        ),
+        *words(),
+        argument("-o", "--output", help="file to write (default: standard output; the report goes to standard error)"),
     )

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.arguments import check_file, check_folder
-from rlhpc.cli.parser import add_command
+from rlhpc.cli.arguments import check_file, check_folder, require_positive
+from rlhpc.cli.parser import add_command, argument
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = (
@@ -22,27 +22,23 @@ _EXAMPLES = (
 
 
 def format_options(args: argparse.Namespace) -> Any:
-    """Returns the format of a dataset to write, from `add_format`'s arguments.
+    """Returns the format of a dataset to write, from `FORMAT`.
 
     Raises:
         ConfigError: The frame rate is below 1.
     """
     from rlhpc.embodied.data.datasets import WriteOptions
 
-    if args.fps is not None and args.fps < 1:
-        raise ConfigError(f"--fps is {args.fps}; it must be at least 1")
+    require_positive(args, "fps")
     return WriteOptions(args.to, args.fps, args.task, args.videos)
 
 
-def add_format(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of LeRobot's datasets."""
-    parser.add_argument(
-        "--fps", type=int, help="frames a second (LeRobot; default: as the sources or the environment have them)"
-    )
-    parser.add_argument(
-        "--task", help="what is done in the episodes, in words (LeRobot; default: the environment's name)"
-    )
-    parser.add_argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (LeRobot)")
+#: Options of LeRobot's datasets.
+FORMAT = (
+    argument("--fps", type=int, help="frames a second (LeRobot; default: as the sources or the environment have them)"),
+    argument("--task", help="what is done in the episodes, in words (LeRobot; default: the environment's name)"),
+    argument("--videos", action="store_true", help="pictures as mp4 instead of in the table (LeRobot)"),
+)
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -51,9 +47,7 @@ def _data(args: argparse.Namespace) -> int:
 
     if args.overrides:
         raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")
-    for option, count_option in (("--parts", args.parts), ("--episodes", args.episodes)):
-        if count_option < 1:
-            raise ConfigError(f"{option} is {count_option}; it must be at least 1")
+    require_positive(args, "parts", "episodes")
     options = format_options(args)
     if args.action == "info":
         print(json.dumps(datasets.inspect(args.paths), indent=1))
@@ -82,20 +76,22 @@ def _data(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    data_parser = add_command(
-        commands, "data", _data, "show, merge, split and convert datasets of trajectories", _EXAMPLES
+    add_command(
+        commands,
+        "data",
+        _data,
+        "show, merge, split and convert datasets of trajectories",
+        _EXAMPLES,
+        argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do"),
+        argument("paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets"),
+        argument("--output", help="page (show), file (hdf5) or folder to write"),
+        argument(
+            "--to",
+            choices=("hdf5", "lerobot", "minari"),
+            default="hdf5",
+            help="format (merge, split, convert): ManiSkill's HDF5 (default), LeRobot's v3.0, or Minari's",
+        ),
+        argument("--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)"),
+        argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)"),
+        *FORMAT,
     )
-    data_parser.add_argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do")
-    data_parser.add_argument(
-        "paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets"
-    )
-    data_parser.add_argument("--output", help="page (show), file (hdf5) or folder to write")
-    data_parser.add_argument(
-        "--to", choices=("hdf5", "lerobot", "minari"), default="hdf5",
-        help="format (merge, split, convert): ManiSkill's HDF5 (default), LeRobot's v3.0, or Minari's",
-    )  # fmt: skip
-    data_parser.add_argument(
-        "--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)"
-    )
-    data_parser.add_argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)")
-    add_format(data_parser)

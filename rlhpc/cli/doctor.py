@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file
-from rlhpc.cli.parser import SITE, add_command
+from rlhpc.cli.parser import SITE, add_command, argument
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = {
@@ -41,15 +41,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    doctor = add_command(
+    add_command(
         commands,
         "doctor",
         _doctor,
         "check whether a cluster has what runs need, with small probe jobs",
         _EXAMPLES["doctor"],
+        argument("--site", help=SITE),
+        argument("--folder", default="runs", help="where runs are to be written (default: runs)"),
+        argument("--nodes", type=int, default=8, help="nodes to probe in each partition (default 8; 0: no job)"),
+        argument("--start", type=float, default=60.0, help="seconds to wait for a probe to start (default 60)"),
+        argument("--json", help="file to write the findings to as well"),
     )
-    doctor.add_argument("--site", help=SITE)
-    doctor.add_argument("--folder", default="runs", help="where runs are to be written (default: runs)")
-    doctor.add_argument("--nodes", type=int, default=8, help="nodes to probe in each partition (default 8; 0: no job)")
-    doctor.add_argument("--start", type=float, default=60.0, help="seconds to wait for a probe to start (default 60)")
-    doctor.add_argument("--json", help="file to write the findings to as well")

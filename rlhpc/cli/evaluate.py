@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of
-from rlhpc.cli.data import add_format, format_options
-from rlhpc.cli.parser import RUN, add_checkpoint, add_command, add_trust, add_words
+from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of, require_positive
+from rlhpc.cli.data import FORMAT, format_options
+from rlhpc.cli.parser import CHECKPOINT, RUN, TRUST, add_command, argument, words
 from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.trust import Trust, without_variables
@@ -88,8 +88,7 @@ def _eval(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import kind_of
 
-    if args.episodes is not None and args.episodes < 1:
-        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    require_positive(args, "episodes")
     suite = args.suite or "default"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite):
         raise ConfigError(f"--suite is {suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
@@ -120,14 +119,17 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
+def _model_overrides(args: argparse.Namespace) -> list[str]:
+    return [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+
+
 def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     """Evaluates the original model, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import kind_of
 
-    override_words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(config, override_words, training=False)
+    cfg = load_config(config, _model_overrides(args), training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     summary = kind_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
@@ -141,9 +143,7 @@ def _play(args: argparse.Namespace) -> int:
 
     if args.run is not None and "=" in args.run and not Path(args.run).exists():
         args.run, args.overrides = None, [args.run, *args.overrides]
-    for name in ("episodes", "max_tokens"):
-        if (option_value := getattr(args, name)) is not None and option_value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {option_value}; it must be at least 1")
+    require_positive(args, "episodes", "max_tokens")
     if args.seed is not None and args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
     checkpoint, config, trust = _source(args)
@@ -171,8 +171,7 @@ def _play(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
 
-    if args.episodes < 1:
-        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    require_positive(args, "episodes")
     options = format_options(args)
     output = (check_file if args.to == "hdf5" else check_folder)("--output", Path(args.output))
     checkpoint, config, trust = _source(args, "expert", "names the environment")
@@ -211,22 +210,19 @@ def _record(args: argparse.Namespace) -> int:
 def _pairs(args: argparse.Namespace) -> int:
     """Writes scored answers of a language model as data for a reward model."""
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.task_type import kind_of
 
     if args.samples < 2:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
     checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
-    override_words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(config, override_words, training=False, trust=trust)
+    cfg = load_config(config, _model_overrides(args), training=False, trust=trust)
     output = check_file("--output", Path(args.output))
     from rlhpc.language.config.run import answers
 
     if not answers(cfg):
-        task_type_name = kind_of(cfg).name
         raise ConfigError(
-            f"{config}: runs of kind {task_type_name} do not answer problems; pairs come from reasoning or sft runs"
+            f"{config}: runs of kind {cfg.runner.task_type} do not answer problems; pairs come from reasoning or sft runs"
         )
     from rlhpc.language.evaluation.preference_pairs import describe, make_pairs
 
@@ -275,141 +271,134 @@ def _dagger(args: argparse.Namespace) -> int:
     return 0
 
 
+#: Options for the format of written episodes.
+_EPISODE_FORMAT = (
+    argument(
+        "--to",
+        choices=("hdf5", "lerobot"),
+        default="hdf5",
+        help="format of what is written: ManiSkill's HDF5 (default), or LeRobot's v3.0",
+    ),
+    *FORMAT,
+)
+
+
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    evaluate = add_command(
+    add_command(
         commands,
         "eval",
         _eval,
         "evaluate a checkpoint: a policy by deterministic episodes, a language model on a suite of problems",
         _EXAMPLES["eval"],
+        *CHECKPOINT,
+        argument("--output", help="where to write; default in the checkpoint's own run folder"),
+        *words(),
+        argument(
+            "--suite",
+            help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
+        ),
+        argument("--episodes", type=int, help="default: env.eval.num_episodes"),
+        argument("--config", help="configuration to use instead of the checkpoint's own"),
+        argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"),
     )
-    add_checkpoint(evaluate)
-    evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
-    add_words(evaluate)
-    evaluate.add_argument(
-        "--suite",
-        help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
-    )
-    evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
-    evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    evaluate.add_argument(
-        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
-    )
-    play_parser = add_command(
+    add_command(
         commands,
         "play",
         _play,
         "watch a trained policy play, or talk with a trained language model in the terminal",
         _EXAMPLES["play"],
+        argument("run", nargs="?", help=f"{RUN}; or --checkpoint"),
+        *words(),
+        argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run"),
+        argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)"),
+        argument("--config", help="configuration to use instead of the checkpoint's own"),
+        argument("--episodes", type=int, help="how many episodes are played (default 4)"),
+        argument("--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)"),
+        argument(
+            "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
+        ),
+        argument("--system", help="language models: first message of the conversation"),
+        argument(
+            "--max-tokens", type=int, help="language models: most tokens of a reply (default: rollout.max_new_tokens)"
+        ),
+        TRUST,
     )
-    play_parser.add_argument("run", nargs="?", help=f"{RUN}; or --checkpoint")
-    add_words(play_parser)
-    play_parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
-    play_parser.add_argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)")
-    play_parser.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    play_parser.add_argument("--episodes", type=int, help="how many episodes are played (default 4)")
-    play_parser.add_argument(
-        "--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)"
-    )
-    play_parser.add_argument(
-        "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
-    )
-    play_parser.add_argument("--system", help="language models: first message of the conversation")
-    play_parser.add_argument(
-        "--max-tokens", type=int, help="language models: most tokens of a reply (default: rollout.max_new_tokens)"
-    )
-    add_trust(play_parser)
-    record = add_command(
+    add_command(
         commands,
         "record",
         _record,
         "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5, or a LeRobot dataset)",
         _EXAMPLES["record"],
+        *CHECKPOINT,
+        argument("--expert", help="function of observations, as module:function, instead of a checkpoint"),
+        argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played"),
+        argument("--episodes", type=int, default=100, help="episodes to write (default 100)"),
+        argument("--only-success", action="store_true", help="write only episodes that succeeded"),
+        argument("--sample", action="store_true", help="sample actions instead of taking the most likely"),
+        argument(
+            "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
+        ),
+        argument("--intervene", metavar="WHO", help=_INTERVENE),
+        argument(
+            "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. LeRobot: the folder"
+        ),
+        *_EPISODE_FORMAT,
+        *words(),
     )
-    add_checkpoint(record)
-    record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
-    record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
-    record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
-    record.add_argument("--only-success", action="store_true", help="write only episodes that succeeded")
-    record.add_argument("--sample", action="store_true", help="sample actions instead of taking the most likely")
-    record.add_argument(
-        "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
-    )
-    record.add_argument("--intervene", metavar="WHO", help=_INTERVENE)
-    record.add_argument(
-        "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. LeRobot: the folder"
-    )
-    _add_to(record)
-    add_words(record)
-    pairs_parser = add_command(
+    add_command(
         commands,
         "pairs",
         _pairs,
         "let a language model answer, and write a right answer beside each wrong one: data for a reward model",
         _EXAMPLES["pairs"],
+        *CHECKPOINT,
+        argument("--config", help="configuration to use instead of the checkpoint's own"),
+        argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"),
+        argument("--suite", help="of this suite's problems (default: of those of training)"),
+        argument("--samples", type=int, default=8, help="answers to each problem (default 8)"),
+        argument("--temperature", type=float, default=1.0, help="of sampling (default 1)"),
+        argument("--labels", action="store_true", help="each answer with its reward as label, rather than pairs"),
+        argument("--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot"),
+        argument("--output", required=True, help="the .jsonl file"),
+        *words(),
     )
-    add_checkpoint(pairs_parser)
-    pairs_parser.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    pairs_parser.add_argument(
-        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
+    add_command(
+        commands,
+        "convert",
+        _convert,
+        "export a checkpoint's policy: safetensors and a config",
+        _EXAMPLES["convert"],
+        *CHECKPOINT,
+        argument("--output", help="where to write; default in the checkpoint's own run folder"),
+        *words(),
+        argument("--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"),
+        argument(
+            "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
+        ),
+        argument(
+            "--released",
+            action="store_true",
+            help="an OpenVLA or LeRobot policy as its family is released: for its own code",
+        ),
+        argument(
+            "--base",
+            help="with LoRA or frozen parts: where the model is now that training began from (default: where it was)",
+        ),
+        argument("--license", help="for the model card, such as apache-2.0 (default: it says other)"),
+        argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)"),
     )
-    pairs_parser.add_argument("--suite", help="of this suite's problems (default: of those of training)")
-    pairs_parser.add_argument("--samples", type=int, default=8, help="answers to each problem (default 8)")
-    pairs_parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1)")
-    pairs_parser.add_argument(
-        "--labels", action="store_true", help="each answer with its reward as label, rather than pairs"
-    )
-    pairs_parser.add_argument(
-        "--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot"
-    )
-    pairs_parser.add_argument("--output", required=True, help="the .jsonl file")
-    add_words(pairs_parser)
-    convert = add_command(
-        commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
-    )
-    add_checkpoint(convert)
-    convert.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
-    add_words(convert)
-    convert.add_argument(
-        "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
-    )
-    convert.add_argument(
-        "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
-    )
-    convert.add_argument(
-        "--released",
-        action="store_true",
-        help="an OpenVLA or LeRobot policy as its family is released: for its own code",
-    )
-    convert.add_argument(
-        "--base",
-        help="with LoRA or frozen parts: where the model is now that training began from (default: where it was)",
-    )
-    convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")
-    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
-    dagger = add_command(
+    add_command(
         commands,
         "dagger",
         _dagger,
         "clone an expert, let the clone play, label what it sees, and clone again",
         _EXAMPLES["dagger"],
+        *words(config="YAML file of a run of behaviour cloning (runner.task_type: bc)"),
+        TRUST,
+        argument("--expert", help="who labels all steps: a function as module:function, or a checkpoint"),
+        argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned"),
+        argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)"),
+        argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)"),
+        *_EPISODE_FORMAT,
     )
-    add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
-    add_trust(dagger)
-    dagger.add_argument("--expert", help="who labels all steps: a function as module:function, or a checkpoint")
-    dagger.add_argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned")
-    dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
-    dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")
-    _add_to(dagger)
-
-
-def _add_to(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the format of written episodes."""
-    parser.add_argument(
-        "--to",
-        choices=("hdf5", "lerobot"),
-        default="hdf5",
-        help="format of what is written: ManiSkill's HDF5 (default), or LeRobot's v3.0",
-    )
-    add_format(parser)

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from rlhpc.cli.arguments import require_driver, run_paths
-from rlhpc.cli.parser import RUN, add_command
+from rlhpc.cli.parser import RUN, add_command, argument
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
@@ -96,9 +96,13 @@ def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    feedback = add_command(
-        commands, "feedback", _feedback, "give a completion its reward, after the agent that asked for it is done", _EXAMPLES
-    )  # fmt: skip
-    feedback.add_argument("run", help=RUN)
-    feedback.add_argument("completion", help="its id, as the client got it from the model")
-    feedback.add_argument("reward", help="a number")
+    add_command(
+        commands,
+        "feedback",
+        _feedback,
+        "give a completion its reward, after the agent that asked for it is done",
+        _EXAMPLES,
+        argument("run", help=RUN),
+        argument("completion", help="its id, as the client got it from the model"),
+        argument("reward", help="a number"),
+    )

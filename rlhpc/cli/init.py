@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlhpc import share
-from rlhpc.cli.parser import add_command, documentation_root
+from rlhpc.cli.parser import add_command, argument, documentation_root
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import meant
@@ -242,21 +242,26 @@ def _completion(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    init = add_command(
-        commands, "init", _init, "write a new project: configuration, site file, profiles, Snakefile", _EXAMPLES["init"]
+    add_command(
+        commands,
+        "init",
+        _init,
+        "write a new project: configuration, site file, profiles, Snakefile",
+        _EXAMPLES["init"],
+        argument("folder", nargs="?", help="where; nothing there is overwritten"),
+        argument(
+            "--config",
+            default="quickstart",
+            help="what it starts from: reasoning/own (data and a reward of your own), embodied/own (an environment of your "
+            "own), or a configuration such as embodied/pendulum_sac (default: quickstart)",
+        ),
+        argument("--list", action="store_true", help="show what it can start from"),
     )
-    init.add_argument("folder", nargs="?", help="where; nothing there is overwritten")
-    init.add_argument(
-        "--config",
-        default="quickstart",
-        help="what it starts from: reasoning/own (data and a reward of your own), embodied/own (an environment of your own), "
-        "or a configuration such as embodied/pendulum_sac (default: quickstart)",
-    )
-    init.add_argument("--list", action="store_true", help="show what it can start from")
-    init.set_defaults(overrides=[])
-    completion = add_command(
-        commands, "completion", _completion, "print a script by which a shell completes commands and options",
+    add_command(
+        commands,
+        "completion",
+        _completion,
+        "print a script by which a shell completes commands and options",
         _EXAMPLES["completion"],
-    )  # fmt: skip
-    completion.add_argument("shell", choices=_SHELLS, help="the shell")
-    completion.set_defaults(overrides=[])
+        argument("shell", choices=_SHELLS, help="the shell"),
+    )

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from rlhpc.cli.arguments import run_paths
-from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.cli.parser import RUN, add_command, argument, words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.standard_streams import tell
 
@@ -51,16 +51,21 @@ def _join(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    join = add_command(
-        commands, "join", _join, "add a rank to a run that is under way, for as long as this allocation lasts", _EXAMPLES
-    )  # fmt: skip
-    add_words(join, run=RUN)
-    join.add_argument("--group", default="rollout", help="the group: rollout (default), or env in runs with simulators")
-    join.add_argument(
-        "--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"
+    add_command(
+        commands,
+        "join",
+        _join,
+        "add a rank to a run that is under way, for as long as this allocation lasts",
+        _EXAMPLES,
+        *words(run=RUN),
+        argument("--group", default="rollout", help="the group: rollout (default), or env in runs with simulators"),
+        argument("--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"),
+        argument(
+            "--patience",
+            type=float,
+            default=600.0,
+            metavar="SECONDS",
+            help="how long to wait for the run's next driver when this one has ended, as after a requeue (default 600)",
+        ),
+        argument("--await-driver", action="store_true", help="wait as long for a first driver, if none is at work"),
     )
-    join.add_argument(
-        "--patience", type=float, default=600.0, metavar="SECONDS",
-        help="how long to wait for the run's next driver when this one has ended, as after a requeue (default 600)",
-    )  # fmt: skip
-    join.add_argument("--await-driver", action="store_true", help="wait as long for a first driver, if none is at work")

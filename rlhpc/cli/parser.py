@@ -15,6 +15,7 @@ from rlhpc.runtime.text import readable
 from rlhpc.runtime.trust import FLAG
 
 _Command = Callable[[argparse.Namespace], int]
+_Argument = tuple[tuple[str, ...], Mapping[str, Any]]
 _OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
 SITE = "site file of the cluster, by name or path (default: what RLHPC_SITE says)"
 RESUME_WITH = "go on with a run although the configuration now says that something else is trained"
@@ -103,10 +104,41 @@ def _documentation() -> str:
     return root if "://" in root else f"{root}/README.md{'' if Path(root).is_absolute() else ' of the project'}"
 
 
+def argument(*names: str, **options: Any) -> _Argument:
+    """Declares an argument of a command, as `argparse.ArgumentParser.add_argument` takes it."""
+    return names, options
+
+
+def words(**positionals: str) -> list[_Argument]:
+    """Declares the positional arguments: those of the command, by name with their help, and overrides."""
+    return [
+        *(argument(name, help=help_text) for name, help_text in positionals.items()),
+        argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES),
+    ]
+
+
+#: Argument that allows code that a checkpoint names.
+TRUST = argument(
+    FLAG,
+    action="store_true",
+    help="import code that the checkpoint names (module:Class); for checkpoints of your own",
+)
+#: Arguments that name a checkpoint and the trust in its code, without an output and overrides.
+CHECKPOINT = (
+    argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run; with --run, best"),
+    argument("--run", help=f"{RUN}; together with --step"),
+    argument(
+        "--step",
+        help="global step of the checkpoint, latest or best (default: best where runner.keep_best keeps one, else latest)",
+    ),
+    TRUST,
+)
+
+
 def add_command(
-    commands: Any, name: str, function: _Command, summary: str, examples: Sequence[str]
+    commands: Any, name: str, function: _Command, summary: str, examples: Sequence[str], *arguments: _Argument
 ) -> argparse.ArgumentParser:
-    """Adds a command to the command line."""
+    """Adds a command with its arguments to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -115,31 +147,6 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(function=function, overrides=[])
+    for names, options in arguments:
+        parser.add_argument(*names, **options)
     return parser
-
-
-def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
-    """Adds the positional arguments: those of the command, and overrides."""
-    for name, help_text in first.items():
-        parser.add_argument(name, help=help_text)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a checkpoint and the trust in its code, without an output and overrides."""
-    parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run; with --run, best")
-    parser.add_argument("--run", help=f"{RUN}; together with --step")
-    parser.add_argument(
-        "--step",
-        help="global step of the checkpoint, latest or best (default: best where runner.keep_best keeps one, else latest)",
-    )
-    add_trust(parser)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that allows code that a checkpoint names."""
-    parser.add_argument(
-        FLAG,
-        action="store_true",
-        help="import code that the checkpoint names (module:Class); for checkpoints of your own",
-    )

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.parser import add_command
+from rlhpc.cli.arguments import require_positive
+from rlhpc.cli.parser import add_command, argument
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = {
@@ -28,8 +29,7 @@ def _replay(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"rlhpc replay {args.action} takes one folder, {len(args.folders)} are given; merge them first"
         )
-    if args.parts < 1:
-        raise ConfigError(f"--parts is {args.parts}; it must be at least 1")
+    require_positive(args, "parts")
     if args.action == "inspect":
         print(json.dumps(replay_buffer.inspect(args.folders[0]), indent=1))
         return 0
@@ -45,10 +45,14 @@ def _replay(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    replay = add_command(commands, "replay", _replay, "inspect, merge and split replay buffers", _EXAMPLES["replay"])
-    replay.add_argument("action", choices=("inspect", "merge", "split"), help="what to do")
-    replay.add_argument(
-        "folders", nargs="+", help="checkpoints of off-policy runs, or folders that merge and split wrote"
+    add_command(
+        commands,
+        "replay",
+        _replay,
+        "inspect, merge and split replay buffers",
+        _EXAMPLES["replay"],
+        argument("action", choices=("inspect", "merge", "split"), help="what to do"),
+        argument("folders", nargs="+", help="checkpoints of off-policy runs, or folders that merge and split wrote"),
+        argument("--output", help="folder to write (merge, split)"),
+        argument("--parts", type=int, default=2, help="parts to split into, oldest first (default 2)"),
     )
-    replay.add_argument("--output", help="folder to write (merge, split)")
-    replay.add_argument("--parts", type=int, default=2, help="parts to split into, oldest first (default 2)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file
-from rlhpc.cli.parser import add_command
+from rlhpc.cli.parser import add_command, argument
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.standard_streams import tell
@@ -118,46 +118,55 @@ def _serve(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    robot = add_command(
+    limit_text = "that this machine allows at most, whatever the run says (serve)"
+    add_command(
         commands,
         "robot",
         _robot,
         "invite a robot on another machine to a run, bring it there, let it move again",
         _EXAMPLES,
+        argument(
+            "action",
+            choices=("invite", "serve", "resume"),
+            help="on the cluster: make a key; at the robot: join by it; after a stop for safety: let it move again",
+        ),
+        argument(
+            "what",
+            nargs="?",
+            help="invite: the run's folder; serve: the key's file; resume: the robot's name, or nothing to list those stopped",
+        ),
+        argument("--output", help="the file to write the key to (invite)"),
+        argument("--slot", type=int, help="whose key, where a run has several robots (invite)"),
+        argument("--minutes", type=float, default=60.0, help="how long the key is good for (invite; default 60)"),
+        argument(
+            "--wait",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="how long to wait until the run waits for a robot (invite; default 0)",
+        ),
+        argument("--robot", help="the robot's class, as module:Class (serve)"),
+        argument("--kwargs", default="", help="its arguments, as in YAML: 'address: 192.168.1.5, port: 5' (serve)"),
+        argument(
+            "--ssh",
+            default="",
+            help="options and host for ssh, which must reach the run's node: '-J me@login node07' (serve; default: no ssh)",
+        ),
+        argument("--address", default="", help="HOST:PORT of a tunnel of your own, in place of --ssh (serve)"),
+        argument(
+            "--patience",
+            type=float,
+            default=60.0,
+            metavar="SECONDS",
+            help="how long to try to reach the run, also when the line to it was lost (serve; default 60)",
+        ),
+        argument(
+            "--resume",
+            choices=("person", "auto"),
+            default="person",
+            help="who ends a stop for safety: a person (rlhpc robot resume), or it ends by itself (serve; default person)",
+        ),
+        argument("--hz", type=float, help=f"steps a second {limit_text}"),
+        argument("--stale-s", type=float, help=f"seconds without a command {limit_text}"),
+        argument("--max-change", type=float, help=f"change of a command from one step to the next {limit_text}"),
     )
-    robot.add_argument(
-        "action", choices=("invite", "serve", "resume"),
-        help="on the cluster: make a key; at the robot: join by it; after a stop for safety: let it move again",
-    )  # fmt: skip
-    robot.add_argument(
-        "what", nargs="?",
-        help="invite: the run's folder; serve: the key's file; resume: the robot's name, or nothing to list those stopped",
-    )  # fmt: skip
-    robot.add_argument("--output", help="the file to write the key to (invite)")
-    robot.add_argument("--slot", type=int, help="whose key, where a run has several robots (invite)")
-    robot.add_argument("--minutes", type=float, default=60.0, help="how long the key is good for (invite; default 60)")
-    robot.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS",
-        help="how long to wait until the run waits for a robot (invite; default 0)",
-    )  # fmt: skip
-    robot.add_argument("--robot", help="the robot's class, as module:Class (serve)")
-    robot.add_argument(
-        "--kwargs", default="", help="its arguments, as in YAML: 'address: 192.168.1.5, port: 5' (serve)"
-    )
-    robot.add_argument(
-        "--ssh", default="",
-        help="options and host for ssh, which must reach the run's node: '-J me@login node07' (serve; default: no ssh)",
-    )  # fmt: skip
-    robot.add_argument("--address", default="", help="HOST:PORT of a tunnel of your own, in place of --ssh (serve)")
-    robot.add_argument(
-        "--patience", type=float, default=60.0, metavar="SECONDS",
-        help="how long to try to reach the run, also when the line to it was lost (serve; default 60)",
-    )  # fmt: skip
-    robot.add_argument(
-        "--resume", choices=("person", "auto"), default="person",
-        help="who ends a stop for safety: a person (rlhpc robot resume), or it ends by itself (serve; default person)",
-    )  # fmt: skip
-    limit_text = "that this machine allows at most, whatever the run says (serve)"
-    robot.add_argument("--hz", type=float, help=f"steps a second {limit_text}")
-    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {limit_text}")
-    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {limit_text}")

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc import share
-from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
+from rlhpc.cli.arguments import describe_saved
+from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, argument, words
 from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.standard_streams import tell
 
 if TYPE_CHECKING:
     from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
@@ -90,20 +92,19 @@ def find_profile(name: str) -> str:
 
 def command_of(args: argparse.Namespace) -> list[str]:
     """Returns the command line of Snakemake."""
-    config = [f"run={args.config}", f"overrides={json.dumps(args.overrides, ensure_ascii=False)}"]
-    if args.site:
-        config.append(f"site={args.site}")
-    if args.resume_with:
-        config.append("resume_with=true")
+    config = [
+        f"run={args.config}",
+        f"overrides={json.dumps(args.overrides, ensure_ascii=False)}",
+        *([f"site={args.site}"] if args.site else []),
+        *(["resume_with=true"] if args.resume_with else []),
+    ]
     further_arguments = [*args.further]
-    index = (
-        further_arguments.index("--config") + 1 if "--config" in further_arguments else 0
-    )  # of several, Snakemake reads only the last
-    further_arguments[index:index] = (
-        config
-        if index
-        else ["--config", *config, *(["--"] if further_arguments[:1] and further_arguments[0][0] != "-" else [])]
-    )
+    if "--config" in further_arguments:  # of several, Snakemake reads only the last
+        index = further_arguments.index("--config") + 1
+        further_arguments[index:index] = config
+    else:
+        separator = ["--"] if further_arguments[:1] and further_arguments[0][0] != "-" else []
+        further_arguments = ["--config", *config, *separator, *further_arguments]
     return [
         sys.executable, "-P", "-m", "snakemake", "--snakefile", share.snakefile(),
         "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further_arguments,
@@ -112,15 +113,21 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 def same_command(args: argparse.Namespace) -> str:
     """Returns the command line that repeats this command. Under make, the user's own PATH may not have rlhpc."""
-    program = "rlhpc"
     script = Path(sys.argv[0])
-    if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
-        program = os.path.relpath(script)
-    command_words = [program, "run", args.config, *args.overrides]
-    command_words += ["--profile", args.profile] if args.profile != "local" else []
-    command_words += ["--site", args.site] if args.site else []
-    command_words += ["--resume-with"] if args.resume_with else []
-    return shlex.join([*command_words, *(["--", *args.further] if args.further else [])])
+    is_under_make = os.environ.get("MAKELEVEL") and script.name == "rlhpc" and script.is_file()
+    program = os.path.relpath(script) if is_under_make else "rlhpc"
+    return shlex.join(
+        [
+            program,
+            "run",
+            args.config,
+            *args.overrides,
+            *(["--profile", args.profile] if args.profile != "local" else []),
+            *(["--site", args.site] if args.site else []),
+            *(["--resume-with"] if args.resume_with else []),
+            *(["--", *args.further] if args.further else []),
+        ]
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -150,8 +157,8 @@ def _run(args: argparse.Namespace) -> int:
         sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
         tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))
     with _workflow_log(paths.logs) as path:
-        saved_steps = [step for step, _ in paths.complete_steps()]
-        start_text = f", from step {saved_steps[-1]} on" if saved_steps else ""
+        saved_steps = paths.complete_steps()
+        start_text = f", from step {saved_steps[-1][0]} on" if saved_steps else ""
         say(
             f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{start_text}; Snakemake log: {near(path)}"
         )
@@ -229,7 +236,9 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
 
 def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
     """Runs Snakemake to its end and displays its progress; returns its exit code."""
-    with path.open("ab") as output, ending_early(), _quiet_terminal():
+    from rlhpc.metrics.logger import quiet_terminal
+
+    with path.open("ab") as output, ending_early(), quiet_terminal():
         # in a new process group: Ctrl-C reaches only this process, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
@@ -267,7 +276,7 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
 
 def say(text: str) -> None:
     """Prints a line to the terminal."""
-    print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+    tell(f"rlhpc: {text}")
 
 
 def near(path: Path) -> str:
@@ -284,19 +293,19 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
     step, last_metrics, result_text = last_result(paths, suite)
     program = same_command(args).split(" run ", 1)[0]
     run = shlex.quote(near(paths.root))
-    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result_text else ''}{result_text}"]
-    lines.append(f"  report  {near(paths.report)}")
-    if (paths.export(step)).is_dir():
-        lines.append(f"  policy  {near(paths.export(step))}")
-    config = shlex.quote(args.config)
-    lines += ["next", f"  {program} status {run}"]
-    if last_metrics:  # suites of language models have names in data.eval; those of episodes may have any
-        options = "again --episodes 20" if "return_mean" in last_metrics else shlex.quote(suite)
-        lines.append(f"  {program} eval --run {run} --suite {options}")
-    lines += [
-        f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={cfg.runner.seed + 1}",
+    # Suites of language models have names in data.eval; those of episodes may have any.
+    suite_options = "again --episodes 20" if "return_mean" in last_metrics else shlex.quote(suite)
+    next_name = shlex.quote(f"{cfg.runner.name}-2")
+    return [
+        "",
+        f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result_text else ''}{result_text}",
+        f"  report  {near(paths.report)}",
+        *([f"  policy  {near(paths.export(step))}"] if paths.export(step).is_dir() else []),
+        "next",
+        f"  {program} status {run}",
+        *([f"  {program} eval --run {run} --suite {suite_options}"] if last_metrics else []),
+        f"  {program} run {shlex.quote(args.config)} runner.name={next_name} runner.seed={cfg.runner.seed + 1}",
     ]
-    return lines
 
 
 # -- ending early -----------------------------------------------------------------------------------------------------
@@ -317,12 +326,6 @@ def ending_early() -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-
-
-def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
-    from rlhpc.metrics.logger import quiet_terminal
-
-    return quiet_terminal()
 
 
 def _stop(
@@ -364,12 +367,7 @@ def _tell_saved(track: Track, hurried: bool) -> None:
     """Prints the progress of an interrupted run, and whether its job continues."""
     from rlhpc.jobs.status import run_state
 
-    steps = [step for step, _ in track.paths.complete_steps()]
-    saved_text = (
-        f"saved up to step {steps[-1]} of {track.total} in {near(track.paths.root)}"
-        if steps
-        else "nothing is saved yet"
-    )
+    saved_text = describe_saved(track.paths, track.total, near(track.paths.root))
     if not hurried and run_state(track.paths)[0] in ("running", "waiting"):
         say(f"interrupted; its job goes on ({saved_text})")
         say(f"stop it: rlhpc cancel {shlex.quote(near(track.paths.root))}")
@@ -419,14 +417,19 @@ def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
 
 def add_commands(commands: Any) -> None:
     """Adds the command to the command line."""
-    run = add_command(
-        commands, "run", _run, "train, evaluate, export and report, by Snakemake; shows what happens", _EXAMPLES
-    )  # fmt: skip
-    add_words(run, config="YAML file of the run")
-    run.add_argument(
-        "--profile", default="local", help="profile of Snakemake: local, slurm, slurm-no-accounting, or a folder "
-        "(default: local)",
-    )  # fmt: skip
-    run.add_argument("--site", help=SITE)
-    run.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
-    run.add_argument("-n", "--dry-run", action="store_true", help="show what would be done")
+    add_command(
+        commands,
+        "run",
+        _run,
+        "train, evaluate, export and report, by Snakemake; shows what happens",
+        _EXAMPLES,
+        *words(config="YAML file of the run"),
+        argument(
+            "--profile",
+            default="local",
+            help="profile of Snakemake: local, slurm, slurm-no-accounting, or a folder (default: local)",
+        ),
+        argument("--site", help=SITE),
+        argument("--resume-with", action="store_true", help=RESUME_WITH),
+        argument("-n", "--dry-run", action="store_true", help="show what would be done"),
+    )

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rlhpc.cli.arguments import require_driver, run_paths
-from rlhpc.cli.parser import RUN, add_command
+from rlhpc.cli.parser import RUN, add_command, argument
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
@@ -89,12 +89,17 @@ def _parse_request(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    scale = add_command(
-        commands, "scale", _scale, "ask a run that is under way for a number of ranks from jobs of their own", _EXAMPLES
-    )  # fmt: skip
-    scale.add_argument("run", help=RUN)
-    scale.add_argument(
-        "number", metavar="group=N",
-        help="how many ranks besides those that the run started with, within min and max of cluster.elastic; `auto` gives the "
-        "number back to the rule",
-    )  # fmt: skip
+    add_command(
+        commands,
+        "scale",
+        _scale,
+        "ask a run that is under way for a number of ranks from jobs of their own",
+        _EXAMPLES,
+        argument("run", help=RUN),
+        argument(
+            "number",
+            metavar="group=N",
+            help="how many ranks besides those that the run started with, within min and max of cluster.elastic; `auto` gives "
+            "the number back to the rule",
+        ),
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file, check_folder, is_run, run_paths
-from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.cli.parser import RUN, add_command, argument, words
 from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
@@ -108,56 +108,75 @@ def _compare(args: argparse.Namespace) -> int:
             from rlhpc.runs.sweep import read_sweep
 
             record = read_sweep(sweeps[run_argument])
-            prefix = (
-                f"{record.get('name', run_argument)}: " if len(args.runs) > 1 else ""
-            )  # others may vary the same keys
+            # Other sweeps may vary the same keys.
+            prefix = f"{record.get('name', run_argument)}: " if len(args.runs) > 1 else ""
             labelled_runs += [
                 (f"{prefix}{run['label']}", sweeps[run_argument].run(run["name"])) for run in record["runs"]
             ]
             continue
         label, _, folder = run_argument.rpartition("=") if not Path(run_argument).exists() else ("", "", run_argument)
-        paths = run_paths(folder)
-        labelled_runs.append((label or None, paths))
+        labelled_runs.append((label or None, run_paths(folder)))
     print(write_comparison(labels_of(labelled_runs), output, args.suite))
     return 0
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    status = add_command(
-        commands, "status", _status, "show where a run is, or all runs below a folder", _EXAMPLES["status"]
+    add_command(
+        commands,
+        "status",
+        _status,
+        "show where a run is, or all runs below a folder",
+        _EXAMPLES["status"],
+        *words(run=f"{RUN}; or a folder with runs below it"),
     )
-    add_words(status, run=f"{RUN}; or a folder with runs below it")
-    logs = add_command(commands, "logs", _logs, "print the logs of a run's groups and ranks", _EXAMPLES["logs"])
-    add_words(logs, run=RUN)
-    logs.add_argument("--group", help="only this group")
-    logs.add_argument("--rank", type=int, help="only this rank")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on printing what is added")
-    logs.add_argument(
-        "--start", default="last", metavar="N", help="only this start of the run: 1, 2, …, last or all (default last)"
+    add_command(
+        commands,
+        "logs",
+        _logs,
+        "print the logs of a run's groups and ranks",
+        _EXAMPLES["logs"],
+        *words(run=RUN),
+        argument("--group", help="only this group"),
+        argument("--rank", type=int, help="only this rank"),
+        argument("--follow", "-f", action="store_true", help="go on printing what is added"),
+        argument(
+            "--start",
+            default="last",
+            metavar="N",
+            help="only this start of the run: 1, 2, …, last or all (default last)",
+        ),
+        argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)"),
     )
-    logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
-    report = add_command(commands, "report", _report, "write a run's report page", _EXAMPLES["report"])
-    add_words(report, run=RUN)
-    report.add_argument(
-        "--curves", help="folder to write the single plots to as well, and the page without links; where the run is not "
-        "yours to write to, only there",
-    )  # fmt: skip
-    compare = add_command(
+    add_command(
+        commands,
+        "report",
+        _report,
+        "write a run's report page",
+        _EXAMPLES["report"],
+        *words(run=RUN),
+        argument(
+            "--curves",
+            help="folder to write the single plots to as well, and the page without links; where the run is not "
+            "yours to write to, only there",
+        ),
+    )
+    add_command(
         commands,
         "compare",
         _compare,
         "write a page that compares runs, with mean and spread over seeds",
         _EXAMPLES["compare"],
-    )
-    compare.add_argument(
-        "runs", nargs="+", metavar="run", help="run folders, or the folder of a sweep; runs whose names differ in "
-        "a number at the end are seeds of one thing, or say what they are as label=folder",
-    )  # fmt: skip
-    compare.add_argument("--output", help="the page (default: compare.html; of a sweep, in its folder)")
-    compare.add_argument(
-        "--suite", help="evaluation suite that is compared (default: the first that the runs are evaluated on)"
-    )
-    compare.add_argument(
-        "--metric", help="of a sweep: what is compared, such as eval/return_mean (default: what it says)"
+        argument(
+            "runs",
+            nargs="+",
+            metavar="run",
+            help="run folders, or the folder of a sweep; runs whose names differ in "
+            "a number at the end are seeds of one thing, or say what they are as label=folder",
+        ),
+        argument("--output", help="the page (default: compare.html; of a sweep, in its folder)"),
+        argument(
+            "--suite", help="evaluation suite that is compared (default: the first that the runs are evaluated on)"
+        ),
+        argument("--metric", help="of a sweep: what is compared, such as eval/return_mean (default: what it says)"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TextIO
@@ -13,6 +14,7 @@ from rlhpc.cli.follow import WorkflowLog, last_row
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.text import count_noun
 
 if TYPE_CHECKING:
     from rlhpc.jobs.plan import JobPlan
@@ -27,19 +29,19 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
     location = expand_home(text).absolute()
     if location.is_dir():
         paths = SweepPaths(location)
-        if overrides or not paths.is_there:
-            return None
-        return paths
+        return paths if paths.is_there and not overrides else None
     if not location.is_file():
         return None
     from rlhpc.runs.sweep import load_sweep
 
     sweep = load_sweep(location, overrides)
-    if sweep is not None and not sweep.paths.is_there:
+    if sweep is None:
+        return None
+    if not sweep.paths.is_there:
         raise ConfigError(
             f"{sweep.paths.root}: the sweep of {text} has not begun; start it: rlhpc run {shlex.quote(text)}"
         )
-    return sweep.paths if sweep is not None else None
+    return sweep.paths
 
 
 def render_sweep(sweep: SweepPaths) -> str:
@@ -104,40 +106,38 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
     from rlhpc.jobs.plan import build_plan, render_plan
 
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
-    jobs = dict.fromkeys(("training", "evaluation", "export", "recording"), 0)
-    for run in sweep.runs:
-        for job_type, count in _jobs_of(run).items():
-            jobs[job_type] += count
+    jobs = sum(map(_jobs_of, sweep.runs), Counter[str]())
     seeds = len({run.point.seed for run in sweep.runs})
     limit_text = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
-        f"sweep {sweep.name}: {_some(len(sweep.runs), 'run')} ({_some(len(sweep.runs) // seeds, 'configuration')}, "
-        f"{_some(seeds, 'seed')}){limit_text if sweep.section.max_queued else ''}",
+        f"sweep {sweep.name}: {count_noun(len(sweep.runs), 'run')} ({count_noun(len(sweep.runs) // seeds, 'configuration')}, "
+        f"{count_noun(seeds, 'seed')}){limit_text if sweep.section.max_queued else ''}",
         "jobs         " + ", ".join(f"{count} {job_type}" for job_type, count in jobs.items() if count),
     ]
-    for run in sweep.runs:
-        if run.prepares:
-            lines.append(
-                f"shared       {run.point.name} makes {' and '.join(sorted(run.prepares))} for those that need the same"
-            )
+    lines += [
+        f"shared       {run.point.name} makes {' and '.join(sorted(run.prepares))} for those that need the same"
+        for run in sweep.runs
+        if run.prepares
+    ]
     if plans[0].launcher == "slurm":
         lines.append(f"at most      {_cost(sweep, plans)}")
     lines += ["", *(f"  {run.point.name}" for run in sweep.runs), "", f"# {sweep.runs[0].point.name}, as an example"]
     return "\n".join([*lines, render_plan(plans[0])])
 
 
-def _jobs_of(run: SweepRun) -> dict[str, int]:
+def _jobs_of(run: SweepRun) -> Counter[str]:
+    """Returns the number of jobs of a run, by type."""
     from rlhpc.runs.task_type import kind_of
 
     cfg, task_type = run.cfg, kind_of(run.cfg)
     preparation = task_type.offline.preparation(cfg)
     suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
-    return {
-        "training": cfg.runner.segments + prepares_sft,
-        "evaluation": suites * (cfg.runner.segments + preparation.evaluates_start),
-        "export": 1 + prepares_sft,
-        "recording": ("demos" in run.prepares) + bool(task_type.offline.recording(cfg)[0]),
-    }
+    return Counter(
+        training=cfg.runner.segments + prepares_sft,
+        evaluation=suites * (cfg.runner.segments + preparation.evaluates_start),
+        export=1 + prepares_sft,
+        recording=("demos" in run.prepares) + bool(task_type.offline.recording(cfg)[0]),
+    )
 
 
 def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
@@ -154,10 +154,6 @@ def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
             nodes += hours * len(component.nodes)
             accelerators += hours * sum(plan.nodes[n].accelerators for n in component.nodes)
     return f"{nodes:.4g} node hours and {accelerators:.4g} GPU hours of training, if every job takes its whole walltime"
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -196,7 +192,8 @@ class SweepFollower:
                 self._say("", "writing the page")
         for name, prefix in self._prefixes.items():
             rule = f"{prefix}report"
-            if self._log.running.get(rule) == 0 and not self._failed(rule) and name not in self.done:
+            has_failed = any(job.rule == rule for job in self._log.failed)
+            if self._log.running.get(rule) == 0 and not has_failed and name not in self.done:
                 self.done.append(name)
                 self._say(name, f"done ({len(self.done)})")
         for job in self._log.failed:
@@ -208,14 +205,9 @@ class SweepFollower:
 
     def split(self, rule: str) -> tuple[str, str]:
         """Returns a rule's run, "" for a rule of the sweep itself, and the rule's name in the workflow of a run."""
-        fitting = [(prefix, name) for name, prefix in self._prefixes.items() if rule.startswith(prefix)]
-        if not fitting:
-            return "", rule
-        prefix, name = max(fitting, key=lambda one: len(one[0]))
-        return name, rule.removeprefix(prefix)
-
-    def _failed(self, rule: str) -> bool:
-        return any(job.rule == rule for job in self._log.failed)
+        matches = {prefix: name for name, prefix in self._prefixes.items() if rule.startswith(prefix)}
+        prefix = max(matches, key=len, default="")
+        return matches.get(prefix, ""), rule.removeprefix(prefix)
 
     def _say(self, name: str, text: str) -> None:
         if (name, text) not in self._printed:

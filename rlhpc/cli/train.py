@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.cli.arguments import run_paths
-from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
+from rlhpc.cli.arguments import describe_saved, run_paths
+from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, argument, words
 from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
@@ -107,25 +107,18 @@ def _print_skipped(checks: Sequence[Check]) -> None:
 
 
 def _when(args: argparse.Namespace) -> int:
-    from rlhpc.runs.start_estimate import outlook, render
+    from rlhpc.runs.start_estimate import estimate_starts, render
     from rlhpc.runs.tuning.tune import TuneRequest
 
-    node_counts = [argument.strip() for argument in (args.nodes or "").split(",") if argument.strip()]
+    node_counts, partitions = (
+        [word.strip() for word in (option or "").split(",") if word.strip()] for option in (args.nodes, args.partitions)
+    )
     if invalid_counts := [argument for argument in node_counts if not argument.isdigit() or int(argument) < 1]:
         raise ConfigError(f"--nodes has {invalid_counts[0]!r}; write numbers of nodes, such as 1,2,4")
     if args.launcher == "local" or shutil.which("sbatch") is None:
         raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
-    partitions = [argument.strip() for argument in (args.partitions or "").split(",") if argument.strip()]
-    site = args.site or os.environ.get("RLHPC_SITE")
-    print(
-        render(
-            outlook(
-                TuneRequest(args.config, tuple(args.overrides), site),
-                [int(argument) for argument in node_counts],
-                partitions,
-            )
-        )
-    )
+    request = TuneRequest(args.config, tuple(args.overrides), args.site or os.environ.get("RLHPC_SITE"))
+    print(render(estimate_starts(request, [*map(int, node_counts)], partitions)))
     return 0
 
 
@@ -149,22 +142,17 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
     from rlhpc.jobs.signals import MAX_RESTARTS
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    steps = [step for step, _ in paths.complete_steps()]
-    saved_text = (
-        f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
-    )
-    message = f"rlhpc: interrupted; {saved_text}"
+    message = f"rlhpc: interrupted; {describe_saved(paths, total_steps(cfg), paths.root)}"
     if MAX_RESTARTS in os.environ:
         return message  # in a job, the submitter prints how to continue
+    resume = ["runner.resume_dir=auto"] if paths.complete_steps() else []
     command_words = [
         "rlhpc",
         "train",
         args.config,
-        *(w for w in args.overrides if not w.startswith("runner.resume_dir=")),
+        *(word for word in args.overrides if not word.startswith("runner.resume_dir=")),
+        *(resume if args.segment is None else ["--segment", str(args.segment)]),
     ]
-    command_words += (
-        ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
-    )
     return f"{message}\nrlhpc: go on: {shlex.join(command_words)}"
 
 
@@ -184,7 +172,6 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.jobs.segment import SegmentJournal
     from rlhpc.jobs.submit import Submission, SubmitRequest, WaitOptions, choose_executor, driver_command
     from rlhpc.jobs.wait_client import Wait, hand_over
-    from rlhpc.jobs.waiter import Waiter
     from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
@@ -212,9 +199,6 @@ def _submit(args: argparse.Namespace) -> int:
     flags = ["--resume-with"] if args.resume_with else []
     answers = not sys.stdout.isatty()  # for scripts
 
-    def wait_elsewhere(waiter: Waiter) -> None:
-        hand_over(Wait.of(waiter, answers=answers))
-
     request = SubmitRequest(
         run_root=paths.root,
         command=driver_command(submitted_config.path, flags, segment=args.segment),
@@ -230,7 +214,7 @@ def _submit(args: argparse.Namespace) -> int:
         enabled=not args.no_wait,
         deadline_s=args.deadline,
         requester=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
-        hand_over=wait_elsewhere if args.whole_process else lambda waiter: None,
+        hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=answers)) if args.whole_process else None,
     )
     tell(Submission(request, wait).run(), answers=answers)
     return 0
@@ -247,61 +231,72 @@ def _cancel(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
-    plan = add_command(
-        commands, "plan", _plan, "print what a run would start where, without starting anything", _EXAMPLES["plan"]
+    add_command(
+        commands,
+        "plan",
+        _plan,
+        "print what a run would start where, without starting anything",
+        _EXAMPLES["plan"],
+        *words(config="YAML file of the run"),
+        argument("--site", help=SITE),
+        argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not"),
+        argument(
+            "--when",
+            action="store_true",
+            help="ask Slurm when it would start, here and in other shapes, and say when it would end",
+        ),
+        argument(
+            "--measure",
+            action="store_true",
+            help="also have PyTorch follow a training step without contents, and hold the account of memory against it",
+        ),
+        argument(
+            "--processes",
+            action="store_true",
+            help="also make the checks that start processes of their own: simulators, judges, sandboxes",
+        ),
+        argument("--nodes", metavar="N,…", help="--when: numbers of nodes to ask about (default: half, and twice)"),
+        argument("--partitions", metavar="P,…", help="--when: partitions to ask about (default: the site file's)"),
     )
-    add_words(plan, config="YAML file of the run")
-    plan.add_argument("--site", help=SITE)
-    plan.add_argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not")
-    plan.add_argument(
-        "--when",
-        action="store_true",
-        help="ask Slurm when it would start, here and in other shapes, and say when it would end",
-    )
-    plan.add_argument(
-        "--measure",
-        action="store_true",
-        help="also have PyTorch follow a training step without contents, and hold the account of memory against it",
-    )
-    plan.add_argument(
-        "--processes",
-        action="store_true",
-        help="also make the checks that start processes of their own: simulators, judges, sandboxes",
-    )
-    plan.add_argument("--nodes", metavar="N,…", help="--when: numbers of nodes to ask about (default: half, and twice)")
-    plan.add_argument("--partitions", metavar="P,…", help="--when: partitions to ask about (default: the site file's)")
-    train = add_command(
+    add_command(
         commands,
         "train",
         _train,
         "train here and now: on this machine, or in this shell's allocation",
         _EXAMPLES["train"],
+        *words(config="YAML file of the run"),
+        argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it"),
+        argument("--resume-with", action="store_true", help=RESUME_WITH),
     )
-    add_words(train, config="YAML file of the run")
-    train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
-    train.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
-    submit = add_command(
+    add_command(
         commands,
         "submit",
         _submit,
         "submit a segment as a job and wait for it; attach if it runs already",
         _EXAMPLES["submit"],
+        *words(config="YAML file of the run"),
+        argument("--segment", type=int, default=0, help="segment to train (default 0)"),
+        argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job"),
+        argument("--resume-with", action="store_true", help=RESUME_WITH),
+        argument("--site", help=SITE),
+        argument("--no-wait", action="store_true", help="return once the job is submitted"),
+        argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)"),
+        argument(
+            "--attempt",
+            type=int,
+            default=1,
+            metavar="N",
+            help="which try this is of a workflow engine; a retry (2 and more) does not start again what somebody cancelled",
+        ),
+        argument(
+            "--asked-by", type=int, metavar="PID", help="process of this machine with whose end the waiting ends, too"
+        ),
     )
-    add_words(submit, config="YAML file of the run")
-    submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
-    submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
-    submit.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
-    submit.add_argument("--site", help=SITE)
-    submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
-    submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
-    submit.add_argument(
-        "--attempt", type=int, default=1, metavar="N",
-        help="which try this is of a workflow engine; a retry (2 and more) does not start again what somebody cancelled",
-    )  # fmt: skip
-    submit.add_argument(
-        "--asked-by", type=int, metavar="PID", help="process of this machine with whose end the waiting ends, too"
+    add_command(
+        commands,
+        "cancel",
+        _cancel,
+        "stop a run's job; it saves a checkpoint first",
+        _EXAMPLES["cancel"],
+        *words(run=RUN),
     )
-    cancel = add_command(
-        commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", _EXAMPLES["cancel"]
-    )
-    add_words(cancel, run=RUN)

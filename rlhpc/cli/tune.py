@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from rlhpc.cli.parser import SITE, add_command, add_words
+from rlhpc.cli.parser import SITE, add_command, argument, words
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = (
@@ -58,22 +58,32 @@ def _tune(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Adds the command to the command line."""
-    tune = add_command(
-        commands, "tune", _tune, "measure a run for a few steps, and find where its groups should be", _EXAMPLES
-    )  # fmt: skip
-    add_words(tune, config="YAML file of the run")
-    tune.add_argument("--nodes", type=int, metavar="N", help="place it on this many nodes (default: as configured)")
-    tune.add_argument("--gpus", type=int, metavar="G", help="with this many accelerators each (default: as configured)")
-    tune.add_argument("--verify", type=int, default=0, metavar="K", help="run the best K, too, and the configured one")
-    tune.add_argument(
-        "--max-staleness", type=int, metavar="K",
-        help="consider algorithm.max_staleness up to this, which changes what is learned (default: as configured)",
-    )  # fmt: skip
-    tune.add_argument(
-        "--samples", type=int, metavar="N", help="give the hours for so many samples (default: the whole run)"
+    add_command(
+        commands,
+        "tune",
+        _tune,
+        "measure a run for a few steps, and find where its groups should be",
+        _EXAMPLES,
+        *words(config="YAML file of the run"),
+        argument("--nodes", type=int, metavar="N", help="place it on this many nodes (default: as configured)"),
+        argument("--gpus", type=int, metavar="G", help="with this many accelerators each (default: as configured)"),
+        argument("--verify", type=int, default=0, metavar="K", help="run the best K, too, and the configured one"),
+        argument(
+            "--max-staleness",
+            type=int,
+            metavar="K",
+            help="consider algorithm.max_staleness up to this, which changes what is learned (default: as configured)",
+        ),
+        argument(
+            "--samples", type=int, metavar="N", help="give the hours for so many samples (default: the whole run)"
+        ),
+        argument("--steps", type=int, default=10, help="steps of a short run that count (default 10)"),
+        argument(
+            "--deadline",
+            type=float,
+            default=1800.0,
+            metavar="SECONDS",
+            help="how long a short run may take (default 1800)",
+        ),
+        argument("--site", help=SITE),
     )
-    tune.add_argument("--steps", type=int, default=10, help="steps of a short run that count (default 10)")
-    tune.add_argument(
-        "--deadline", type=float, default=1800.0, metavar="SECONDS", help="how long a short run may take (default 1800)"
-    )
-    tune.add_argument("--site", help=SITE)

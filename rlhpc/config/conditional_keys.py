@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.load import ALWAYS_SAVED
 from rlhpc.config.merge import ConfigLayers
-from rlhpc.config.typed import select, untouched
+from rlhpc.config.typed import plain, select, untouched
 from rlhpc.runtime.text import short_repr
 
 
@@ -77,7 +77,7 @@ def unused_keys(
     rows = list(table)
     unused_entries = []
     for key, source in sorted(sources.items()):
-        user_value = _plain(select(cfg, key))
+        user_value = plain(select(cfg, key))
         if key in defaults and user_value == defaults[key]:
             continue
         if row := next((row for row in rows if row.names(key) and not row.holds(cfg)), None):
@@ -108,9 +108,5 @@ def defaults_of(root: type, keys: Iterable[str]) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         node = OmegaConf.select(cfg, section) if section else cfg
         if not OmegaConf.is_interpolation(node, name) and not OmegaConf.is_missing(node, name):
-            defaults[key] = _plain(node[name])
+            defaults[key] = plain(node[name])
     return defaults
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -11,7 +11,7 @@ import yaml
 
 from rlhpc import share
 from rlhpc.config.schema import typed_value
-from rlhpc.config.yaml_files import ConfigDumper, UniqueKeys, WrittenScalars, plain_value
+from rlhpc.config.yaml_files import UniqueKeys, WrittenScalars, dump_yaml, plain_value
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_yaml, read_yaml_file
 from rlhpc.runtime.text import cut, short_repr
@@ -70,12 +70,11 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
 
 def _as_if_read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the content of a mapping as if it had been read from a file."""
-    yaml_text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
+    yaml_text = dump_yaml(plain_value(config, name))
     try:
-        content: dict[str, Any] = read_yaml(yaml_text, WrittenScalars)
+        return dict(read_yaml(yaml_text, WrittenScalars))
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{name}: {error}") from None
-    return content
 
 
 def _read(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tuple[str, dict[str, Any]]]:

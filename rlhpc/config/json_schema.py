@@ -7,14 +7,13 @@ of these forms are accepted.
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import MISSING
 
-from rlhpc.config.schema import ConfigKey, element_of, fields_of, tree_of
+from rlhpc.config.schema import ConfigKey, SchemaKeys, element_of, fields_of, tree_of, without_null
 from rlhpc.config.sites import SiteConfig
 from rlhpc.config.sweep import SWEEP, SweepConfig
 from rlhpc.runtime.key_metadata import Range
@@ -33,39 +32,13 @@ _TYPES = {bool: "boolean", int: "integer", float: "number"}
 Schema = dict[str, Any]
 
 
-class KeyTree(Protocol):
-    """Keys and sections of a task type."""
-
-    @property
-    def tree(self) -> Mapping[str, ConfigKey]:
-        """Each by path."""
-
-
-class TaskTypeKeys(Protocol):
-    """Name and keys of a task type."""
-
-    @property
-    def name(self) -> str:
-        """Its name in `runner.task_type`."""
-
-    @property
-    def config(self) -> type:
-        """Dataclass of its configuration."""
-
-    @property
-    def keys(self) -> KeyTree:
-        """Its keys and sections."""
-
-
-def task_type_schema(kinds: Sequence[TaskTypeKeys]) -> Schema:
+def task_type_schema(task_types: Sequence[SchemaKeys]) -> Schema:
     """Returns the schema of the configuration files of one task type, or of several, of which `runner.task_type` picks one.
 
     A file without `runner.task_type` may be of any of them: it may be a part of another file (`defaults`).
     """
     sections = _Sections()
-    references = {
-        task_type.name: sections.root(task_type.name, task_type.config, task_type.keys.tree) for task_type in kinds
-    }
+    references = {keys.schema.name: sections.root(keys.schema.name, keys.schema.root, keys.tree) for keys in task_types}
     head = {"$schema": DRAFT, "title": f"rlhpc configuration ({', '.join(references)})", "type": "object"}
     if len(references) == 1:
         return {**head, **next(iter(references.values())), "$defs": sections.definitions}
@@ -164,7 +137,7 @@ def _default(key: ConfigKey) -> Schema:
 
 def _value(key: ConfigKey) -> Schema:
     """Returns the schema of a value; a value of any type has an empty one."""
-    value_type, is_nullable = _without_null(key.type)
+    value_type, is_nullable = without_null(key.type)
     if value_type is Any:
         return {}
     names = key.names()
@@ -184,14 +157,6 @@ def _any_case(letter: str) -> str:
     if letter.isalpha():
         return f"[{letter.upper()}{letter.lower()}]"
     return letter if letter.isalnum() or letter in "_-" else f"\\{letter}"
-
-
-def _without_null(kind: Any) -> tuple[Any, bool]:
-    """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
-        return kind, False
-    other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
-    return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(kind))
 
 
 def _of_type(kind: Any, allowed: Range | None) -> list[Schema]:

@@ -11,18 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.constraints import null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
 from rlhpc.config.merge import ConfigLayers, parse_override, reason
-from rlhpc.config.schema import ConfigKey, Schema, typed_value
+from rlhpc.config.schema import ConfigKey, Schema, SchemaKeys, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
-from rlhpc.config.yaml_files import ConfigDumper
+from rlhpc.config.yaml_files import dump_yaml
 from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import short_repr
@@ -46,12 +45,8 @@ _REMOVED_KEYS = (
 TASK = "runner.task_type"
 
 
-class TaskTypeInfo(Protocol):
+class TaskTypeInfo(SchemaKeys, Protocol):
     """Facts about a task type that reading a configuration needs."""
-
-    @property
-    def schema(self) -> Schema:
-        """Schema of its configuration."""
 
     @property
     def by_path(self) -> Mapping[str, ConfigKey]:
@@ -188,10 +183,7 @@ def config_to_yaml(cfg: object) -> str:
     from its own environment.
     """
     content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
-    yaml_text: str = yaml.dump(
-        content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False
-    )
-    return yaml_text
+    return dump_yaml(content, sort_keys=False)
 
 
 def total_steps(cfg: RunConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.schema import Schema, element_of, fields_of, typed_value, with_variables, words_of
+from rlhpc.config.schema import Schema, element_of, fields_of, is_section, typed_value, with_variables, words_of
 from rlhpc.config.typed import untouched
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
@@ -90,11 +89,9 @@ class ConfigLayers:
                         _build_list_item(element, cls, f"{path}[{index}]", source)
                         for index, element in enumerate(value)
                     ]
-                if path in self.schema.open and isinstance(value, dict):
-                    # A later file replaces the complete mapping, because the user chooses its keys.
-                    OmegaConf.update(self.cfg, node, value, merge=False)
-                else:
-                    OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
+                # A later file replaces a complete mapping whose keys the user chooses.
+                is_merged = isinstance(value, dict) and path not in self.schema.open
+                OmegaConf.update(self.cfg, node, value, merge=is_merged)
             except OmegaConfBaseException as error:
                 value_text, reason_text = ("null", "") if value is None else (short_repr(value), f" ({reason(error)})")
                 raise ConfigError(f"{source}: {path} is {value_text}; it must be {name}{reason_text}") from None
@@ -158,7 +155,7 @@ class ConfigLayers:
                 hint = self.schema.nearest(str(key), fields, prefix)
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
             field_type = fields[key]
-            if dataclasses.is_dataclass(field_type) and isinstance(field_type, type):
+            if is_section(field_type):
                 self._check(value, field_type, f"{path}.", source)
             elif (element := element_of(field_type)) is not None:
                 if not isinstance(value, list):
@@ -218,20 +215,12 @@ def reason(error: OmegaConfBaseException) -> str:
 
 def _select_known(content: Any, cls: Any) -> Any:
     """Returns the part of a mapping for which a dataclass has fields."""
-    if not isinstance(content, dict) or not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    if isinstance(content, list):
+        return [_select_known(list_item, element_of(cls)) for list_item in content]
+    if not isinstance(content, dict) or not is_section(cls):
         return content
     fields = fields_of(cls)
-    selected_values = {}
-    for key, value in content.items():
-        if key in fields:
-            element = element_of(fields[key])
-            is_section_list = element is not None and isinstance(value, list)
-            selected_values[key] = (
-                [_select_known(list_item, element) for list_item in value]
-                if is_section_list
-                else _select_known(value, fields[key])
-            )
-    return selected_values
+    return {key: _select_known(value, fields[key]) for key, value in content.items() if key in fields}
 
 
 def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
@@ -240,7 +229,7 @@ def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -
     fields = fields_of(cls)
     for key, value in item.items():
         try:
-            OmegaConf.update(section, key, value, merge=dataclasses.is_dataclass(fields[key]))
+            OmegaConf.update(section, key, value, merge=is_section(fields[key]))
         except OmegaConfBaseException as error:
             type_text = words_of(fields[key])
             raise ConfigError(

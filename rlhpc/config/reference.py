@@ -6,12 +6,12 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
 from rlhpc.config.constraints import ANY
-from rlhpc.config.schema import ConfigKey, Schema, element_of, fields_of, tree_of, words_of
+from rlhpc.config.schema import ConfigKey, SchemaKeys, element_of, fields_of, tree_of, words_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.key_metadata import OnResume
 from rlhpc.runtime.text import cut
@@ -31,18 +31,6 @@ overrides and sweeps. Keys of files and folders take `~`, `$NAME` and `${NAME}`,
 that must be set; any key takes `${oc.env:NAME,DEFAULT}`. `<<: *name` merges a mapping into another,
 whose own keys have precedence.
 """
-
-
-class DescribedKeys(Protocol):
-    """Keys of a task type."""
-
-    @property
-    def schema(self) -> Schema:
-        """Schema of its configuration."""
-
-    @property
-    def tree(self) -> Mapping[str, ConfigKey]:
-        """Its keys and sections by path."""
 
 
 class _Row(NamedTuple):
@@ -83,7 +71,7 @@ def _sections(cls: type, prefix: str, keys: Mapping[str, ConfigKey]) -> dict[str
     return sections
 
 
-def describe_key(path: str, schemas: Mapping[str, DescribedKeys]) -> str:
+def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
     """Formats the metadata of a key, or the keys of a section, for a terminal.
 
     Args:
@@ -175,14 +163,14 @@ def _head(section: str) -> str:
     return section.split(".")[0].split("[")[0]
 
 
-def render(kinds: Mapping[str, tuple[type, Mapping[str, ConfigKey]]], other_files: Mapping[str, type]) -> str:
+def render(schemas: Mapping[str, SchemaKeys], other_files: Mapping[str, type]) -> str:
     """Formats the page.
 
     Args:
-        kinds: Name of each task type → its configuration's dataclass, and its keys and sections.
+        schemas: Name of each task type → its keys.
         other_files: Sections of files that are not part of a run's configuration, by name.
     """
-    pages = {name: _sections(cls, "", keys) for name, (cls, keys) in kinds.items()}
+    pages = {name: _sections(keys.schema.root, "", keys.tree) for name, keys in schemas.items()}
     order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
     section_heads = [_head(section) for section in order]

@@ -7,12 +7,13 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, Protocol, TypeGuard
 
 from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.key_metadata import EVALUATION, FREE, Choices, OnResume, Range, Registered
@@ -55,15 +56,8 @@ def open_mapping_of(key: str) -> str | None:
     return next((path for path in paths if path.endswith(_OPEN)), None)
 
 
-class _Field(NamedTuple):
-    """Type of a field, and the metadata of its annotation."""
-
-    type: Any
-    metadata: tuple[Any, ...]
-
-
 @functools.cache
-def _annotations_of(cls: type) -> Mapping[str, _Field]:
+def _annotations_of(cls: type) -> Mapping[str, tuple[Any, tuple[Any, ...]]]:
     """Returns the type and the metadata of each field of a dataclass.
 
     A field that overrides one of a base class keeps the metadata of that one: nearer metadata comes first.
@@ -72,21 +66,18 @@ def _annotations_of(cls: type) -> Mapping[str, _Field]:
     annotations = {}
     for field in dataclasses.fields(cls):
         hints = [hints[field.name] for hints in bases if field.name in hints]
-        metadata = [
-            metadata_item
-            for hint in hints
-            if typing.get_origin(hint) is Annotated
-            for metadata_item in hint.__metadata__
-        ]
-        field_type = hints[0].__origin__ if typing.get_origin(hints[0]) is Annotated else hints[0]
-        annotations[field.name] = _Field(field_type, tuple(metadata))
+        metadata = itertools.chain.from_iterable(getattr(hint, "__metadata__", ()) for hint in hints)
+        annotations[field.name] = (
+            hints[0].__origin__ if hasattr(hints[0], "__metadata__") else hints[0],
+            tuple(metadata),
+        )
     return annotations
 
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, Any]:
     """Returns name → type of a dataclass's fields."""
-    return {name: field.type for name, field in _annotations_of(cls).items()}
+    return {name: field_type for name, (field_type, _) in _annotations_of(cls).items()}
 
 
 @functools.cache
@@ -165,7 +156,7 @@ class ConfigKey:
         return OnResume.EVALUATION if self.is_evaluations else OnResume.FREE if self.is_free else OnResume.FIXED
 
 
-def is_section(kind: Any) -> bool:
+def is_section(kind: Any) -> TypeGuard[type]:
     """Returns whether a type is a dataclass: that of a section."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
@@ -213,7 +204,15 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
 def element_of(kind: Any) -> type | None:
     """Returns the dataclass of a list's elements, if they are sections."""
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
-    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
+    return element if is_section(element) else None
+
+
+def without_null(kind: Any) -> tuple[Any, bool]:
+    """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind, False
+    other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
+    return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(kind))
 
 
 def typed_value(content: Any, kind: Any) -> Any:
@@ -226,9 +225,7 @@ def typed_value(content: Any, kind: Any) -> Any:
     Raises:
         ValueError: Two keys of a mapping are the same.
     """
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
-        kind = other_types[0] if len(other_types) == 1 else Any
+    kind, _ = without_null(kind)
     if isinstance(content, Scalar):
         return content.text if kind is str else content.value
     if isinstance(content, list):
@@ -236,7 +233,7 @@ def typed_value(content: Any, kind: Any) -> Any:
         return [typed_value(element, item_kind) for element in content]
     if not isinstance(content, dict):
         return content
-    fields = fields_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+    fields = fields_of(kind) if is_section(kind) else None
     key_kind, value_kind = typing.get_args(kind) if typing.get_origin(kind) is dict else (str if fields else Any, Any)
     typed_values: dict[Any, Any] = {}
     for raw_key, value in content.items():
@@ -259,7 +256,7 @@ def with_variables(content: Any, kind: Any, name: str = "") -> Any:
         return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
     if isinstance(content, list):
         return [with_variables(element, element_of(kind), name) for element in content]
-    if isinstance(content, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(content, dict) and is_section(kind):
         return {key: with_variables(value, fields_of(kind).get(key), key) for key, value in content.items()}
     return content
 
@@ -284,18 +281,16 @@ class Schema:
 
     def __init__(self, root: type, name: str = "") -> None:
         self.root, self.name = root, name
-        self.keys = tuple(_all_keys(root, ""))
+        self.keys = tuple(path for path in keys_of(root) if "[]" not in path)
         self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
 
     def kind(self, path: str) -> Any:
-        """Returns the type of a key or section; None if the key does not exist."""
+        """Returns the type of a key or section; None if the key does not exist. List elements are written `[]` or `[2]`."""
         field_type: Any = self.root
         for key_part in path.split("."):
-            field_type = (
-                fields_of(field_type).get(key_part)
-                if dataclasses.is_dataclass(field_type) and isinstance(field_type, type)
-                else None
-            )
+            name, bracket, _ = key_part.partition("[")
+            field_type = fields_of(field_type).get(name) if is_section(field_type) else None
+            field_type = element_of(field_type) if bracket else field_type
         return field_type
 
     def type_name(self, path: str) -> str:
@@ -304,20 +299,8 @@ class Schema:
         return "another type" if key_type is None else words_of(key_type)
 
     def __contains__(self, path: str) -> bool:
-        """Returns whether a key or section exists; elements of lists are written `[]` or `[2]`."""
-        field_type: Any = self.root
-        for key_part in path.split("."):
-            name, bracket, _ = key_part.partition("[")
-            field_type = (
-                fields_of(field_type).get(name)
-                if dataclasses.is_dataclass(field_type) and isinstance(field_type, type)
-                else None
-            )
-            if bracket:
-                field_type = element_of(field_type)
-            if field_type is None:
-                return False
-        return True
+        """Returns whether a key or section exists; written as for `kind`."""
+        return self.kind(path) is not None
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
         """Returns a hint at the intended key for an unknown key below `prefix`; empty if no key is similar."""
@@ -331,9 +314,13 @@ class Schema:
         return f"did you mean {similar_keys[0]}? " if similar_keys else ""
 
 
-def _all_keys(cls: type, prefix: str) -> Iterator[str]:
-    for name, field_type in fields_of(cls).items():
-        if dataclasses.is_dataclass(field_type) and isinstance(field_type, type):
-            yield from _all_keys(field_type, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+class SchemaKeys(Protocol):
+    """Keys of a task type."""
+
+    @property
+    def schema(self) -> Schema:
+        """Schema of its configuration."""
+
+    @property
+    def tree(self) -> Mapping[str, ConfigKey]:
+        """Its keys and sections by path, each section before its keys."""

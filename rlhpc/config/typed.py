@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -58,6 +59,15 @@ def plain(section: object, *, resolve: bool = True) -> Any:
     returned unchanged.
     """
     return OmegaConf.to_container(section, resolve=resolve) if OmegaConf.is_config(section) else section
+
+
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings by dotted key; an empty mapping is a value."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def alone(section: Section) -> Section:

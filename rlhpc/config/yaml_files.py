@@ -32,6 +32,14 @@ class ConfigDumper(yaml.SafeDumper):
     """YAML dumper that quotes each text that `UniqueKeys` would read as another type."""
 
 
+def dump_yaml(content: Any, *, sort_keys: bool = True) -> str:
+    """Formats plain values as YAML that `UniqueKeys` reads back."""
+    yaml_text: str = yaml.dump(
+        content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=sort_keys
+    )
+    return yaml_text
+
+
 for _class in (UniqueKeys, ConfigDumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:int",

@@ -14,13 +14,12 @@ from omegaconf import DictConfig
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.constraints import LARGEST, Fail, check_choices, check_ranges
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import mapping, plain, select
+from rlhpc.config.typed import plain, select
 from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.checkpointing import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
 from rlhpc.runs.task_type import Cfg, TaskType, kind_of
-from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
 from rlhpc.runtime.plugins import Registry, meant
@@ -32,6 +31,7 @@ _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with
 _MEMORY = (r"\d+(\.\d+)?[KMGT](i?B)?", "write it with its unit: 80G, 81559M")
 _WORD = (r"[^\s'\"\\`$;]+", "it goes into a job's directives: use one word without quotes")
 _DIRECTIVES = {
+    "accelerator_memory": _MEMORY,
     **dict.fromkeys(("partition", "account", "qos", "constraint", "gres"), _WORD),
     "mem": (r"\d+[KMGT]?B?", "write it as Slurm does: 64G, 512M or 0 for all"),
     "time": (r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}", "write it as Slurm does: 02:00:00, 1-12:00:00, or minutes"),
@@ -62,13 +62,15 @@ def validate(
     if STRATEGIES.key in task_type.schema:
         _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:
-        _loggers(cfg)
+        from rlhpc.metrics.loggers import check_loggers
+
+        check_loggers(cfg.runner.logger.logger_backends, plain(cfg.runner.logger.kwargs))
     for suite in cfg.workflow.eval_suites:
         if not re.fullmatch(_NAME, suite):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
-    _node_groups(cfg, fail)
-    for index, helper_section in enumerate(read_key(cfg.cluster, "elastic", ())):
-        _directives(mapping(helper_section), f"cluster.elastic[{index}]", fail)
+    for key in ("cluster.node_groups", "cluster.elastic"):
+        for index, section in enumerate(select(cfg, key) or ()):
+            _directives(section, f"{key}[{index}]", fail)
     policies = task_type.groups.policies(cfg)
     check_elastic(cfg.cluster, policies.elastic, fail, policies.closed_reason)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
@@ -78,13 +80,6 @@ def validate(
         check_best(task_type, cfg, fail)
         _runner(cfg, fail)
         _placement(cfg, task_type)
-
-
-def _loggers(cfg: RunConfig) -> None:
-    """Checks the loggers' names, packages and arguments."""
-    from rlhpc.metrics.loggers import check_loggers
-
-    check_loggers(cfg.runner.logger.logger_backends, plain(cfg.runner.logger.kwargs))
 
 
 def _numbers(cfg: Cfg, kind: TaskType[Cfg], fail: Fail) -> None:
@@ -118,40 +113,21 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
     if cfg.runner.segments > steps:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
-    if resume not in (None, "auto") and not expand_home(resume).exists():
-        checkpoint = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
-        if not checkpoint.exists():
-            raise fail(
-                "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
-            )
+    checkpoints = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints
+    if resume not in (None, "auto") and not expand_home(resume).exists() and not (checkpoints / resume).exists():
+        raise fail("runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder")
     folder = expand_home(cfg.runner.run_dir).absolute() / name
     if SweepPaths(folder).is_there:
         raise fail("runner.name", f"{folder} is the folder of a sweep; choose another name")
-    _writable(folder, fail)
-
-
-def _writable(folder: Path, fail: Fail) -> None:
-    """Raises an error for a run folder that cannot be created or has no space; writes nothing."""
     if reason := unwritable(folder):
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
-def _node_groups(cfg: RunConfig, fail: Fail) -> None:
-    """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
-    if (accelerator_memory := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(
-        _MEMORY[0], str(accelerator_memory)
-    ):
-        raise fail("cluster.accelerator_memory", _MEMORY[1])
-    for index, group in enumerate(cfg.cluster.node_groups):
-        if (group_memory := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(group_memory)):
-            raise fail(f"cluster.node_groups[{index}].accelerator_memory", _MEMORY[1])
-        _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
-
-
 def _directives(section: DictConfig, path: str, fail: Fail) -> None:
-    for name, pattern_rule in _DIRECTIVES.items():
-        if section[name] is not None and not re.fullmatch(pattern_rule[0], str(section[name])):
-            raise fail(f"{path}.{name}", pattern_rule[1])
+    """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
+    for name, (pattern, rule) in _DIRECTIVES.items():
+        if (value := section.get(name)) is not None and not re.fullmatch(pattern, str(value)):
+            raise fail(f"{path}.{name}", rule)
 
 
 def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -19,7 +20,7 @@ from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, 
 from rlhpc.metrics.provenance import judging_suite, read_all_results, read_results
 from rlhpc.runs.config_changes import training_changes
 from rlhpc.runs.headlines import NO_VALUE, Curve, RunMetrics, headline_columns, mean_text
-from rlhpc.runs.seed_scores import ConfigScores, goal_of, scores_at, scores_part
+from rlhpc.runs.seed_scores import ConfigScores, goal_of, render_scores, scores_at
 from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_file, read_yaml
@@ -54,10 +55,10 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
                 f"runs of label {label!r} differ in {mixed[label]}: they are no seeds of one configuration; give each "
                 "configuration a label of its own (LABEL=FOLDER)"
             )
-    shared = [label_of(paths.root.name) for _, paths in named]
     return [
-        (label if label is not None else paths.root.name if is_ambiguous in mixed else is_ambiguous, paths)
-        for (label, paths), is_ambiguous in zip(named, shared, strict=True)
+        (label if label is not None else paths.root.name if shared in mixed else shared, paths)
+        for label, paths in named
+        for shared in [label_of(paths.root.name)]
     ]
 
 
@@ -88,8 +89,7 @@ def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, li
         if not rows:
             state = "cannot be read" if paths.metrics.is_file() and paths.metrics.stat().st_size else "has no row yet"
             raise RlhpcError(f"{paths.metrics} {state}; see rlhpc status {paths.root}")
-        evaluations = read_results(paths, suite)
-        groups.setdefault(label, []).append(RunMetrics(paths, rows, evaluations))
+        groups.setdefault(label, []).append(RunMetrics(paths, rows, read_results(paths, suite)))
     return groups
 
 
@@ -165,7 +165,10 @@ def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
     columns: dict[str, list[Cell]] = {
         "runs": list(groups),
         "seeds": [len(runs) for runs in groups.values()],
-        "wall time": [mean_text([_end(run, "time/wall_s") for run in runs], duration) for runs in groups.values()],
+        "wall time": [
+            mean_text([next(reversed(series(run.rows, "time/wall_s")[1]), None) for run in runs], duration)
+            for runs in groups.values()
+        ],
     }
     columns |= {title: [*cells] for title, cells in headline_columns(groups).items()}
     for key, unit in (("episodes", "episodes"), ("n", "problems")):
@@ -173,15 +176,8 @@ def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
             sum(int(eval_result.get(key, 0)) for eval_result in group_results) for group_results in results_by_group
         ]
         if any(counts):
-            title = next(
-                (
-                    str(r["unit"])
-                    for group_results in results_by_group
-                    for r in group_results
-                    if key in r and "unit" in r
-                ),
-                unit,
-            )
+            results = itertools.chain.from_iterable(results_by_group)
+            title = next((str(result["unit"]) for result in results if key in result and "unit" in result), unit)
             columns[title] = [count or NO_VALUE for count in counts]
     table_rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return f'<div class="scroll">{table([*columns], table_rows, text_columns={0})}</div>'
@@ -190,11 +186,6 @@ def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
 def _last_result(run: RunMetrics) -> dict[str, Any] | None:
     best = run.paths.best_step()
     return max(run.evaluations, key=lambda result: (result["global_step"] == best, result["global_step"]), default=None)
-
-
-def _end(run: RunMetrics, name: str) -> float | None:
-    values = series(run.rows, name)[1]
-    return values[-1] if values else None
 
 
 def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite: str | None = None) -> Path:
@@ -208,7 +199,9 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     Raises:
         RlhpcError: A run has nothing to show, or the page cannot be written.
     """
-    suite = suite or _common_suite([paths for _, paths in named])
+    if suite is None:
+        suites = {judging_suite(paths, read_all_results(paths)) for _, paths in named}
+        suite = suites.pop() if len(suites) == 1 else "default"
     groups = read_runs(named, suite)
     folders: list[list[Cell]] = [[label, str(run.paths.root)] for label, runs in groups.items() for run in runs]
     count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
@@ -218,16 +211,11 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
         body=[
             section("How they ended", final_table(groups)),
             *_scores(groups),
-            section("Curves", curves_part(groups)),
+            section("Curves", render_curves(groups)),
             section("Runs", f'<div class="scroll">{table(["label", "folder"], folders, text_columns={0, 1})}</div>'),
         ],
     )
     return write_page(html, output)
-
-
-def _common_suite(runs: Sequence[RunPaths]) -> str:
-    suites = {judging_suite(paths, read_all_results(paths)) for paths in runs}
-    return suites.pop() if len(suites) == 1 else "default"
 
 
 def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
@@ -247,21 +235,22 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
                 ]
                 title = f"{metric} at step {step}"
                 sections.append(
-                    section(f"Over seeds: {title}", scores_part(config_scores, title, goal_of(metric), metric))
+                    section(f"Over seeds: {title}", render_scores(config_scores, title, goal_of(metric), metric))
                 )
     return sections
 
 
-def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -> str:
+def render_curves(groups: Mapping[str, list[RunMetrics]], num_labels: int | None = None) -> str:
     """Draws the charts of some runs, as HTML.
 
     Args:
         groups: The runs by label.
-        of: Total number of labels, if these are the best of them.
+        num_labels: Total number of labels, if these are the best of them.
     """
     charts_html = charts(groups)
     if not charts_html:
         return missing("No curve that these runs have in common.")
-    selection_note = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
+    is_selection = num_labels is not None and num_labels > len(groups)
+    selection_note = f" The {len(groups)} best of {num_labels} configurations." if is_selection else ""
     legend = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{selection_note}</p>"
     return legend + figures(charts_html)

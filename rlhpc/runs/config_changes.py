@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.schema import open_mapping_of
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import plain, select
+from rlhpc.config.typed import leaves, plain, select
 from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.runs.task_type import Cfg, TaskType, find_kind, kind_of
@@ -46,18 +46,9 @@ def _word(value: Any) -> str:
     return "null" if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value or "''"
 
 
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    content = plain(cfg)
     # As read back from a file, so that a tuple, or a number that YAML writes differently, is not a difference.
-    return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
+    return dict(leaves(yaml.safe_load(json.dumps(plain(cfg), default=str))))
 
 
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
@@ -68,9 +59,8 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     """
     old_values, new_values = _plain(before), _plain(after)
     task_type = find_kind(new_values.get("runner.task_type"))
-    shared = {path for key in old_values if (path := open_mapping_of(key))} & {
-        path for key in new_values if (path := open_mapping_of(key))
-    }
+    old_open, new_open = ({open_mapping_of(key) for key in values} for values in (old_values, new_values))
+    shared = {path for path in old_open & new_open if path is not None}
     for values, other_values in ((old_values, new_values), (new_values, old_values)):
         for path in shared:
             if values.get(path) == {}:  # an empty mapping is a key itself
@@ -108,18 +98,18 @@ def _agree(key: str, before: Any, after: Any) -> bool:
 
 def training_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys that determine the training."""
-    task_type = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if task_type.keys.on_resume(k) is OnResume.FIXED})
+    return _fingerprint(cfg, OnResume.FIXED)
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
-    task_type = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if task_type.keys.on_resume(k) is OnResume.EVALUATION})
+    return _fingerprint(cfg, OnResume.EVALUATION)
 
 
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+def _fingerprint(cfg: RunConfig, on_resume: OnResume) -> str:
+    keys = kind_of(cfg).keys
+    values = {key: value for key, value in _plain(cfg).items() if keys.on_resume(key) is on_resume}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str) -> None:

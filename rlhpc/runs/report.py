@@ -38,6 +38,7 @@ from rlhpc.runtime.files import read_file
 from rlhpc.runtime.text import format_bytes
 
 _CPU = -1
+_NO_METRICS = "No metrics yet: metrics.jsonl is missing or empty."
 
 
 def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
@@ -156,26 +157,25 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    task_parts = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
-    page_file = output or paths.report
+    report_sections = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(task_parts.subject, rows, provenance),
+        subtitle=_subtitle(report_sections.subject, rows, provenance),
         body=[
-            task_parts.cards,
+            report_sections.cards,
             _left_out(paths),
-            section("Evaluation", task_parts.evaluation),
-            section("Learning curves", _learning(rows, task_parts.curves)),
+            section("Evaluation", report_sections.evaluation),
+            section("Learning curves", figures(report_sections.curves) if rows else missing(_NO_METRICS)),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, task_parts.times)),
+            section("Time", _time(rows, report_sections.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
             section("Ranks that joined", joined_html) if (joined_html := joined_section(paths)) else "",
-            section("Checkpoints", _checkpoints(paths, rows, task_parts.evaluated, *task_parts.trained)),
+            section("Checkpoints", _checkpoints(paths, rows, report_sections.evaluated, *report_sections.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
     )
-    return write_page(html, page_file)
+    return write_page(html, output or paths.report)
 
 
 def _left_out(paths: RunPaths) -> str:
@@ -187,21 +187,15 @@ def _left_out(paths: RunPaths) -> str:
 
 
 def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
-    phrases = [subject]
-    if rows:
-        phrases.append(f"step {rows[-1]['step']}")
-    if provenance.get("created"):
-        phrases.append(f"started {str(provenance['created']).replace('T', ' ')[:16]}")
-    if provenance.get("host"):
-        phrases.append(f"on {provenance['host']}")
-    phrases.append(f"report of {time.strftime('%Y-%m-%d %H:%M')}")
+    created, host = provenance.get("created"), provenance.get("host")
+    phrases = [
+        subject,
+        f"step {rows[-1]['step']}" if rows else "",
+        f"started {str(created).replace('T', ' ')[:16]}" if created else "",
+        f"on {host}" if host else "",
+        f"report of {time.strftime('%Y-%m-%d %H:%M')}",
+    ]
     return " · ".join(phrase for phrase in phrases if phrase)
-
-
-def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
-    if not rows:
-        return missing("No metrics yet: metrics.jsonl is missing or empty.")
-    return figures(curves)
 
 
 def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:

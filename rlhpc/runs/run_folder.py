@@ -18,20 +18,20 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.metrics import write_provenance
-from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.run_identity import check_same_run
 from rlhpc.runtime.disk_errors import advice, storage_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
+from rlhpc.runtime.standard_streams import tell
 
 _STATUS_EVERY_S = 2.0
 
 
 def note(text: str) -> None:
     """Prints a note to the terminal that is not an error."""
-    print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+    tell(f"rlhpc: {text}")
 
 
 @dataclass
@@ -116,10 +116,6 @@ class RunFolder:
         self._write(
             registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
         )
-
-    def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
-        """Adds the placement of all ranks to provenance.json."""
-        record_placement(self.paths, placements)
 
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
         """Replaces status.json, at most every two seconds unless `force`."""

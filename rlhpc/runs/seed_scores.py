@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlhpc.metrics.charts import ChartRow, interval_chart, number
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, figures, table
 from rlhpc.metrics.provenance import is_share
 from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
+from rlhpc.runs.headlines import RunMetrics
 from rlhpc.runs.task_type import TaskType
 
 #: Maximum number of configurations in one chart; more could not be distinguished.
@@ -39,6 +40,11 @@ class ConfigScores:
     scores: Sequence[float]
     planned: int
 
+    @property
+    def seeds_text(self) -> str:
+        """Number of seeds with a score, and of all seeds if that is larger."""
+        return f"{len(self.scores)} of {self.planned}" if len(self.scores) < self.planned else str(self.planned)
+
 
 #: Words in the name of a metric for which smaller is better.
 _LESS_IS_BETTER = frozenset(
@@ -66,44 +72,29 @@ def goal_of(metric: str) -> str:
     return "maximize" if _LESS_IS_BETTER.isdisjoint(name_words) or "per" in name_words else "minimize"
 
 
-class HasScores(Protocol):
-    """Run with metrics and evaluations."""
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Metrics, one row a step."""
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Evaluations on one suite."""
-
-
-def scores_at(runs: Sequence[HasScores], metric: str) -> tuple[int | None, list[float]]:
+def scores_at(runs: Sequence[RunMetrics], metric: str) -> tuple[int | None, list[float]]:
     """Returns the scores of runs at the last step that all of them have, from one source: evaluations of checkpoints or, where
     not all runs have an evaluation of the same step, the rows of training.
 
     Returns:
         The step, None without a common one; and a score for each run.
     """
-    for scores in ([_evaluated(run, metric) for run in runs], [_logged(run, metric) for run in runs]):
+    logged = [dict(zip(*series(run.rows, metric), strict=True)) for run in runs]
+    for scores in ([_evaluated(run, metric) for run in runs], logged):
         if common_steps := set.intersection(*map(set, scores)) if scores else set():
             step = max(common_steps)
             return int(step), [by_step[step] for by_step in scores]
     return None, []
 
 
-def _evaluated(run: HasScores, metric: str) -> dict[float, float]:
+def _evaluated(run: RunMetrics, metric: str) -> dict[float, float]:
     name = metric.removeprefix("eval/")
     if name == metric:
         return {}
     return {float(e["global_step"]): float(e[name]) for e in run.evaluations if isinstance(e.get(name), int | float)}
 
 
-def _logged(run: HasScores, metric: str) -> dict[float, float]:
-    return dict(zip(*series(run.rows, metric), strict=True))
-
-
-def metric_of(kind: TaskType[Any], runs: Sequence[HasScores]) -> str | None:
+def metric_of(kind: TaskType[Any], runs: Sequence[RunMetrics]) -> str | None:
     """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
     names = list(dict.fromkeys(name for name, _, _ in kind.reporting.compared))
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
@@ -118,7 +109,7 @@ def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScor
     )
 
 
-def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
+def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
     """Renders table and chart of the scores as HTML; the best configuration comes first.
 
     Args:
@@ -143,12 +134,8 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
             comparison = "too few seeds"
         elif config_scores is not best:
             comparison = f"{improvement([sign * s for s in best.scores], [sign * s for s in config_scores.scores]):.0%}"
-        seeds = (
-            str(len(config_scores.scores))
-            if len(config_scores.scores) == config_scores.planned
-            else f"{len(config_scores.scores)} of {config_scores.planned}"
-        )
-        table_rows.append([config_scores.label, seeds, estimate_text(average), estimate_text(iqm), comparison])
+        cells = [estimate_text(average), estimate_text(iqm), comparison]
+        table_rows.append([config_scores.label, config_scores.seeds_text, *cells])
     unscored_labels = [config_scores.label for config_scores in configurations if not config_scores.scores]
     unscored_text = (
         f"<p>Without a score yet: {len(unscored_labels)} of {len(configurations)} configurations.</p>"

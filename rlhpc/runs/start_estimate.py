@@ -26,6 +26,7 @@ from rlhpc.runs.tuning.tune import TuneRequest, configured_candidate, is_allowed
 from rlhpc.runs.tuning.workload import Knob
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.text import align_columns, count_noun
 
 #: Ratio of walltime to training time: evaluations, checkpoints, and the error of the prediction.
 _ROOM = 1.25
@@ -113,23 +114,23 @@ class StartEstimate:
     Attributes:
         answers: Start times of the shapes, the best first.
         allowed: Allowance of the account, if Slurm reports it.
-        why_no_end: Reason for an unknown duration; "" if the duration is known.
-        left_out: Shapes that the configuration does not allow, with the reasons.
+        unknown_duration: Reason for an unknown duration; "" if the duration is known.
+        impossible_shapes: Shapes that the configuration does not allow, with the reasons.
         now: Unix time of the queries.
     """
 
     answers: Sequence[StartTimes]
     allowed: Allowance | None
-    why_no_end: str
-    left_out: Sequence[str]
+    unknown_duration: str
+    impossible_shapes: Sequence[str]
     now: float
 
 
-def outlook(
+def estimate_starts(
     request: TuneRequest,
     nodes: Sequence[int],
     partitions: Sequence[str],
-    ask: Callable[[str], Start] = would_start,
+    query_start: Callable[[str], Start] = would_start,
 ) -> StartEstimate:
     """Queries the scheduler for all shapes.
 
@@ -137,7 +138,7 @@ def outlook(
         request: Configuration and options.
         nodes: Numbers of nodes; by default half, once and twice the configured number.
         partitions: Partitions; by default the configured one and those of the site file.
-        ask: Returns the start of a script's job.
+        query_start: Returns the start of a script's job.
 
     Raises:
         ConfigError: The configuration names node groups, so that it has one shape.
@@ -153,9 +154,9 @@ def outlook(
         try:
             shapes = _shapes(request, cfg, count, partition, space)
         except RlhpcError as error:
-            impossible_shapes.append(f"{count} node{'s' * (count != 1)}: {error}")
+            impossible_shapes.append(f"{count_noun(count, 'node')}: {error}")
             continue
-        candidates = [StartTimes(shape, ask(shape.script)) for shape in shapes]
+        candidates = [StartTimes(shape, query_start(shape.script)) for shape in shapes]
         answers.append(min(candidates, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
     return StartEstimate(answers, allowance(cfg.cluster.account), reason, impossible_shapes, now)
@@ -254,8 +255,7 @@ def _shapes(
 
 def _walltime(cfg: RunConfig) -> int | None:
     time_limits: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
-    minutes = [minutes_of(str(time_limit)) for time_limit in time_limits or [cfg.cluster.time] if time_limit]
-    return min(minutes) if minutes else None
+    return min((minutes_of(limit) for limit in time_limits or [cfg.cluster.time] if limit), default=None)
 
 
 def _reserve_s(cfg: RunConfig) -> float:
@@ -298,14 +298,16 @@ def render(estimate: StartEstimate) -> str:
                 "-" if shape.hours is None else f"{shape.hours:.3g}",
             ]
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)"]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines += [f"not possible on {shape_text}" for shape_text in estimate.left_out]
-    if estimate.why_no_end:
-        lines.append(estimate.why_no_end)
-    lines += [*verdict(estimate), *_account(estimate)]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)",
+            *align_columns(table),
+            *(f"not possible on {shape_text}" for shape_text in estimate.impossible_shapes),
+            *([estimate.unknown_duration] if estimate.unknown_duration else []),
+            *verdict(estimate),
+            *_account(estimate),
+        ]
+    )
 
 
 def verdict(estimate: StartEstimate) -> list[str]:
@@ -339,14 +341,10 @@ def verdict(estimate: StartEstimate) -> list[str]:
 
 def _describe(answer: StartTimes, now: float) -> str:
     shape = answer.shape
-    count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
+    count = count_noun(shape.accelerators, "GPU") if shape.accelerators else count_noun(shape.nodes, "node")
     partition_text = f" in {shape.partition}" if shape.partition else ""
     start_text = moment(answer.start.at or now, now)
     return f"{count}{partition_text} {start_text if start_text == 'now' else f'from {start_text}'}"
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def moment(at: float, now: float) -> str:
@@ -391,7 +389,7 @@ def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list
         hours = shape.train_s * count / 3600
         if hours > (limit - used_minutes) / 60:
             warnings.append(
-                f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
+                f"{count_noun(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
                 f"{_word(resource)}-hours are more than that"
             )
     return warnings

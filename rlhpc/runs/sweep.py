@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rlhpc.config.files import find_config, read_files
 from rlhpc.config.load import read_task_type
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
-from rlhpc.config.typed import plain, select
+from rlhpc.config.typed import leaves, plain, select
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runs.configuration import load_config
@@ -271,19 +271,11 @@ def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]
     """Yields overrides that replace a folder or file, or paths below it, by another."""
     old_path = os.path.abspath(old)
     new_path = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
-    for key, value in _texts(plain(cfg)):
-        if value and not key.startswith(("runner.", "workflow.")):
+    for key, value in leaves(plain(cfg)):
+        if value and isinstance(value, str) and not key.startswith(("runner.", "workflow.")):
             path = os.path.abspath(os.path.expanduser(value))
             if path == old_path or path.startswith(f"{old_path}{os.sep}"):
                 yield override(key, f"{new_path}{path.removeprefix(old_path)}")
-
-
-def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            yield f"{prefix}{key}", value
 
 
 def _recording(cfg: RunConfig) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import card, missing, page, section, write_page
 from rlhpc.metrics.provenance import read_results
 from rlhpc.metrics.statistics import interquartile_mean
-from rlhpc.runs.compare import curves_part, final_table
+from rlhpc.runs.compare import final_table, render_curves
 from rlhpc.runs.headlines import RunMetrics
 from rlhpc.runs.seed_scores import (
     MAX_DRAWN,
@@ -26,8 +25,8 @@ from rlhpc.runs.seed_scores import (
     goal_of,
     metric_of,
     ranked,
+    render_scores,
     scores_at,
-    scores_part,
 )
 from rlhpc.runs.sweep import read_sweep
 from rlhpc.runs.task_type import kind_of_run
@@ -41,6 +40,7 @@ class SweepRanking:
 
     Attributes:
         record: Content of `sweep.json`.
+        suite: Evaluation suite that is compared.
         states: Name of a run → its state.
         runs: Name of a run → its metrics; None for a run without a step.
         metric: The metric that is compared; None if finished runs have no metric in common.
@@ -51,6 +51,7 @@ class SweepRanking:
     """
 
     record: dict[str, Any]
+    suite: str
     states: dict[str, RunState]
     runs: dict[str, RunMetrics | None]
     metric: str | None
@@ -74,20 +75,25 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     record = read_sweep(sweep)
     run_records = record["runs"]
     suite = suite or str(record.get("suite") or "default")
-    run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in run_records])]
-    state = {run["name"]: run_state for run, run_state in zip(run_records, run_states, strict=True)}
+    run_states = states([sweep.run(run["name"]) for run in run_records])
+    state = {run["name"]: run_state for run, (_, run_state) in zip(run_records, run_states, strict=True)}
     runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in run_records}
     finished_runs = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
-    metric = metric or record.get("metric") or _compared([*finished_runs.values()])
+    compared_runs = [*finished_runs.values()]
+    metric = metric or record.get("metric")
+    if metric is None and compared_runs:
+        metric = metric_of(kind_of_run(compared_runs[0].paths), compared_runs)
     goal = str(record.get("goal") or goal_of(metric or ""))
-    step, values = scores_at([*finished_runs.values()], metric) if metric else (None, [])
+    step, values = scores_at(compared_runs, metric) if metric else (None, [])
     scores: dict[str, float] = dict(zip(finished_runs, values, strict=False))
-    labels = list(dict.fromkeys(str(run["label"]) for run in run_records))
+    names_by_label: dict[str, list[str]] = {}
+    for run in run_records:
+        names_by_label.setdefault(str(run["label"]), []).append(run["name"])
     config_scores = [
-        ConfigScores(label, _of(label, run_records, scores), sum(run["label"] == label for run in run_records))
-        for label in labels
+        ConfigScores(label, [scores[name] for name in names if name in scores], len(names))
+        for label, names in names_by_label.items()
     ]
-    return SweepRanking(record, state, runs, metric, goal, step, scores, config_scores)
+    return SweepRanking(record, suite, state, runs, metric, goal, step, scores, config_scores)
 
 
 def render_ranking(ranking: SweepRanking) -> list[str]:
@@ -99,15 +105,9 @@ def render_ranking(ranking: SweepRanking) -> list[str]:
     order = "highest" if ranking.goal == "maximize" else "lowest"
     lines = [f"  {ranking.metric} at step {ranking.step}, interquartile mean over seeds, {order} first:"]
     for config_scores in best:
-        seeds = (
-            f"{len(config_scores.scores)} of {config_scores.planned} seeds"
-            if len(config_scores.scores) < config_scores.planned
-            else f"{config_scores.planned} seeds"
-        )
+        seeds = f"{config_scores.seeds_text} seed{'s' * (config_scores.planned > 1)}"
         score_text = estimate_text(interquartile_mean(config_scores.scores))
-        lines.append(
-            f"    {config_scores.label:<{width}}  {score_text}, {seeds if config_scores.planned > 1 else '1 seed'}"
-        )
+        lines.append(f"    {config_scores.label:<{width}}  {score_text}, {seeds}")
     return lines
 
 
@@ -124,62 +124,42 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
     """
     ranking = rank_sweep(sweep, suite, metric)
-    record, run_records, state, runs = ranking.record, ranking.record["runs"], ranking.states, ranking.runs
-    metric, goal, configurations, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
-    labels = [config_scores.label for config_scores in configurations]
-    suite = suite or str(record.get("suite") or "default")
-    finished_runs = [
-        run for run in run_records if state[run["name"]].state == "finished" and runs[run["name"]] is not None
-    ]
-    best = ranked(configurations, goal)
-    ordered_labels = [config_scores.label for config_scores in best] + [
-        label for label in labels if label not in {config_scores.label for config_scores in best}
-    ]
-    groups = {
-        label: [
-            run
-            for run_record in run_records
-            if run_record["label"] == label and (run := runs[run_record["name"]]) is not None
-        ]
-        for label in ordered_labels
-    }
-    groups = {label: group for label, group in groups.items() if group}
-    drawn_groups = dict(list(groups.items())[:MAX_DRAWN])
-    failed_names = [run["name"] for run in run_records if state[run["name"]].state in _BAD]
-    finished = sum(run_state.state == "finished" for run_state in state.values())
+    run_records, metric = ranking.record["runs"], ranking.metric
+    best = ranked(ranking.configurations, ranking.goal)
+    ordered = [*best, *(config_scores for config_scores in ranking.configurations if config_scores not in best)]
+    groups: dict[str, list[RunMetrics]] = {}
+    for config_scores in ordered:
+        names = [run["name"] for run in run_records if run["label"] == config_scores.label]
+        if group := [run for name in names if (run := ranking.runs[name]) is not None]:
+            groups[config_scores.label] = group
+    states_of_runs = [run_state.state for run_state in ranking.states.values()]
+    finished, failed = states_of_runs.count("finished"), sum(state in _BAD for state in states_of_runs)
     cards = [
-        card("runs finished", f"{finished} of {len(run_records)}", f"{len(labels)} configurations"),
-        card("failed", str(len(failed_names)), "named below" if failed_names else "none"),
+        card("runs finished", f"{finished} of {len(run_records)}", f"{len(ordered)} configurations"),
+        card("failed", str(failed), "named below" if failed else "none"),
     ]
+    title = f"{metric} at step {ranking.step}"
     if best and metric:
         cards.append(
             card(
-                "best so far" if len(scores) < len(run_records) else "best", best[0].label,
-                f"{'highest' if goal == 'maximize' else 'lowest'} IQM of {metric} at step {ranking.step}",
+                "best so far" if len(ranking.scores) < len(run_records) else "best", best[0].label,
+                f"{'highest' if ranking.goal == 'maximize' else 'lowest'} IQM of {title}",
             )
         )  # fmt: skip
-    title = f"{metric} at step {ranking.step}"
-    scores_html = (
-        scores_part(sorted(configurations, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
-        if metric
-        else ""
-    )
-    subtitle = f"{len(run_records)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
+    scores_html = metric and render_scores(ordered, title, ranking.goal, metric)
+    no_step = missing("No run has a step yet.")
     html = page(
-        title=f"Sweep {record.get('name', sweep.root.name)}",
-        subtitle=subtitle,
+        title=f"Sweep {ranking.record.get('name', sweep.root.name)}",
+        subtitle=f"{len(run_records)} runs, evaluation suite {ranking.suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
         body=[
             f'<div class="cards sweep">{"".join(cards)}</div>',
+            section("Scores", scores_html or missing(_no_scores_text(ranking))),
             section(
-                "Scores",
-                scores_html
-                or missing(_no_scores_text(metric, [run for run in runs.values() if run], len(finished_runs))),
+                "Curves",
+                render_curves(dict(list(groups.items())[:MAX_DRAWN]), len(groups)) if groups else no_step,
             ),
-            section(
-                "Curves", curves_part(drawn_groups, of=len(groups)) if groups else missing("No run has a step yet.")
-            ),
-            section("How they ended", final_table(groups) if groups else missing("No run has a step yet.")),
-            section("Runs", _runs_table(sweep, output, run_records, state, runs, scores, metric)),
+            section("How they ended", final_table(groups) if groups else no_step),
+            section("Runs", _runs_table(sweep, output, ranking)),
         ],
         css=".sweep .card b{white-space:normal;overflow-wrap:anywhere;font-size:22px}td.bad{color:var(--c3)}",
     )
@@ -191,46 +171,30 @@ def _read(paths: RunPaths, suite: str) -> RunMetrics | None:
     return RunMetrics(paths, rows, read_results(paths, suite)) if rows else None
 
 
-def _compared(runs: Sequence[RunMetrics]) -> str | None:
-    return metric_of(kind_of_run(runs[0].paths), runs) if runs else None
-
-
-def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, float]) -> list[float]:
-    return [scores[run["name"]] for run in named if run["label"] == label and run["name"] in scores]
-
-
-def _no_scores_text(metric: str | None, runs: Sequence[RunMetrics], num_finished: int) -> str:
-    if not num_finished:
+def _no_scores_text(ranking: SweepRanking) -> str:
+    if not any(run and ranking.states[name].state == "finished" for name, run in ranking.runs.items()):
         return "No run has finished yet."
-    if metric is None:
+    if ranking.metric is None:
         return "The runs have no metric in common by which they are compared; name one: sweep.metric."
+    runs = [run for run in ranking.runs.values() if run]
     eval_metrics = sorted(
         {f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)}
     )
     logged = sorted({name for run in runs for name in run.rows[-1] if "/" in name})
     available = escape(", ".join([*eval_metrics, *logged]) or "none")
-    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {available}."
+    return f"The runs that finished do not have {escape(ranking.metric)} at a step in common; there are: {available}."
 
 
-def _runs_table(
-    sweep: SweepPaths,
-    output: Path,
-    named: Sequence[Mapping[str, Any]],
-    state: Mapping[str, Any],
-    runs: Mapping[str, RunMetrics | None],
-    scores: Mapping[str, float],
-    metric: str | None,
-) -> str:
+def _runs_table(sweep: SweepPaths, output: Path, ranking: SweepRanking) -> str:
     """Renders every run with its state, as a table; runs with a report link to it."""
-    head = ["run", "state", "step", metric or "score", "note"]
+    head = ["run", "state", "step", ranking.metric or "score", "note"]
     lines = []
-    for run in named:
-        name, run_state, run_metrics = str(run["name"]), state[run["name"]], runs[run["name"]]
+    for name, run_metrics in ranking.runs.items():
+        run_state, score = ranking.states[name], ranking.scores.get(name)
         has_started = sweep.run(name).root.is_dir()
         report, steps = sweep.run(name).report, series(run_metrics.rows, "step")[1] if run_metrics else []
         link = os.path.relpath(report, output.absolute().parent)
         run_cell = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
-        score = scores.get(name)
         state_text = run_state.state if has_started else "not started"
         lines.append(
             f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if state_text in _BAD else ""}">{escape(state_text)}</td>'

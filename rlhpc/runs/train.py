@@ -14,6 +14,7 @@ from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.elastic.records import Attendance
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
+from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.config_changes import check_resume
 from rlhpc.runs.elastic_driver import Elastic, join_address
 from rlhpc.runs.preflight import run_checks
@@ -97,7 +98,7 @@ def _train(
     run.open(user_cfg)
     logs = run.paths.segment_logs(run.segment or 0)
     mark_start(logs)
-    run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
+    record_placement(run.paths, {role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     attendance = Attendance(run.paths.attendance)
     runner: Runner[Cfg] | None = None
     with StopRequest() as stop_request:

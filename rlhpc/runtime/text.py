@@ -89,6 +89,24 @@ def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: s
 _TAIL_BYTES = 16384
 
 
+def count_noun(count: int, noun: str) -> str:
+    """Formats a number with its noun, such as "1 run" or "3 runs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def align_columns(rows: Sequence[Sequence[str]], right_from: int | None = None) -> list[str]:
+    """Formats a table as lines; columns from `right_from` on are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right_columns = range(len(widths))[right_from:] if right_from is not None else ()
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right_columns else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def tail(path: str) -> str:
     """Returns the last lines of a log, as the end of a message; "" if there are none."""
     with contextlib.suppress(OSError):

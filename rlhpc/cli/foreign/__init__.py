@@ -1,6 +1,6 @@
 """Translation of other projects' configurations."""
 
-from rlhpc.cli.foreign.output import report, written
+from rlhpc.cli.foreign.output import format_config, format_report
 from rlhpc.cli.foreign.rlinf import translate
 
-__all__ = ["report", "translate", "written"]
+__all__ = ["format_config", "format_report", "translate"]

@@ -7,10 +7,11 @@ the form of rlhpc's own configurations. (The search path is the exception, becau
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.files import read_content
+from rlhpc.config.typed import plain
 from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import cut, short_repr
@@ -64,8 +66,7 @@ def compose(path: Path) -> Composed:
         ConfigError: A file is missing, is not YAML or not a mapping, or files include each other.
     """
     composed = Composed()
-    tree = _read(path, composed, (), [])
-    _resolve(tree, composed)
+    _resolve(_read(path, composed, (), []), composed)
     return composed
 
 
@@ -76,7 +77,9 @@ def _number(value: Any) -> Any:
 def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
     if path in chain or len(chain) > _DEEPEST:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
-    content = _content(path)
+    content = read_content(path, loader=WrittenScalars)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {short_repr(content)} at the top; a configuration is a mapping of sections")
     if not chain:
         search += _search_path(content)
     defaults = scalar_values(content.pop("defaults", None)) or []
@@ -97,13 +100,6 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
             merged_content = _merge(merged_content, subtree)
     composed.files.append(path)
     return merged_content if has_self_entry else _merge(merged_content, content)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content = read_content(path, loader=WrittenScalars)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: found {short_repr(content)} at the top; a configuration is a mapping of sections")
-    return content
 
 
 def _search_path(content: Mapping[str, Any]) -> list[Path]:
@@ -157,37 +153,43 @@ def _find(name: str, path: Path, search: list[Path]) -> Path:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged_section = dict(below)
-    for key, value in above.items():
-        below_value = merged_section.get(key)
-        merged_section[key] = (
-            _merge(below_value, value) if isinstance(below_value, dict) and isinstance(value, dict) else value
-        )
-    return merged_section
+    common = {
+        key: _merge(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(key), dict)
+    }
+    return {**below, **above, **common}
 
 
 def _resolve(tree: dict[str, Any], composed: Composed) -> None:
     hydra = tree.pop("hydra", None)  # its references are resolved by Hydra only
-    scalar_texts: list[str] = []
+    variable_texts: list[str] = []
+
+    def hide(text: str) -> str:
+        """Returns a placeholder for a text that names an environment variable."""
+        if "${oc.env:" not in text:
+            return text
+        variable_texts.append(text)
+        return f"<variable {len(variable_texts) - 1}>"
+
+    def restore(text: str) -> str:
+        return re.sub(r"<variable (\d+)>", lambda mark: variable_texts[int(mark[1])], text)
+
     composed.texts = {".".join(map(str, names)): leaf.text for names, leaf in _paths(tree) if isinstance(leaf, Scalar)}
     tree, hydra = scalar_values(tree), scalar_values(hydra)
-    cfg = OmegaConf.create(_hidden(tree, scalar_texts))
+    cfg = OmegaConf.create(_map_texts(tree, hide))
     missing_resolvers = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
-    register = getattr(OmegaConf, _REGISTER)
     for name in missing_resolvers:
-        register(name, _RESOLVERS[name])
+        getattr(OmegaConf, _REGISTER)(name, _RESOLVERS[name])
     try:
         for names, leaf in _paths(tree):
             key = ".".join(map(str, names))
             try:
-                value: Any = cfg
-                for name in names:
-                    value = value[name]
-                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                value = plain(functools.reduce(lambda section, name: section[name], names, cfg))
             except (OmegaConfBaseException, ValueError, TypeError, ZeroDivisionError) as error:
                 composed.unresolved[key] = cut(f"{error}".splitlines()[0], 100) if f"{error}" else type(error).__name__
                 value = leaf
-            composed.leaves[key] = _restore_texts(value, scalar_texts)
+            composed.leaves[key] = _map_texts(value, restore)
     finally:
         for name in missing_resolvers:
             OmegaConf.clear_resolver(name)
@@ -203,21 +205,10 @@ def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[t
             yield (*parents, name), value
 
 
-def _hidden(value: Any, texts: list[str]) -> Any:
-    """Returns the content with a placeholder for each text that names an environment variable."""
+def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
+    """Returns the content with a function applied to each text in it."""
     if isinstance(value, dict):
-        return {key: _hidden(element, texts) for key, element in value.items()}
+        return {key: _map_texts(element, function) for key, element in value.items()}
     if isinstance(value, list):
-        return [_hidden(element, texts) for element in value]
-    if not isinstance(value, str) or "${oc.env:" not in value:
-        return value
-    texts.append(value)
-    return f"<variable {len(texts) - 1}>"
-
-
-def _restore_texts(value: Any, texts: Sequence[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _restore_texts(element, texts) for key, element in value.items()}
-    if isinstance(value, list):
-        return [_restore_texts(element, texts) for element in value]
-    return re.sub(r"<variable (\d+)>", lambda mark: texts[int(mark[1])], value) if isinstance(value, str) else value
+        return [_map_texts(element, function) for element in value]
+    return function(value) if isinstance(value, str) else value

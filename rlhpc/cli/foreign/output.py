@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,7 +16,7 @@ from rlhpc.runtime.text import cut
 _WIDTH = 110
 
 
-def written(translation: Translation, source: str, project: str) -> str:
+def format_config(translation: Translation, source: str, project: str) -> str:
     """Formats the configuration file; a comment at each key names the foreign key that it comes from, unless that has the
     same name.
 
@@ -25,20 +25,14 @@ def written(translation: Translation, source: str, project: str) -> str:
         source: Original file.
         project: Project whose format it has.
     """
-    training_differs = {
-        key: reason for key, (reason, changes_training) in translation.omitted.items() if changes_training
-    }
     lines = [
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
         f"{len(translation.used)} of {len(translation.foreign)} keys are used."
     ]
-    if training_differs:
+    if omitted := _omitted(translation, changes_training=True):
         lines.append("# Left out; training will differ:")
-        for reason, keys in _group_by_reason(training_differs):
-            omitted_text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({reason})"
-            lines += textwrap.wrap(
-                omitted_text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
-            )
+        for reason, texts in omitted.items():
+            lines += _wrap(f"{', '.join(texts)} ({reason})", "#   ", "#     ")
     tree: dict[str, Any] = {}
     for key, value in translation.ours.items():
         *sections, leaf_name = key.split(".")
@@ -52,7 +46,7 @@ def written(translation: Translation, source: str, project: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def report(translation: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
+def format_report(translation: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
     """Formats a report of every key: its translation, or the reason why it is omitted.
 
     Args:
@@ -62,18 +56,13 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         files: All files that were read.
         verdict: Result of the checks of `rlhpc plan`.
     """
-    training_differs = {
-        key: reason for key, (reason, changes_training) in translation.omitted.items() if changes_training
-    }
-    training_same = {
-        key: reason for key, (reason, changes_training) in translation.omitted.items() if not changes_training
-    }
     included_files = [path.name for path in files if path.name != Path(source).name]
     lines = [
         " with ".join([f"{project}: {source}", *([", ".join(included_files)] if included_files else [])]),
-        f"task type: {translation.kind}",
+        f"task type: {translation.task_type}",
+        "",
+        f"translated: {len(translation.used)} of {len(translation.foreign)} keys",
     ]
-    lines += ["", f"translated: {len(translation.used)} of {len(translation.foreign)} keys"]
     width = min(48, max((len(key) for key in translation.ours), default=0))
     for key, value in translation.ours.items():
         origin = (
@@ -82,17 +71,11 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
             else _default(translation, key, project)
         )
         lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
-    for title, reasons in (
-        ("left out; training will differ", training_differs),
-        ("left out; training is the same", training_same),
-    ):
-        lines += ["", f"{title}: {len(reasons)} keys"]
-        for reason, keys in _group_by_reason(reasons):
-            lines.append(f"  {reason}")
-            omitted_text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
-            lines += textwrap.wrap(
-                omitted_text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-            )
+    for title, changes_training in (("training will differ", True), ("training is the same", False)):
+        omitted = _omitted(translation, changes_training=changes_training)
+        lines += ["", f"left out; {title}: {sum(map(len, omitted.values()))} keys"]
+        for reason, texts in omitted.items():
+            lines += [f"  {reason}", *_wrap(", ".join(texts), "    ", "    ")]
     return "\n".join([*lines, "", verdict]) + "\n"
 
 
@@ -107,20 +90,21 @@ def _origin(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-class _Leaf:
+class _Leaf(NamedTuple):
     """Value with the comment behind it."""
 
-    def __init__(self, value: Any, comment: str) -> None:
-        self.value, self.comment = value, comment
+    value: Any
+    comment: str
 
 
 def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
     for name, subtree in section.items():
         if isinstance(subtree, _Leaf):
-            leaf_text = yaml.dump(
-                subtree.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False
+            leaf_text = (
+                yaml.dump(subtree.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False)
+                .removesuffix("...\n")
+                .strip()
             )
-            leaf_text = leaf_text.removesuffix("...\n").strip()
             yield f"{' ' * indent}{name}: {leaf_text}{f'  # {subtree.comment}' if subtree.comment else ''}"
         else:
             yield f"{' ' * indent}{name}:"
@@ -131,8 +115,14 @@ def _value(value: Any) -> str:
     return cut("null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}", 80)
 
 
-def _group_by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    keys_by_reason: dict[str, list[str]] = {}
-    for key, reason in reasons.items():
-        keys_by_reason.setdefault(reason, []).append(key)
-    return list(keys_by_reason.items())
+def _omitted(translation: Translation, *, changes_training: bool) -> dict[str, list[str]]:
+    """Returns the omitted keys with their values, by reason."""
+    texts_by_reason: dict[str, list[str]] = {}
+    for key, (reason, key_changes_training) in translation.omitted.items():
+        if key_changes_training == changes_training:
+            texts_by_reason.setdefault(reason, []).append(f"{key}: {_value(translation.foreign[key])}")
+    return texts_by_reason
+
+
+def _wrap(text: str, indent: str, next_indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=next_indent, break_long_words=False)

@@ -15,7 +15,7 @@ from rlhpc.cli.foreign import rlinf_embodied as embodied
 from rlhpc.cli.foreign.hydra import Composed
 from rlhpc.cli.foreign.rlinf_embodied import LOSSES
 from rlhpc.cli.foreign.rlinf_unsupported import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
-from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Translation, translated
+from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Translation, apply_rules
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -33,30 +33,38 @@ def translate(composed: Composed, source: str) -> Translation:
             "rollout section; give a file of its examples/embodiment/config or examples/reasoning/config itself, not a piece "
             "in their env/ or model/"
         )
+    resolved_leaves = {key: value for key, value in leaves.items() if key not in composed.unresolved}
+    estimator = leaves.get("algorithm.adv_type")
     if task == "embodied" and loss in LOSSES:
-        description = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
-        rows, unmatched_keys = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
-        defaults = rlinf_defaults.EMBODIED
-    elif task == "embodied" and loss == "embodied_sac":
-        description = "off_policy (SAC)"
-        rows, unmatched_keys = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
-        defaults = rlinf_defaults.SAC
-    elif task == "reasoning":
-        description, rows, unmatched_keys = (
-            f"reasoning ({leaves.get('algorithm.adv_type')})",
-            [*RUN, *rlinf_language.ROWS],
-            LANGUAGE,
+        translation = apply_rules(
+            f"embodied ({estimator}, {loss})",
+            resolved_leaves,
+            [*RUN, *embodied.ENVIRONMENTS, *embodied.PPO, *embodied.POLICY, *embodied.VLA],
+            [*EMBODIED, *EVERYWHERE],
+            rlinf_defaults.EMBODIED,
         )
-        if rlinf_defaults.has_critic(leaves):
-            rows, unmatched_keys = [*rows, *rlinf_language.CRITIC], [*unmatched_keys, *CRITIC]
-        defaults = rlinf_defaults.language_defaults(leaves)
+    elif task == "embodied" and loss == "embodied_sac":
+        translation = apply_rules(
+            "off_policy (SAC)",
+            resolved_leaves,
+            [*RUN, *embodied.ENVIRONMENTS, *embodied.SAC, *embodied.POLICY],
+            [*EMBODIED, *EVERYWHERE],
+            rlinf_defaults.SAC,
+        )
+    elif task == "reasoning":
+        critic = rlinf_defaults.has_critic(leaves)
+        translation = apply_rules(
+            f"reasoning ({estimator})",
+            resolved_leaves,
+            [*RUN, *rlinf_language.ROWS, *(rlinf_language.CRITIC if critic else ())],
+            [*LANGUAGE, *(CRITIC if critic else ()), *EVERYWHERE],
+            rlinf_defaults.language_defaults(leaves),
+        )
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
             f"task_type embodied with loss_type {', '.join(LOSSES)} or embodied_sac, and task_type reasoning"
         )
-    resolved_leaves = {key: value for key, value in leaves.items() if key not in composed.unresolved}
-    translation = translated(description, resolved_leaves, rows, [*unmatched_keys, *EVERYWHERE], defaults)
     translation.foreign = dict(leaves)
     translation.omitted |= {
         key: (f"its reference cannot be followed: {reason}", True) for key, reason in composed.unresolved.items()
@@ -84,7 +92,7 @@ def _steps(read: Reading) -> Any:
     steps, epochs = int(read("runner.max_steps", -1)), int(read("runner.max_epochs", 1))
     if read.leaves["runner.task_type"] == "embodied":  # an epoch is one step there
         return epochs if steps < 0 else min(steps, epochs)
-    read.leave("runner.max_epochs", "it counts passes over the data, rlhpc counts steps: set runner.max_steps yourself")
+    read.omit("runner.max_epochs", "it counts passes over the data, rlhpc counts steps: set runner.max_steps yourself")
     return steps if steps >= 0 else UNSET
 
 
@@ -92,30 +100,30 @@ def _resume(read: Reading) -> Any:
     resume_dir = read("runner.resume_dir")
     if resume_dir in (None, "auto"):
         return resume_dir if resume_dir else UNSET
-    return read.leave("runner.resume_dir", "rlhpc does not read RLinf's checkpoints")
+    return read.omit("runner.resume_dir", "rlhpc does not read RLinf's checkpoints")
 
 
 def _placement(read: Reading) -> Any:
     """Returns the components by rlhpc's names."""
-    if read.leaves["runner.task_type"] == "reasoning":
-        components_of_run = (
-            ("actor", "rollout", "critic") if rlinf_defaults.has_critic(read.leaves) else ("actor", "rollout")
-        )
-    else:
-        components_of_run = ("actor", "rollout", "env")
+    components_of_run = {"actor", "rollout"}
+    if read.leaves["runner.task_type"] != "reasoning":
+        components_of_run.add("env")
+    elif rlinf_defaults.has_critic(read.leaves):
+        components_of_run.add("critic")
     placement: dict[str, Any] = {}
     for names, ranks in read.below("cluster.component_placement").items():
         components, _, placement_key = names.partition(".")
-        component_names = [name.strip() for name in components.split(",") if name.strip() in components_of_run]
-        for name in components.split(","):
-            if name.strip() not in components_of_run:
-                key = f"cluster.component_placement.{names}"
-                elsewhere = _ELSEWHERE.get(name.strip())
-                read.leave(key, elsewhere or f"rlhpc has no component {name.strip()} in such a run", elsewhere is None)
-        if component_names and placement_key:
-            placement.setdefault(",".join(component_names), {})[placement_key] = ranks
-        elif component_names:
-            placement[",".join(component_names)] = ranks
+        listed_names = [name.strip() for name in components.split(",")]
+        for name in listed_names:
+            if name not in components_of_run:
+                elsewhere = _ELSEWHERE.get(name)
+                reason = elsewhere or f"rlhpc has no component {name} in such a run"
+                read.omit(f"cluster.component_placement.{names}", reason, elsewhere is None)
+        if component_names := ",".join(name for name in listed_names if name in components_of_run):
+            if placement_key:
+                placement.setdefault(component_names, {})[placement_key] = ranks
+            else:
+                placement[component_names] = ranks
     return placement or UNSET
 
 
@@ -127,15 +135,16 @@ _ELSEWHERE = {
 
 def _accelerators(read: Reading) -> Any:
     """Returns the number of accelerators of a node, if the placement counts them."""
-    ranks: list[int] = []
-    for ranks_text in read.below("cluster.component_placement").values():
-        for rank_range in str(ranks_text).split(","):
-            ranks += [int(n) for n in re.findall(r"\d+", rank_range.partition(":")[0])]
+    ranges = ",".join(map(str, read.below("cluster.component_placement").values())).split(",")
+    ranks = [int(n) for rank_range in ranges for n in re.findall(r"\d+", rank_range.partition(":")[0])]
     return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else UNSET
 
 
 RUN: Rows = [
-    ("runner.task_type", lambda read: _task(read)),
+    (
+        "runner.task_type",
+        lambda read: {"embodied_sac": "off_policy"}.get(read("algorithm.loss_type"), str(read("runner.task_type"))),
+    ),
     ("runner.name", _name),
     ("runner.seed", "actor.seed"),
     ("runner.max_steps", _steps),
@@ -148,8 +157,3 @@ RUN: Rows = [
     ("cluster.component_placement", _placement),
     ("algorithm.gamma", "algorithm.gamma"),
 ]
-
-
-def _task(read: Reading) -> str:
-    task, loss = str(read("runner.task_type")), read("algorithm.loss_type")
-    return "off_policy" if loss == "embodied_sac" else task

@@ -29,7 +29,7 @@ def adapter_rows() -> Rows:
     return [("actor.lora.rank", rank), ("actor.lora.alpha", rank)]
 
 
-def choice(key: str, values_by_name: Mapping[str, Any], why: str = "") -> Rule:
+def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
     """Returns a rule that translates a value by its name; an unknown value stays unchanged, for a component registered under
     that name.
     """
@@ -39,7 +39,7 @@ def choice(key: str, values_by_name: Mapping[str, Any], why: str = "") -> Rule:
         if value is None:
             return UNSET
         if str(value).lower() not in values_by_name:
-            read.leave(key, why or f"rlhpc has no {value}; register one of that name, or choose another")
+            read.omit(key, f"rlhpc has no {value}; register one of that name, or choose another")
             return value
         return values_by_name[str(value).lower()]
 
@@ -89,7 +89,7 @@ def _slots(read: Reading) -> int:
     """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not _in_parts(read) and (rounds := _rounds(read)) > 1:
-        read.leave(
+        read.omit(
             "env.train.rollout_epoch",
             f"a slot plays one episode a step here: {rounds} rounds of {slots} slots became {rounds * slots} slots; if that "
             "is too many, lower env.train.num_envs and actor.global_batch_size by the same factor",
@@ -114,11 +114,11 @@ def _env_id(side: str) -> Rule:
 def _env_type(read: Reading) -> Any:
     value = str(read("env.train.env_type"))
     if value not in _SIMULATORS:
-        read.leave(
+        read.omit(
             "env.train.env_type", f"rlhpc has no simulator {value}: register yours (docs/how-to/add-environment.md)"
         )
     elif value == "metaworld":
-        read.leave("env.train.task_suite_name", "an environment is one task of MetaWorld, such as reach-v3: name it")
+        read.omit("env.train.task_suite_name", "an environment is one task of MetaWorld, such as reach-v3: name it")
     return value
 
 
@@ -137,7 +137,7 @@ def _env_arguments(side: str) -> Rule:
         for name, value in read.below(f"{env_key}.init_params").items():
             argument, _, nested_name = name.partition(".")
             if argument in _ARGUMENTS_LEFT:
-                read.looked.discard(f"{env_key}.init_params.{name}")
+                read.read_keys.discard(f"{env_key}.init_params.{name}")
             elif nested_name and value is not None:
                 kwargs.setdefault(argument, {})[nested_name] = value
             elif value not in (None, "None"):
@@ -147,7 +147,7 @@ def _env_arguments(side: str) -> Rule:
         if (mode := read(f"{env_key}.reward_mode")) == "only_success":
             kwargs["reward_mode"] = "sparse"
         elif mode != "raw":
-            read.leave(f"{env_key}.reward_mode", _SHAPED)
+            read.omit(f"{env_key}.reward_mode", _SHAPED)
         return kwargs or UNSET
 
     return rule
@@ -163,7 +163,7 @@ def _fixed(side: str) -> Rule:
             return UNSET
         if read(f"env.{side}.auto_reset", False):
             return True
-        return read.leave(
+        return read.omit(
             f"env.{side}.use_fixed_reset_state_ids",
             "without auto_reset both draw the states anew for every rollout, the same ones for a group of slots",
             False,
@@ -180,24 +180,24 @@ def _episodes(read: Reading) -> Any:
 
 def _films(read: Reading) -> Any:
     if read("env.eval.video_cfg.save_video", False):
-        read.leave("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
+        read.omit("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
         return 4
     return UNSET
 
 
 def _ends(read: Reading) -> Any:
     if (ignored := bool(read("env.train.ignore_terminations", False))) or _is_grpo(read):
-        read.leave("algorithm.bootstrap_type", "no episode ends before its limit, or nothing is bootstrapped", False)
+        read.omit("algorithm.bootstrap_type", "no episode ends before its limit, or nothing is bootstrapped", False)
     return ignored
 
 
 def _scale(read: Reading) -> Any:
     if read.leaves.get("env.train.env_type") not in ("libero", "metaworld"):
-        return read.leave("env.train.reward_coef", "RLinf uses it with LIBERO and MetaWorld only", False)
+        return read.omit("env.train.reward_coef", "RLinf uses it with LIBERO and MetaWorld only", False)
     return float(read("env.train.reward_coef", 1.0))
 
 
-PLAYED: Rows = [
+ENVIRONMENTS: Rows = [
     ("runner.val_check_interval", "runner.val_check_interval"),
     ("runner.enable_decoupled_mode", "runner.enable_decoupled_mode"),
     ("algorithm.rollout_steps", _rollout_steps),
@@ -230,7 +230,7 @@ PLAYED: Rows = [
 
 def _embodied_normalization(read: Reading) -> str:
     if _is_grpo(read):
-        read.leave("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
+        read.omit("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
         return "none"
     return "batch" if read("algorithm.normalize_advantages") else "none"
 
@@ -252,18 +252,14 @@ def _value_clip(read: Reading) -> Any:
 def _without_use(read: Reading) -> Any:
     """Omits keys that have no effect in this configuration, though they would in another."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
-        read.leave("actor.optim.value_lr", "policy and critic share one learning rate", False)
+        read.omit("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
         for key in ("actor.optim.value_lr", "algorithm.huber_delta", "actor.optim.critic_warmup_steps"):
-            read.leave(key, "for a critic, which group estimators do without", False)
+            read.omit(key, "for a critic, which group estimators do without", False)
     if not read.leaves.get("algorithm.filter_rewards"):
         for key in ("algorithm.rewards_lower_bound", "algorithm.rewards_upper_bound"):
-            read.leave(key, "nothing is filtered", False)
+            read.omit(key, "nothing is filtered", False)
     return UNSET
-
-
-def _micro(read: Reading) -> Any:
-    return read("actor.micro_batch_size", UNSET)
 
 
 PPO: Rows = [
@@ -283,7 +279,7 @@ PPO: Rows = [
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
     ("algorithm.rollout_parts", lambda read: _rounds(read) if _in_parts(read) else UNSET),
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
-    ("actor.micro_batch_size", _micro),
+    ("actor.micro_batch_size", lambda read: read("actor.micro_batch_size", UNSET)),
     ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),
     *optimizer_rows("actor"),
     ("actor.optim.weight_decay", "actor.optim.weight_decay"),
@@ -323,13 +319,13 @@ def _model_type(read: Reading) -> str:
     name = str(read("actor.model.model_type", "mlp_policy"))
     sac = read.leaves.get("algorithm.loss_type") == "embodied_sac"
     if name == "openpi" and str(read("actor.model.openpi.config_name", "pi0")).startswith("pi0_") and not sac:
-        read.leave("actor.model.model_path", "rlhpc's pi0 reads folders of its own format: openpi's weights do not fit")
+        read.omit("actor.model.model_path", "rlhpc's pi0 reads folders of its own format: openpi's weights do not fit")
         return "pi0"
     if name in _OPENVLA and not sac:
         return "openvla"
     if name in _MODELS and not (sac and name != "mlp_policy"):
         return "sac" if sac else _MODELS[name]
-    read.leave(
+    read.omit(
         "actor.model.model_type", f"rlhpc has no such policy: register yours as {name} (docs/how-to/add-model.md)"
     )
     return name
@@ -339,20 +335,20 @@ def _is_mlp(read: Reading) -> bool:
     return read.leaves.get("actor.model.model_type", "mlp_policy") == "mlp_policy"
 
 
-def _seeing(rule: str | Rule) -> Rule:
+def _for_vla(rule: str | Rule) -> Rule:
     """Returns the rule restricted to vision-language-action models."""
 
-    def seeing(read: Reading) -> Any:
+    def rule_for_vla(read: Reading) -> Any:
         if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:
             return UNSET
         return read(rule, UNSET) if isinstance(rule, str) else rule(read)
 
-    return seeing
+    return rule_for_vla
 
 
 def _policy_dtype(read: Reading) -> Any:
     if not read("actor.model.is_lora", False):
-        return read.leave("actor.model.precision", "all weights are trained in float32; bfloat16 needs adapters")
+        return read.omit("actor.model.precision", "all weights are trained in float32; bfloat16 needs adapters")
     return DTYPES.get(str(read("actor.model.precision", "32")), "float32")
 
 
@@ -373,9 +369,9 @@ def _policy_options(read: Reading) -> Any:
 
 def _openvla_options(read: Reading, head: str) -> dict[str, Any]:
     if read.leaves.get("actor.model.use_film"):
-        read.leave("actor.model.use_film", "rlhpc's openvla has no FiLM")
+        read.omit("actor.model.use_film", "rlhpc's openvla has no FiLM")
     if head == "parallel" and read.leaves.get("actor.model.implement_version", "rlinf") == "rlinf":
-        read.leave(
+        read.omit(
             "actor.model.implement_version",
             "rlhpc follows OFT's own code, not RLinf's: evaluate the model before training",
         )
@@ -401,7 +397,7 @@ POLICY: Rows = [
     ("actor.model.kwargs", _policy_options),
 ]
 #: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text and learn their spread.
-SEEING: Rows = [
+VLA: Rows = [
     ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else UNSET),
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
     ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else UNSET),
@@ -415,10 +411,10 @@ SEEING: Rows = [
             else UNSET
         ),
     ),
-    ("actor.model.add_value_head", _seeing("actor.model.add_value_head")),
-    ("actor.model.model_path", _seeing("actor.model.model_path")),
-    ("actor.model.dtype", _seeing(_policy_dtype)),
-    ("actor.model.gradient_checkpointing", _seeing("actor.fsdp_config.gradient_checkpointing")),
-    ("actor.model.attn_implementation", _seeing(_attention)),
-    *((key, _seeing(rule)) for key, rule in adapter_rows()),
+    ("actor.model.add_value_head", _for_vla("actor.model.add_value_head")),
+    ("actor.model.model_path", _for_vla("actor.model.model_path")),
+    ("actor.model.dtype", _for_vla(_policy_dtype)),
+    ("actor.model.gradient_checkpointing", _for_vla("actor.fsdp_config.gradient_checkpointing")),
+    ("actor.model.attn_implementation", _for_vla(_attention)),
+    *((key, _for_vla(rule)) for key, rule in adapter_rows()),
 ]

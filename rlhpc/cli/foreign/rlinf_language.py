@@ -11,7 +11,7 @@ from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Rule
 
 def _backend(read: Reading) -> str:
     if (name := read("rollout.rollout_backend", "vllm")) != "vllm":
-        read.leave("rollout.rollout_backend", f"rlhpc has no {name}: vllm and hf; vllm is written", False)
+        read.omit("rollout.rollout_backend", f"rlhpc has no {name}: vllm and hf; vllm is written", False)
     return "vllm"
 
 
@@ -19,7 +19,7 @@ def _trainer(group: str) -> Rule:
     def rule(read: Reading) -> str:
         if (name := read(f"{group}.training_backend", "fsdp")) != "fsdp":
             reason = f"rlhpc has no {name}: local, fsdp and deepspeed; fsdp is written"
-            read.leave(f"{group}.training_backend", reason, False)
+            read.omit(f"{group}.training_backend", reason, False)
         return "fsdp"
 
     return rule
@@ -39,7 +39,7 @@ def _dtype(key: str, fallback: str) -> Rule:
     def rule(read: Reading) -> Any:
         name = DTYPES.get(str(read(key, "bf16")).lower().removesuffix("-mixed"), "bfloat16")
         if name == "float16" and fallback != name:
-            read.leave(key, f"rlhpc does not train in float16: {fallback} is written")
+            read.omit(key, f"rlhpc does not train in float16: {fallback} is written")
             return fallback
         return name
 
@@ -75,7 +75,7 @@ def _file(read: Reading, key: str) -> str | None:
     paths = read(key)
     paths = [paths] if isinstance(paths, str) else list(paths or ())
     if len(paths) > 1:
-        read.leave(key, "a source is one file, folder or pattern: the first one is written")
+        read.omit(key, "a source is one file, folder or pattern: the first one is written")
     return str(paths[0]) if paths else None
 
 
@@ -105,7 +105,7 @@ def _suites(read: Reading) -> Any:
 def _terms(read: Reading) -> Any:
     name = str(read("reward.reward_type", "math"))
     if name != "math":
-        read.leave("reward.reward_type", f"rlhpc has no reward {name}: register yours (docs/how-to/add-reward.md)")
+        read.omit("reward.reward_type", f"rlhpc has no reward {name}: register yours (docs/how-to/add-reward.md)")
         return [{"name": name}]
     reward_bounds = [float(read(f"reward.reward_{key}")) for key in ("max_val", "min_val")]
     weight = (reward_bounds[0] - reward_bounds[1]) * float(read("reward.reward_scale"))
@@ -134,9 +134,9 @@ def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
 
     def rule(read: Reading) -> Any:
         if read.leaves.get(f"{group}.training_backend") == "megatron":
-            read.leave(fsdp, "RLinf's Megatron trainer does not read it", False)
+            read.omit(fsdp, "RLinf's Megatron trainer does not read it", False)
             return read(megatron)
-        read.leave(megatron, "RLinf's FSDP trainer does not read it", False)
+        read.omit(megatron, "RLinf's FSDP trainer does not read it", False)
         return read(fsdp)
 
     return rule
@@ -149,7 +149,7 @@ def _schedule(group: str) -> Rule:
         name = str(read_schedule(read)).removeprefix("torch_")
         if name not in ("constant", "linear", "cosine"):
             for key in ("lr_sched.lr_decay_style", "optim.lr_scheduler"):
-                read.leave(
+                read.omit(
                     f"{group}.{key}", f"rlhpc has no course {name}: constant, linear and cosine; constant is written"
                 )
             return "constant"

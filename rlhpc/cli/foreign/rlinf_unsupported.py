@@ -334,7 +334,7 @@ CRITIC = [
     UnsupportedKeys("critic.use_critic_model", "its place in cluster.component_placement says it", True),
     UnsupportedKeys("critic.seed", "runner.seed is for all groups", True),
     *(
-        replace(entry, keys=entry.keys.replace("actor.", "critic."), why=entry.why.replace("actor.", "critic."))
+        replace(entry, keys=entry.keys.replace("actor.", "critic."), reason=entry.reason.replace("actor.", "critic."))
         for entry in LANGUAGE
         if entry.keys.startswith("actor.")
     ),

@@ -26,25 +26,25 @@ class Reading:
         self.leaves = {**self.defaults, **leaves}
         self.written = set(leaves)
         self.reasons: dict[str, tuple[str, bool]] = {}
-        self.looked: set[str] = set()
+        self.read_keys: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
         """Returns a value; if the key is missing or null, the foreign project's default, or else `default`."""
         if key in self.leaves:
-            self.looked.add(key)
+            self.read_keys.add(key)
         value = self.leaves.get(key)
         return self.defaults.get(key, default) if value is None or value == "None" else value
 
     def below(self, prefix: str) -> dict[str, Any]:
         """Returns all values below a key, by the remainders of their names."""
         values = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
-        self.looked |= set(values)
+        self.read_keys |= set(values)
         return {key[len(prefix) + 1 :]: value for key, value in values.items()}
 
-    def leave(self, key: str, why: str, differs: bool = True) -> Any:
+    def omit(self, key: str, reason: str, changes_training: bool = True) -> Any:
         """Records why a key is omitted; returns `UNSET`, so that a rule can end with it."""
         if key in self.written:
-            self.reasons[key] = (why, differs)
+            self.reasons[key] = (reason, changes_training)
         return UNSET
 
 
@@ -61,12 +61,12 @@ class UnsupportedKeys:
 
     Attributes:
         keys: Patterns, separated by spaces.
-        why: The reason.
+        reason: Why they have none.
         harmless: Values whose omission changes nothing; or True if the key never changes the training.
     """
 
     keys: str
-    why: str
+    reason: str
     harmless: Any = ()
 
 
@@ -75,7 +75,7 @@ class Translation:
     """Translated configuration.
 
     Attributes:
-        kind: Task type, in words.
+        task_type: Task type, in words.
         ours: Key of rlhpc → value, in the order of the file.
         origin: Key of rlhpc → the foreign keys that it was computed from.
         defaults: Key of rlhpc → omitted foreign keys whose defaults it was computed from.
@@ -83,7 +83,7 @@ class Translation:
         foreign: Foreign key → value, all of them.
     """
 
-    kind: str
+    task_type: str
     ours: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, list[str]] = field(default_factory=dict)
     defaults: dict[str, list[str]] = field(default_factory=dict)
@@ -97,32 +97,31 @@ class Translation:
         return [key for key in self.foreign if key in contributing]
 
 
-def translated(
-    kind: str,
+def apply_rules(
+    task_type: str,
     leaves: Mapping[str, Any],
     rules: Rows,
-    unmatched: Sequence[UnsupportedKeys],
+    unsupported: Sequence[UnsupportedKeys],
     defaults: Mapping[str, Any] | None = None,
 ) -> Translation:
     """Translates a configuration by a table.
 
     Args:
-        kind: Task type, in words.
+        task_type: Task type, in words.
         leaves: The foreign configuration.
         rules: (key of rlhpc, foreign key whose value is copied, or a rule). A row without a key of rlhpc only records
             why foreign keys are omitted.
-        unmatched: Keys without a counterpart; the first pattern that fits gives the reason.
+        unsupported: Keys without a counterpart; the first pattern that fits gives the reason.
         defaults: Values that the foreign project uses for omitted keys.
     """
-    read, translation = Reading(leaves, defaults), Translation(kind, foreign=dict(leaves))
+    read, translation = Reading(leaves, defaults), Translation(task_type, foreign=dict(leaves))
     unused_keys: set[str] = set()
     for rlhpc_key, rule in rules:
-        read.looked = set()
+        read.read_keys = set()
         config_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
-        keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
+        keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.read_keys]
         if config_value is UNSET or (config_value is None and isinstance(rule, str)):
-            for key in keys_read:
-                unused_keys.add(key)
+            unused_keys.update(keys_read)
             continue
         translation.ours[rlhpc_key] = config_value
         translation.origin[rlhpc_key] = [key for key in keys_read if key in leaves]
@@ -134,12 +133,12 @@ def translated(
         elif key in unused_keys and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
-            translation.omitted[key] = _reason(key, config_value, unmatched)
+            translation.omitted[key] = _reason(key, config_value, unsupported)
     return translation
 
 
-def _reason(key: str, value: Any, unmatched: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
-    for unmatched_key in unmatched:
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in unmatched_key.keys.split()):
-            return unmatched_key.why, not (unmatched_key.harmless is True or value in list(unmatched_key.harmless))
+def _reason(key: str, value: Any, unsupported: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
+    for entry in unsupported:
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
+            return entry.reason, not (entry.harmless is True or value in list(entry.harmless))
     return "the importer does not know this key", True

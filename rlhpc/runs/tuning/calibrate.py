@@ -304,9 +304,8 @@ class Calibration:
             short_run = self._run(name, words, cores)
             if self._spread() <= _STEADY:
                 return short_run
-            step_s_before = self.first[
-                -1
-            ].step_s  # other work disturbs the machine: the runs before and after show how much
+            # Other work disturbs the machine: the runs before and after show how much.
+            step_s_before = self.first[-1].step_s
             return self._level(short_run, (step_s_before + self._plain("plain").step_s) / 2)
         except Stopped:
             raise
@@ -348,7 +347,7 @@ class Calibration:
         costs = Costs(
             curves,
             hop_s=max(0.0, statistics.median(hop_times)) if turns else 0.0,
-            threads=self._threads(),
+            threads=self._model(Costs(curves)).threads(self.plain),
             memory=_maximum_by_group(short_run.memory for short_run in self.first),
             device_memory=_maximum_by_group(short_run.device_memory for short_run in self.first),
             spread=self._spread(),
@@ -358,20 +357,6 @@ class Calibration:
 
     def _model(self, costs: Costs) -> QueueingModel:
         return QueueingModel(self.workload, costs, self.shape)
-
-    def _threads(self) -> dict[str, int]:
-        """Returns the threads of a rank of each group, as the runtime assigns them."""
-        groups_per_node: dict[int, int] = {}
-        nodes: dict[str, set[int]] = {}
-        for group, placement in self.plain.places.items():
-            for ranks in placement.processes:
-                node = self.shape.pools[placement.label].resources[ranks[0]][0]
-                groups_per_node[node] = groups_per_node.get(node, 0) + 1
-                nodes.setdefault(group, set()).add(node)
-        return {
-            group: min(max(1, self.shape.cores[node] // groups_per_node[node]) for node in group_nodes)
-            for group, group_nodes in nodes.items()
-        }
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
         """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
@@ -430,16 +415,12 @@ class Calibration:
             for phase in self.workload.phases
             if expected_s[phase.name] > 0
             and short_run.metrics.get(phase.metric, 0.0) > 0
-            and self._is_work(knob, phase.name)
+            # Where steps overlap, waits do not measure the work of their group.
+            and (knob.key != self.workload.staleness or not phase.waits)
         }
         costs = dataclasses.replace(costs, factors={**costs.factors, override_word: factors})
         extra = short_run.step_s - self._model(costs).predict(changed_candidate).step_s
         return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra})
-
-    def _is_work(self, knob: Knob, name: str) -> bool:
-        """Returns whether a phase's metric still measures the work of its group; where steps overlap, waits do not."""
-        phase = next(phase for phase in self.workload.phases if phase.name == name)
-        return knob.key != self.workload.staleness or not phase.waits
 
 
 def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float]:

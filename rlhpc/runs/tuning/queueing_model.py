@@ -64,13 +64,7 @@ class QueueingModel:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Returns the prediction for a candidate."""
-        ranks_by_node = self._on_nodes(candidate, tuple(candidate.places))
-        threads = {
-            group: min(
-                max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
-            )
-            for group in candidate.places
-        }
+        threads = self.threads(candidate)
         phase_s = self._seconds(candidate, threads)
         loads = self._loads(candidate, phase_s, threads)
         seconds = {
@@ -79,6 +73,16 @@ class QueueingModel:
         step = self._period(candidate, seconds, loads)
         host, device = self._memory(candidate)
         return Prediction(step, self._idle(loads, step), host, device, seconds)
+
+    def threads(self, candidate: Candidate) -> dict[str, int]:
+        """Returns the threads of a rank of each group, as the runtime assigns them."""
+        ranks_by_node = self._on_nodes(candidate, tuple(candidate.places))
+        return {
+            group: min(
+                max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
+            )
+            for group in candidate.places
+        }
 
     # -- seconds of the phases ------------------------------------------------------------------------------------
 
@@ -103,9 +107,9 @@ class QueueingModel:
         """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
         if not self._by_cores(candidate, phase):
             return 1.0
-        groups_by_node = self._on_nodes(candidate, (phase.group,))
+        ranks_by_node = self._on_nodes(candidate, (phase.group,))
         return max(
-            1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in groups_by_node.items())
+            1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in ranks_by_node.items())
         )
 
     def stages(self, candidate: Candidate) -> int:

@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhpc.config import config_to_yaml, find_config, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
-from rlhpc.config.yaml_files import ConfigDumper
+from rlhpc.config.yaml_files import dump_yaml
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
@@ -36,7 +34,7 @@ from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
 from rlhpc.runtime.plugins import load_attribute
-from rlhpc.runtime.text import format_bytes
+from rlhpc.runtime.text import align_columns, count_noun, format_bytes
 
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
@@ -75,11 +73,8 @@ class TuneRequest:
 
     def machines(self) -> tuple[str, ...]:
         """Returns the overrides for the machines."""
-        override_words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
-        return (
-            *override_words,
-            *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]),
-        )
+        sizes = {"num_nodes": self.nodes, "accelerators_per_node": self.accelerators}
+        return tuple(f"cluster.{key}={size}" for key, size in sizes.items() if size is not None)
 
 
 def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
@@ -210,7 +205,7 @@ def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> boo
 def _machines(shape: ClusterShape) -> str:
     nodes = len(shape.cores)
     node_size = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
-    return f"{nodes} node{'s' * (nodes != 1)} with {node_size}"
+    return f"{count_noun(nodes, 'node')} with {node_size}"
 
 
 def _record(
@@ -219,35 +214,25 @@ def _record(
     model, workload = space.model, space.model.workload
     steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
     unit_count = model.shape.accelerators or len(model.shape.cores)
-    rows = []
-    configured_candidate = space.configured
-    if not request.machines() and not any(
-        _is_same_candidate(configured_candidate, ranked.candidate) for ranked in best
-    ):
-        best = [*best, RankedCandidate(configured_candidate, model.predict(configured_candidate))]
-    for ranked in best:
-        step_s = ranked.prediction.step_s
-        rows.append(
-            {
-                "mode": ranked.candidate.mode,
-                "configured": not request.machines() and _is_same_candidate(configured_candidate, ranked.candidate),
-                "placement": ranked.candidate.placement(),
-                "settings": {
-                    key: value
-                    for key, value in ranked.candidate.settings.items()
-                    if value != configured_candidate.settings[key]
-                },
-                "overrides": [*request.machines(), *ranked.candidate.overrides()],
-                "step_s": step_s,
-                "idle": ranked.prediction.idle,
-                "memory": ranked.prediction.memory,
-                "device_memory": ranked.prediction.device_memory,
-                "phases": dict(ranked.prediction.phases),
-                "hours": step_s * steps * unit_count / 3600,
-                "measured_step_s": None,
-                "error": None,
-            }
-        )
+    configured = space.configured
+    if not request.machines() and not any(_is_same_candidate(configured, ranked.candidate) for ranked in best):
+        best = [*best, RankedCandidate(configured, model.predict(configured))]
+    rows = [
+        {
+            "mode": ranked.candidate.mode,
+            "configured": not request.machines() and _is_same_candidate(configured, ranked.candidate),
+            "placement": ranked.candidate.placement(),
+            "settings": {
+                key: value for key, value in ranked.candidate.settings.items() if value != configured.settings[key]
+            },
+            "overrides": [*request.machines(), *ranked.candidate.overrides()],
+            **dataclasses.asdict(ranked.prediction),
+            "hours": ranked.prediction.step_s * steps * unit_count / 3600,
+            "measured_step_s": None,
+            "error": None,
+        }
+        for ranked in best
+    ]
     return {
         "format": 1,
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -274,10 +259,10 @@ def _record(
 
 
 def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
-    processes = [
+    first, second = (
         {name: placement.processes for name, placement in candidate.places.items()} for candidate in (one, other)
-    ]
-    return processes[0] == processes[1] and one.settings == other.settings
+    )
+    return first == second and one.settings == other.settings
 
 
 def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
@@ -325,9 +310,7 @@ def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> Non
     header = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
     try:
         replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
-        replace_durably(
-            paths.tuned_config, (header + yaml.dump(content, Dumper=ConfigDumper, sort_keys=False)).encode()
-        )
+        replace_durably(paths.tuned_config, (header + dump_yaml(content, sort_keys=False)).encode())
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
 
@@ -366,10 +349,10 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     machines, noise = record["machines"], record["costs"]["spread"]
     node_text = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
     lines = [
-        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{node_text}; hours for {record['samples']} {record['unit']}"
+        f"{count_noun(machines['nodes'], 'node')}{node_text}; hours for {record['samples']} {record['unit']}"
         f"; runs of the same were up to {noise:.0%} apart",
         *([_BUSY] if noise > _NOISY else []),
-        *_aligned(table),
+        *align_columns(table, right_from=3),
         f"* {tuned}",
         f"  {command}",
     ]
@@ -391,15 +374,3 @@ def _placement(placement: Mapping[str, Any]) -> str:
 
 def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    text_columns = (0, 1, 2)
-    return [
-        "  ".join(
-            cell.ljust(width) if i in text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]

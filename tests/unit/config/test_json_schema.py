@@ -23,8 +23,8 @@ from rlhpc.runtime.errors import ConfigError
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 KINDS = {kind.name: kind for kind in all_kinds()}
-ANY_FILE = Draft202012Validator(task_type_schema(all_kinds()))
-VALIDATORS = {name: Draft202012Validator(task_type_schema([kind])) for name, kind in KINDS.items()}
+ANY_FILE = Draft202012Validator(task_type_schema([kind.keys for kind in all_kinds()]))
+VALIDATORS = {name: Draft202012Validator(task_type_schema([kind.keys])) for name, kind in KINDS.items()}
 #: A value of another type for each type.
 WRONG: dict[Any, Any] = {int: "seven", float: "fast", bool: "maybe", str: ["a"], list: 7, dict: 7}
 
@@ -96,7 +96,11 @@ def outside(key: ConfigKey) -> list[float]:
 
 
 def test_it_is_a_schema() -> None:
-    for schema in (task_type_schema(all_kinds()), site_schema(), *(task_type_schema([kind]) for kind in all_kinds())):
+    for schema in (
+        task_type_schema([kind.keys for kind in all_kinds()]),
+        site_schema(),
+        *(task_type_schema([kind.keys]) for kind in all_kinds()),
+    ):
         Draft202012Validator.check_schema(schema)
         json.dumps(schema)
 
@@ -176,6 +180,6 @@ def test_task_types_are_told_apart() -> None:
 
 
 def test_names_of_registries_are_offered_and_open() -> None:
-    env_type = task_type_schema([KINDS["embodied"]])["$defs"]["RolloutEnvConfig"]["properties"]["env_type"]
+    env_type = task_type_schema([KINDS["embodied"].keys])["$defs"]["RolloutEnvConfig"]["properties"]["env_type"]
     assert "gymnasium" in env_type["anyOf"][0]["enum"]
     assert Draft202012Validator(env_type).is_valid("my_package:Env")

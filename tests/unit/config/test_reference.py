@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from omegaconf import MISSING
 
 from rlhpc.config.constraints import Range
 from rlhpc.config.reference import render
-from rlhpc.config.schema import tree_of
+from rlhpc.config.schema import Schema, tree_of
 
 
 @dataclass
@@ -78,7 +79,10 @@ def page() -> list[str]:
     """Returns the lines of the page of two kinds of runs and a file."""
     keys = tree_of(Base)
     lr = dataclasses.replace(keys["runner.optim.lr"], range=Range(0.0, 1.0))
-    kinds = {"base": (Base, {**keys, "runner.optim.lr": lr}), "other": (Other, tree_of(Other))}
+    kinds = {
+        "base": SimpleNamespace(schema=Schema(Base), tree={**keys, "runner.optim.lr": lr}),
+        "other": SimpleNamespace(schema=Schema(Other), tree=tree_of(Other)),
+    }
     return render(kinds, {"sweep": SweepFile}).splitlines()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.checkpoint import CheckpointWriter, prune
 from rlhpc.cli.arguments import checkpoint_of
-from rlhpc.cli.parser import add_checkpoint
+from rlhpc.cli.parser import CHECKPOINT
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.checkpointing import BestCheckpoint
 from rlhpc.runs.configuration import load_config
@@ -128,7 +128,8 @@ def named(*words: str) -> Path:
     import argparse
 
     parser = argparse.ArgumentParser()
-    add_checkpoint(parser)
+    for names, options in CHECKPOINT:
+        parser.add_argument(*names, **options)
     return checkpoint_of(parser.parse_args([*words]))
 
 

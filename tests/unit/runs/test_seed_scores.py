@@ -16,8 +16,8 @@ from rlhpc.runs.seed_scores import (
     goal_of,
     metric_of,
     ranked,
+    render_scores,
     scores_at,
-    scores_part,
 )
 
 
@@ -92,17 +92,17 @@ def test_the_table_says_how_many_seeds_there_are_and_compares_only_enough() -> N
     best = ConfigScores("best", [5.0, 6.0, 7.0, 8.0, 9.0], 5)
     worse = ConfigScores("worse", [1.0, 2.0, 3.0, 4.0, 5.5], 6)
     few = ConfigScores("few", [0.0, 0.0], 2)
-    page = scores_part([few, worse, best, ConfigScores("none", [], 3)], "Return", "maximize", "env/return")
+    page = render_scores([few, worse, best, ConfigScores("none", [], 3)], "Return", "maximize", "env/return")
     assert page.index("best") < page.index("worse") < page.index("few")
     assert "5 of 6" in page and "too few seeds" in page
     assert "96%" in page  # 24 of 25 pairs
     assert "Without a score yet: 1 of 4 configurations." in page
-    assert scores_part([ConfigScores("none", [], 3)], "Return", "maximize", "env/return") == ""
+    assert render_scores([ConfigScores("none", [], 3)], "Return", "maximize", "env/return") == ""
 
 
 def test_of_many_configurations_the_chart_has_the_best() -> None:
     many = [ConfigScores(f"c{n}", [float(n)] * 5, 5) for n in range(MAX_DRAWN + 2)]
-    page = scores_part(many, "Return", "maximize", "env/return")
+    page = render_scores(many, "Return", "maximize", "env/return")
     assert f"the best {MAX_DRAWN} of {MAX_DRAWN + 2}" in page
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from rlhpc.cli.foreign.output import report, written
+from rlhpc.cli.foreign.output import format_config, format_report
 from rlhpc.cli.foreign.rules import Translation
 
 TRANSLATION = Translation(
@@ -25,14 +25,14 @@ TRANSLATION = Translation(
 
 
 def test_the_file_reads_back_as_the_translation() -> None:
-    text = written(TRANSLATION, "/x/ppo.yaml", "RLinf")
+    text = format_config(TRANSLATION, "/x/ppo.yaml", "RLinf")
     assert yaml.safe_load(text) == {
         "runner": {"max_steps": 10, "name": "on"}, "actor": {"optim": {"lr": 1e-3, "name": "adam"}},
     }  # fmt: skip
 
 
 def test_comments_name_what_a_value_comes_from_and_what_was_left_out() -> None:
-    lines = written(TRANSLATION, "/x/ppo.yaml", "RLinf").splitlines()
+    lines = format_config(TRANSLATION, "/x/ppo.yaml", "RLinf").splitlines()
     assert lines[0] == "# From RLinf's ppo.yaml, by `rlhpc config import`: 7 of 9 keys are used."
     assert lines[1:3] == ["# Left out; training will differ:", "#   kl: 0.1 (there is no KL term)"]
     assert "  max_steps: 10  # a, b, c and 2 more" in lines
@@ -42,7 +42,9 @@ def test_comments_name_what_a_value_comes_from_and_what_was_left_out() -> None:
 
 
 def test_the_report_has_every_key() -> None:
-    text = report(TRANSLATION, "/x/ppo.yaml", "RLinf", [Path("/x/base.yaml"), Path("/x/ppo.yaml")], "It would start.")
+    text = format_report(
+        TRANSLATION, "/x/ppo.yaml", "RLinf", [Path("/x/base.yaml"), Path("/x/ppo.yaml")], "It would start."
+    )
     lines = text.splitlines()
     assert lines[:2] == ["RLinf: /x/ppo.yaml with base.yaml", "task type: PPO"]
     assert "translated: 7 of 9 keys" in lines
@@ -57,7 +59,7 @@ def test_the_report_has_every_key() -> None:
 
 def test_nothing_was_left_out() -> None:
     empty = Translation("SAC")
-    assert written(empty, "sac.yaml", "RLinf").splitlines() == [
+    assert format_config(empty, "sac.yaml", "RLinf").splitlines() == [
         "# From RLinf's sac.yaml, by `rlhpc config import`: 0 of 0 keys are used."
     ]
-    assert "left out; training will differ: 0 keys" in report(empty, "sac.yaml", "RLinf", [], "")
+    assert "left out; training will differ: 0 keys" in format_report(empty, "sac.yaml", "RLinf", [], "")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc import cli
 from rlhpc.cli.foreign import rlinf, rlinf_embodied, rlinf_language
-from rlhpc.cli.foreign.output import written
+from rlhpc.cli.foreign.output import format_config
 from rlhpc.config.schema import Schema
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import find_kind
@@ -29,13 +29,13 @@ def keys_of(tree: Any, prefix: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
-        ("embodied", [*rlinf_embodied.PPO, *rlinf_embodied.SEEING]),
+        ("embodied", [*rlinf_embodied.PPO, *rlinf_embodied.VLA]),
         ("off_policy", rlinf_embodied.SAC),
         ("reasoning", [*rlinf_language.ROWS, *rlinf_language.CRITIC]),
     ],
 )
 def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
-    common = [] if kind == "reasoning" else [*rlinf_embodied.PLAYED, *rlinf_embodied.POLICY]
+    common = [] if kind == "reasoning" else [*rlinf_embodied.ENVIRONMENTS, *rlinf_embodied.POLICY]
     keys = Schema(find_kind(kind).config, kind).keys
     assert not [ours for ours, _ in [*rlinf.RUN, *common, *rows] if ours and ours not in keys]
 
@@ -53,7 +53,7 @@ def test_a_key_left_out_means_what_rlinf_takes_for_it(kind: str) -> None:
 def test_rlinfs_defaults_reach_the_run(kind: str, tmp_path: Path) -> None:
     leaves, defaults = flat(KINDS[kind][0]), KINDS[kind][1]
     made = translation({key: value for key, value in leaves.items() if key not in defaults})
-    (tmp_path / "ours.yaml").write_text(text := written(made, "rlinf.yaml", "RLinf"))
+    (tmp_path / "ours.yaml").write_text(text := format_config(made, "rlinf.yaml", "RLinf"))
     cfg = load_config(tmp_path / "ours.yaml", [], site="", check=False)
     assert "adam_eps: 1.0e-08  # RLinf's default of actor.optim.adam_eps\n" in text
     converted = {"algorithm.normalize_advantages", "actor.optim.lr_warmup_steps"}  # true is batch, and -1 is 0
@@ -95,9 +95,9 @@ def test_a_key_that_is_taken_as_it_is_has_rlinfs_default_or_is_needed_there() ->
     }  # fmt: skip
     for name in ("lr", "adam_beta1", "adam_beta2", "clip_grad"):
         needed |= {f"actor.optim.{name}", f"critic.optim.{name}"}
-    shared = [*rlinf.RUN, *rlinf_embodied.PLAYED, *rlinf_embodied.POLICY]
+    shared = [*rlinf.RUN, *rlinf_embodied.ENVIRONMENTS, *rlinf_embodied.POLICY]
     rows = {
-        "embodied": [*shared, *rlinf_embodied.PPO, *rlinf_embodied.SEEING],
+        "embodied": [*shared, *rlinf_embodied.PPO, *rlinf_embodied.VLA],
         "off_policy": [*shared, *rlinf_embodied.SAC],
         "fsdp": [*rlinf.RUN, *rlinf_language.ROWS],
         "critic": [*rlinf.RUN, *rlinf_language.ROWS, *rlinf_language.CRITIC],

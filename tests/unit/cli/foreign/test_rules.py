@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, UnsupportedKeys, translated
+from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, UnsupportedKeys, apply_rules
 
 
 def steps(read: Reading) -> Any:
@@ -15,7 +15,7 @@ def steps(read: Reading) -> Any:
 
 def clip(read: Reading) -> Any:
     """Leaves a kind of clipping out."""
-    return read.leave("algo.clip", "rlhpc clips otherwise") if read("algo.clip") == "odd" else read("algo.clip")
+    return read.omit("algo.clip", "rlhpc clips otherwise") if read("algo.clip") == "odd" else read("algo.clip")
 
 
 RULES: Rows = [
@@ -32,7 +32,7 @@ UNMATCHED = [
 
 def translate(leaves: dict[str, Any], **defaults: Any) -> Any:
     """Translates a configuration with these rules."""
-    return translated(
+    return apply_rules(
         "PPO", leaves, RULES, UNMATCHED, {key.replace("__", "."): value for key, value in defaults.items()}
     )
 
@@ -60,7 +60,7 @@ def test_defaults_of_the_foreign_project_stand_in_for_missing_keys() -> None:
 def test_null_counts_as_missing() -> None:
     read = Reading({"a": None, "b": "None", "c": 0}, {"a": 1})
     assert read("a", 5) == 1 and read("b", 5) == 5 and read("c", 5) == 0 and read("d", 5) == 5
-    assert read.looked == {"a", "b", "c"}
+    assert read.read_keys == {"a", "b", "c"}
     assert translate({"optim.lr": None}).ours == {"actor.clip": None}
 
 
@@ -80,5 +80,5 @@ def test_each_key_that_is_left_out_has_a_reason_and_says_whether_training_differ
 
 def test_a_reason_is_recorded_for_written_keys_alone() -> None:
     read = Reading({"a": 1}, {"b": 2})
-    assert read.leave("a", "why", differs=False) is UNSET and read.leave("b", "why") is UNSET
+    assert read.omit("a", "why", changes_training=False) is UNSET and read.omit("b", "why") is UNSET
     assert read.reasons == {"a": ("why", False)}
