@@ -33,25 +33,25 @@ class _Save:
 
     Attributes:
         writer: Writer of its folder.
-        opened: Closes the writer, and removes the folder if it is not a checkpoint by then.
+        cleanup: Closes the writer, and removes the folder if it is not a checkpoint by then.
         meta: Entries of the manifest.
-        began: Start time.
+        started_at: Start time.
         queries: By role, the pending call that asks its ranks whether they have written everything.
-        sums: By role, the checksums of the written files.
+        checksums: By role, the checksums of the written files.
     """
 
     writer: CheckpointWriter
-    opened: contextlib.ExitStack
+    cleanup: contextlib.ExitStack
     meta: dict[str, Any]
-    began: float
+    started_at: float
     queries: dict[str, Any] = field(default_factory=dict)
-    sums: dict[str, Checksums] = field(default_factory=dict)
+    checksums: dict[str, Checksums] = field(default_factory=dict)
 
-    def take(self, role: str, answers: Sequence[Checksums | None]) -> None:
+    def record(self, role: str, answers: Sequence[Checksums | None]) -> None:
         """Stores the answers of a group, unless one of its ranks is still writing."""
         checksums = [rank_checksums for rank_checksums in answers if rank_checksums is not None]
         if len(checksums) == len(answers):
-            self.sums[role] = merge_checksums(checksums)
+            self.checksums[role] = merge_checksums(checksums)
 
 
 class Saves:
@@ -65,12 +65,12 @@ class Saves:
 
     def __init__(self, groups: Mapping[str, Any], async_save: bool, timeout: float) -> None:
         self._groups, self._async_save, self._timeout = groups, async_save, timeout
-        self._now: _Save | None = None
+        self._current: _Save | None = None
 
     @property
-    def under_way(self) -> int | None:
+    def pending_step(self) -> int | None:
         """Step of a save that is not yet a complete checkpoint."""
-        return None if self._now is None else self._now.writer.step
+        return None if self._current is None else self._current.writer.step
 
     def begin(self, writer: CheckpointWriter, files: Mapping[str, bytes | Path], meta: dict[str, Any]) -> None:
         """Starts a save of the present step on all ranks; returns when training may continue.
@@ -88,7 +88,7 @@ class Saves:
         with contextlib.ExitStack() as exit_stack:
             folder = str(exit_stack.enter_context(writer).staging)
             handles = {
-                role: group.begin_save(folder, self._async_save) if _sums(group) else group.save(folder)
+                role: group.begin_save(folder, self._async_save) if _saves_in_background(group) else group.save(folder)
                 for role, group in self._groups.items()
             }
             answers = {role: handle.wait(self._timeout) for role, handle in handles.items()}
@@ -97,10 +97,10 @@ class Saves:
                     writer.add_bytes(name, content)
                 else:
                     writer.add_file(name, content)
-            self._now = _Save(writer, exit_stack.pop_all(), meta, started_at)
+            self._current = _Save(writer, exit_stack.pop_all(), meta, started_at)
         for role, group in self._groups.items():
-            if _sums(group):
-                self._now.take(role, answers[role])
+            if _saves_in_background(group):
+                self._current.record(role, answers[role])
 
     def advance(self) -> float | None:
         """Commits the save in progress if all its files are written; does not wait.
@@ -136,29 +136,33 @@ class Saves:
 
     def abandon(self) -> None:
         """Drops the save in progress and removes its folder."""
-        if (save := self._now) is not None:
-            self._now = None
-            save.opened.close()
+        if (save := self._current) is not None:
+            self._current = None
+            save.cleanup.close()
 
     def _commit_if_written(self, wait: bool) -> float | None:
-        save = self._now
+        save = self._current
         if save is None:
             return None
         try:
-            if not self._written(save, wait):
+            if not self._is_written(save, wait):
                 return None
             current().registry.check_current()  # a driver that has been replaced by another commits nothing
         except BaseException:
             self.abandon()
             raise
-        self._now = None
-        with save.opened:
-            save.writer.commit(save.meta, merge_checksums(save.sums.values()))
-        return time.perf_counter() - save.began
+        self._current = None
+        with save.cleanup:
+            save.writer.commit(save.meta, merge_checksums(save.checksums.values()))
+        return time.perf_counter() - save.started_at
 
-    def _written(self, save: _Save, wait: bool) -> bool:
+    def _is_written(self, save: _Save, wait: bool) -> bool:
         """Returns whether all ranks have written all files."""
-        unreported = {role: group for role, group in self._groups.items() if role not in save.sums and _sums(group)}
+        unreported = {
+            role: group
+            for role, group in self._groups.items()
+            if role not in save.checksums and _saves_in_background(group)
+        }
         for role, group in unreported.items():
             if role not in save.queries:
                 save.queries[role] = group.saved(wait)
@@ -168,8 +172,8 @@ class Saves:
             answers = save.queries.pop(role).wait(self._timeout)
             if None in answers and wait:  # the pending query did not wait for the files
                 answers = group.saved(True).wait(self._timeout)
-            save.take(role, answers)
-        return all(role in save.sums for role in unreported)
+            save.record(role, answers)
+        return all(role in save.checksums for role in unreported)
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
@@ -184,7 +188,7 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
     return checksums
 
 
-def _sums(group: Any) -> bool:
+def _saves_in_background(group: Any) -> bool:
     """Returns whether a group's ranks report checksums, and may write files later."""
     from rlhpc.checkpoint.async_writer import (
         SavingWorker,  # needs torch, which a check of the configuration does without
@@ -217,7 +221,7 @@ class BestCheckpoint:
         self.step: int | None = None
         self.value = math.nan
         self.waited = 0
-        self._before: int | None = None
+        self._previous_step: int | None = None
 
     def take(self, step: int, row: Mapping[str, float]) -> bool:
         """Records a step's row of metrics and returns whether the step is now the best. A non-finite value never is, and the
@@ -234,7 +238,7 @@ class BestCheckpoint:
         if not is_better:
             self.waited += 1
             return False
-        self._before, self.step, self.value, self.waited = self.step, step, float(metric_value), 0
+        self._previous_step, self.step, self.value, self.waited = self.step, step, float(metric_value), 0
         return True
 
     def _require_measured(self, row: Mapping[str, float]) -> None:
@@ -270,15 +274,15 @@ class BestCheckpoint:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state that `state` returned; a run with another metric starts anew."""
         saved_best = state.get("best")
-        self.step, self.value, self.waited, self._before = None, math.nan, 0, None
+        self.step, self.value, self.waited, self._previous_step = None, math.nan, 0, None
         if isinstance(saved_best, Mapping) and saved_best.get("metric") == self.metric:
             self.waited = int(saved_best["waited"])
             if saved_best["step"] is not None:
                 self.step, self.value = int(saved_best["step"]), float(saved_best["value"])
 
-    def protected(self, paths: RunPaths) -> list[int]:
+    def retained_steps(self, paths: RunPaths) -> list[int]:
         """Returns the steps whose checkpoints are retained: the best one and, until that is complete, the previous best."""
-        steps = [step for step in (self.step, self._before) if step is not None]
+        steps = [step for step in (self.step, self._previous_step) if step is not None]
         return steps[:1] if steps and is_complete(paths.checkpoint(steps[0])) else steps
 
     def link(self, paths: RunPaths) -> None:
@@ -303,7 +307,7 @@ class BestCheckpoint:
             ) from error
 
 
-def check_best(kind: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
+def check_best(task_type: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
     """Raises an error for a `runner.keep_best` that the run does not measure, and for a `runner.patience` without it.
 
     Raises:
@@ -314,9 +318,9 @@ def check_best(kind: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
         if cfg.runner.patience > 0:
             raise fail("runner.patience", "it counts evaluations by a metric: name that with runner.keep_best")
         return
-    names = list(kind.checks.evaluation_metrics(cfg))
+    names = list(task_type.checks.evaluation_metrics(cfg))
     if not names:
-        has_evaluation = "runner.val_check_interval" in kind.schema
+        has_evaluation = "runner.val_check_interval" in task_type.schema
         way_out = "set runner.val_check_interval, such as 10" if has_evaluation else "leave it out"
         raise fail("runner.keep_best", f"this run evaluates nothing while it trains: {way_out}")
     check_name("runner.keep_best", metric, names, fail)

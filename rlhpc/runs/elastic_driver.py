@@ -48,26 +48,27 @@ class HelperJobs:
     Args:
         paths: The run.
         plan: Plan of the jobs.
-        useful: Number of ranks that can be used in addition to those that the run started with.
-        job_gone: Called with the id of a job that has ended: none of its ranks can be alive.
-        present: Number of present ranks, by job id; 0 for jobs whose ranks have left.
-        faulty: Jobs of which a rank raised an error: their machine may be broken, and so may the next.
+        max_useful: Number of ranks that can be used in addition to those that the run started with.
+        on_job_end: Called with the id of a job that has ended: none of its ranks can be alive.
+        count_present: Returns the number of present ranks, by job id; 0 for jobs whose ranks have left.
+        faulty_jobs: Jobs of which a rank raised an error: their machine may be broken, and so may the next.
     """
 
     def __init__(
         self,
         paths: RunPaths,
         plan: HelperPlan,
-        useful: int,
-        job_gone: Callable[[str], None],
-        present: Callable[[], Mapping[str, int]],
-        faulty: Collection[str] = (),
+        max_useful: int,
+        on_job_end: Callable[[str], None],
+        count_present: Callable[[], Mapping[str, int]],
+        faulty_jobs: Collection[str] = (),
     ) -> None:
         self.paths, self.plan = paths, plan
-        self._useful, self._job_gone, self._present, self._faulty = useful, job_gone, present, faulty
+        self._max_useful, self._faulty_jobs = max_useful, faulty_jobs
+        self._on_job_end, self._count_present = on_job_end, count_present
         self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
         self._record = HelperRecord.read(paths, plan.group)
-        self._waited: float | None = None
+        self._wait_share: float | None = None
         self._num_failed, self._failed_at = 0, 0.0
         self._last_seen: dict[str, float] = {}
         self._last_note = ""
@@ -86,10 +87,9 @@ class HelperJobs:
         """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
         step_s = row.get("time/step_s", 0.0)
         if step_s > 0:
-            waited_fraction = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
-            self._waited = (
-                waited_fraction if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * waited_fraction
-            )
+            wait_share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
+            previous = wait_share if self._wait_share is None else self._wait_share
+            self._wait_share = (1 - _FRESH) * previous + _FRESH * wait_share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
         """Stops to manage the jobs when the driver ends.
@@ -147,7 +147,7 @@ class HelperJobs:
 
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
         """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
-        joined_ranks, record = self._present(), self._record
+        joined_ranks, record = self._count_present(), self._record
         queued_jobs = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
@@ -155,7 +155,7 @@ class HelperJobs:
             record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING else job_record
             self._last_seen[job.id] = now
             if job.state in _ENDING:
-                self._job_gone(job.id)
+                self._on_job_end(job.id)
         ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued_jobs]
         reports = (
             SlurmProbe(command_timeout_s=10.0).query([live_job.id for live_job in ended_jobs]) if ended_jobs else {}
@@ -168,8 +168,8 @@ class HelperJobs:
                 last_seen=self._last_seen.pop(live_job.id, live_job.submitted),
                 walltime_s=60.0 * self.plan.minutes,
             )
-            self._job_gone(job_record.id)
-            if job_record.id in self._faulty:
+            self._on_job_end(job_record.id)
+            if job_record.id in self._faulty_jobs:
                 self._num_failed, self._failed_at = self._num_failed + 1, now
                 self._say(
                     f"job {job_record.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
@@ -184,7 +184,7 @@ class HelperJobs:
                 )
 
     def _cluster_state(self, now: float) -> ClusterState:
-        joined_ranks = self._present()
+        joined_ranks = self._count_present()
         jobs = [
             LiveHelperJob(
                 job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
@@ -193,7 +193,7 @@ class HelperJobs:
             for job in self._record.live()
         ]  # fmt: skip
         return ClusterState(
-            now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
+            now, jobs, self._wait_share, requested_ranks(self.paths, self.plan.group), self._record.spent(), self._max_useful,
             self._num_failed, self._failed_at,
         )  # fmt: skip
 
@@ -233,7 +233,7 @@ def _max_joined(present: Mapping[str, int], job: str) -> int:
     return max(1, present[job]) if job in present else 0
 
 
-def asked_ranks(paths: RunPaths, group: str) -> int | None:
+def requested_ranks(paths: RunPaths, group: str) -> int | None:
     """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
     ranks = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
     return ranks if isinstance(ranks, int) else None
@@ -258,7 +258,7 @@ class Elastic:
     Args:
         plans: Plans of their jobs, from `helper_plans`.
         paths: The run.
-        useful: Maximum number of ranks that can be used in addition to those that the run started with, by group.
+        max_useful: Maximum number of ranks that can be used in addition to those that the run started with, by group.
         session: The run's session.
         attendance: Log of joining ranks, to which the session reports.
     """
@@ -267,7 +267,7 @@ class Elastic:
         self,
         plans: Sequence[HelperPlan],
         paths: RunPaths,
-        useful: Mapping[str, int],
+        max_useful: Mapping[str, int],
         session: Session,
         attendance: Attendance,
     ) -> None:
@@ -276,7 +276,7 @@ class Elastic:
             HelperJobs(
                 paths,
                 plan,
-                useful.get(plan.group, plan.bounds.max_ranks),
+                max_useful.get(plan.group, plan.bounds.max_ranks),
                 session.job_gone,
                 session.membership.by_job,
                 session.membership.faulty,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -229,14 +230,12 @@ class TrainingRun:
             DriverFailed: The run failed, with its first error; or it was ended from elsewhere.
             DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             with contextlib.ExitStack() as exit_stack:
                 bar = None
-                while not self._finished.wait(
-                    _POLL_S if deadline is None else max(0.0, min(_POLL_S, deadline - time.monotonic()))
-                ):
-                    if deadline is not None and time.monotonic() >= deadline:
+                while not self._finished.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
                             f"{self._total}): wait again, or end it with cancel()"

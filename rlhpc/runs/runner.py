@@ -15,6 +15,7 @@ from typing import Any, Generic, final
 import numpy as np
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
+from rlhpc.config import segment_ends
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
@@ -23,7 +24,7 @@ from rlhpc.metrics.loggers.base import public_config
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runs.checkpointing import PATIENCE, BestCheckpoint, Saves
-from rlhpc.runs.run_folder import RunFolder, note, segment_end
+from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.task_type import Cfg
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
@@ -61,7 +62,7 @@ class Runner(Generic[Cfg]):
     ) -> None:
         self.cfg: Cfg = cfg
         self.groups = groups
-        self.folder, self._opens = RunFolder.plan(cfg) if run is None else run, run is None
+        self.folder, self._opens_folder = RunFolder.plan(cfg) if run is None else run, run is None
         self.stop = stop or StopRequest()
         self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
         self.timeout = cfg.runner.step_timeout_s
@@ -69,11 +70,11 @@ class Runner(Generic[Cfg]):
         self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self.best = BestCheckpoint(cfg.runner.keep_best, cfg.runner.patience)
         self.saves = Saves(groups, cfg.runner.async_save, self.timeout)
-        self._saved_step, self._still_s = -1, 0.0
+        self._saved_step, self._pause_s = -1, 0.0
         self._ready = False
         self.recoveries = 0
-        self._num_futile, self._recovered_from = 0, -1
-        self._before, self._started = 0.0, active_s()
+        self._num_unsuccessful, self._recovered_from = 0, -1
+        self._elapsed_before, self._started_s = 0.0, active_s()
 
     # -- hooks of a subclass --------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Runner(Generic[Cfg]):
     @final
     def init_workers(self) -> None:
         """Builds everything on all ranks and restores the checkpoint to continue from."""
-        if self._opens:
+        if self._opens_folder:
             self.folder.open(self.cfg)
         self.build()
         if self.folder.resume.path is not None:
@@ -217,7 +218,7 @@ class Runner(Generic[Cfg]):
         """Runs the loop from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         recorded_config = public_config(plain(cfg, resolve=False), plain(cfg))
-        self._started, self._before = active_s(), self.elapsed
+        self._started_s, self._elapsed_before = active_s(), self.elapsed
         # A goal that was reached stays reached, unless the goal was raised since.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
@@ -233,7 +234,7 @@ class Runner(Generic[Cfg]):
             folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
             self.begin()
             while self.step < folder.end_step and not self.stop_reason:
-                self._saved(self.saves.advance)
+                self._count_save(self.saves.advance)
                 self._check_walltime()
                 if self.stop.requested:
                     self.stop_reason = "signal"
@@ -258,7 +259,7 @@ class Runner(Generic[Cfg]):
             self._count_time()
             if self._saved_step != self.step:
                 self._save(logger)
-            self._saved(self.saves.finish)
+            self._count_save(self.saves.finish)
 
     def _timed_step(self) -> dict[str, float]:
         started_s = active_s()
@@ -267,13 +268,13 @@ class Runner(Generic[Cfg]):
         self._steps_s.append(seconds)
         self._count_time()
         row["time/wall_s"] = self.elapsed
-        if self._still_s:
-            row["time/save_s"], self._still_s = self._still_s, 0.0
+        if self._pause_s:
+            row["time/save_s"], self._pause_s = self._pause_s, 0.0
         row.setdefault("time/step_s", seconds)
         return row
 
     def _count_time(self) -> None:
-        self.elapsed = self._before + active_s() - self._started
+        self.elapsed = self._elapsed_before + active_s() - self._started_s
 
     # -- after a failure ------------------------------------------------------------------------------------------
 
@@ -292,20 +293,20 @@ class Runner(Generic[Cfg]):
         if session is None or not session.failures.policies.restartable or self.stop.requested:
             raise error
         newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
-        saving = self.saves.under_way
+        saving = self.saves.pending_step
         if newest_checkpoint.path is None and not is_stateless and saving is None:
             raise error
         step = self.step if is_stateless else max(newest_checkpoint.step, saving or 0)
-        self._num_futile = self._num_futile + 1 if step <= self._recovered_from else 1
+        self._num_unsuccessful = self._num_unsuccessful + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
-        if self._num_futile > self.max_recoveries:
+        if self._num_unsuccessful > self.max_recoveries:
             raise error
         lost_ranks = session.recover()
         ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
         reason = str(error).splitlines()[0]
         with session.recovering():
             self.rebuild(lost_ranks)
-            self._saved(self.saves.settle)
+            self._count_save(self.saves.settle)
             newest = newest_valid(self.folder.paths, checksums=False).path
             if saving is not None and newest != self.folder.paths.checkpoint(saving):
                 self._saved_step = -1
@@ -331,10 +332,10 @@ class Runner(Generic[Cfg]):
         """Requests a stop while enough time is left to save, if the scheduler reports the end of the job."""
         reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
 
-        def has_room(end: float | None) -> bool:
+        def is_enough(end: float | None) -> bool:
             return end is None or time.time() + _p95(self._steps_s) + reserve <= end
 
-        if not has_room(end_of_job()) and not has_room(end_of_job(at_once=True)):
+        if not is_enough(end_of_job()) and not is_enough(end_of_job(at_once=True)):
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ class Runner(Generic[Cfg]):
 
     def _save(self, logger: MetricLogger) -> None:
         """Saves the current step: first its rows, then its checkpoint, which appears when the ranks have written it."""
-        self._saved(self.saves.finish)
+        self._count_save(self.saves.finish)
         started_s = active_s()
         current().registry.check_current()  # a driver that has been replaced by another commits nothing
         state = {
@@ -363,19 +364,18 @@ class Runner(Generic[Cfg]):
         }
         self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
-        self._still_s += active_s() - started_s
+        self._pause_s += active_s() - started_s
 
-    def _saved(self, end: Callable[[], float | None]) -> None:
-        """Counts a save that `end` has committed, and prunes older checkpoints."""
+    def _count_save(self, commit: Callable[[], float | None]) -> None:
+        """Counts a save that `commit` has committed, and prunes older checkpoints."""
         started_s = active_s()
-        if (seconds := end()) is not None:
+        if (seconds := commit()) is not None:
             self._saves_s.append(seconds)
             self.best.link(self.folder.paths)
-            prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
-            self._still_s += active_s() - started_s
+            prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._retained_steps(), checksums=False)
+            self._pause_s += active_s() - started_s
 
-    def _protected(self) -> list[int]:
+    def _retained_steps(self) -> list[int]:
         """Returns the best step and the last steps of segments: evaluation and conversion may still read their checkpoints."""
-        segments = self.cfg.runner.segments
-        planned_steps = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
-        return [*planned_steps, *self.folder.finished_segments(), *self.best.protected(self.folder.paths)]
+        planned_steps = segment_ends(self.cfg) if self.cfg.runner.segments > 1 else []
+        return [*planned_steps, *self.folder.finished_segments(), *self.best.retained_steps(self.folder.paths)]

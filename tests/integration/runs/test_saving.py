@@ -75,13 +75,13 @@ def test_a_checkpoint_appears_once_all_is_written_and_is_of_the_step_that_began_
     for step in (1, 2):
         run.actor.train().wait()
         run.begin(step)
-        assert run.saves.under_way == step
+        assert run.saves.pending_step == step
         for _ in range(3):
             run.actor.train().wait()  # the ranks do something else meanwhile
             assert run.saves.advance() is None
         assert not run.paths.checkpoint(step).exists()
         run.gate.write_text("")
-        assert (ended(run.saves) if step == 1 else run.saves.finish()) and run.saves.under_way is None
+        assert (ended(run.saves) if step == 1 else run.saves.finish()) and run.saves.pending_step is None
         run.gate.unlink()
         checkpoint = run.paths.checkpoint(step)
         assert not verify(checkpoint) and run.saves.finish() is None
@@ -99,7 +99,7 @@ def test_a_full_disk_ends_the_save_and_leaves_nothing_of_it(run: Run) -> None:
         (CheckpointError, WorkerFailed), match=r"weights-.: could not be written: No space left on device"
     ):
         ended(run.saves)
-    assert run.saves.under_way is None and run.left() == []
+    assert run.saves.pending_step is None and run.left() == []
 
 
 def test_a_save_whose_writer_was_killed_is_dropped(run: Run) -> None:
@@ -109,7 +109,7 @@ def test_a_save_whose_writer_was_killed_is_dropped(run: Run) -> None:
     run.gate.unlink()
     run.begin(2)
     os.kill(run.actor.pid().wait()[1], signal.SIGKILL)
-    assert run.saves.settle() is None and run.saves.under_way is None
+    assert run.saves.settle() is None and run.saves.pending_step is None
     assert newest_valid(run.paths).step == 1 and run.left() == ["global_step_1"]
 
 

@@ -93,7 +93,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_found_by_its_link(tmp_pa
         best.take(step, {"eval/loss": value})
         saved(paths, step)
         best.link(paths)
-        prune(paths, 2, best.protected(paths), checksums=False)
+        prune(paths, 2, best.retained_steps(paths), checksums=False)
         assert best.step is not None and paths.best.resolve() == paths.checkpoint(best.step).resolve()
         kept = {step for step, _ in paths.checkpoint_steps()}
         assert kept == {best.step, step, max(1, step - 1)}
@@ -107,11 +107,11 @@ def test_until_the_new_best_checkpoint_is_complete_the_old_one_stays(tmp_path: P
     best.link(paths)
     best.take(4, {"eval/loss": 1.0})  # its save is under way while that of step 3 is committed
     best.link(paths)
-    prune(paths, 1, best.protected(paths), checksums=False)
+    prune(paths, 1, best.retained_steps(paths), checksums=False)
     assert paths.best.resolve().name == "global_step_1" and paths.checkpoint(1).is_dir()
     saved(paths, 4)
     best.link(paths)
-    prune(paths, 1, best.protected(paths), checksums=False)
+    prune(paths, 1, best.retained_steps(paths), checksums=False)
     assert paths.best.resolve().name == "global_step_4" and not paths.checkpoint(1).exists()
 
 

@@ -105,11 +105,11 @@ def test_a_checkpoint_appears_once_all_ranks_have_written(paths: RunPaths) -> No
     actor, critic, plain = Group("actor", slow=True), Group("critic"), PlainGroup()
     saves = Saves({"actor": actor, "critic": critic, "env": plain}, True, 60.0)
     begin(saves, paths)
-    assert saves.under_way == 3 and actor.modes == critic.modes == [True] and len(plain.folders) == 1
+    assert saves.pending_step == 3 and actor.modes == critic.modes == [True] and len(plain.folders) == 1
     assert saves.advance() is None and all(name.startswith(".tmp") for name in names(paths))
     actor.slow = False
     seconds = saves.advance()
-    assert seconds is not None and seconds >= 0 and saves.under_way is None
+    assert seconds is not None and seconds >= 0 and saves.pending_step is None
     assert names(paths) == ["global_step_3"]
     folder = paths.checkpoint(3)
     manifest: Any = read_manifest(folder)
@@ -141,7 +141,7 @@ def test_a_save_whose_rank_was_lost_is_dropped(paths: RunPaths) -> None:
     saves = Saves({"actor": actor}, True, 60.0)
     begin(saves, paths)
     actor.error = True
-    assert saves.settle() is None and saves.under_way is None and names(paths) == []
+    assert saves.settle() is None and saves.pending_step is None and names(paths) == []
     begin(saves, paths)
     with pytest.raises(RlhpcError, match="a rank was lost"):
         saves.finish()
@@ -157,7 +157,7 @@ def test_a_driver_that_was_replaced_commits_nothing(paths: RunPaths, generation:
     generation["stale"] = True
     with pytest.raises(StaleGeneration):
         saves.advance()
-    assert names(paths) == [] and saves.under_way is None
+    assert names(paths) == [] and saves.pending_step is None
 
 
 def test_an_abandoned_save_leaves_nothing(paths: RunPaths) -> None:
@@ -165,7 +165,7 @@ def test_an_abandoned_save_leaves_nothing(paths: RunPaths) -> None:
     saves.abandon()
     begin(saves, paths)
     saves.abandon()
-    assert saves.under_way is None and names(paths) == []
+    assert saves.pending_step is None and names(paths) == []
 
 
 def test_a_rank_that_fails_at_the_beginning_leaves_nothing(paths: RunPaths) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_that_fails_at_the_beginning_leaves_nothing(paths: RunPaths) -> N
     saves = Saves({"actor": Failing("actor")}, True, 60.0)
     with pytest.raises(RlhpcError, match="the disk is full"):
         begin(saves, paths)
-    assert saves.under_way is None and names(paths) == []
+    assert saves.pending_step is None and names(paths) == []
 
 
 def test_a_checksum_has_precedence_over_a_file_that_was_only_seen() -> None:
