@@ -22,7 +22,7 @@ from typing import Any
 from bench.machine import spread, write
 from rlhpc.config import config_to_yaml
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 from rlhpc.runs.tuning.calibrate import ShortRuns
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.search import RankedCandidate, search
@@ -59,7 +59,9 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
         picks += [pick for pick in ranked_candidates if _is_configured(pick, space.configured)]
     file = folder / "config.yaml"
     file.write_text(config_to_yaml(cfg))
-    fixed_overrides = tuple(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema)
+    fixed_overrides = tuple(
+        f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in task_type_of(cfg).schema
+    )
     runs = ShortRuns(file, folder, fixed_overrides, request.steps, request.deadline_s)
     seconds: list[list[float]] = [[] for _ in picks]
     for turn in range(options.repeat):

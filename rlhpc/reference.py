@@ -13,7 +13,7 @@ from typing import Any
 import rlhpc
 from rlhpc.config.reference import render
 from rlhpc.config.sweep import SWEEP, SweepConfig
-from rlhpc.runs.task_type import all_kinds
+from rlhpc.runs.task_type import all_task_types
 from rlhpc.runtime.exit_codes import report_errors
 
 _CLI_HEAD = """# Command line
@@ -168,8 +168,8 @@ def render_cli() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _annotation(kind: Any) -> str:
-    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+def _annotation(value_type: Any) -> str:
+    return value_type if isinstance(value_type, str) else getattr(value_type, "__name__", str(value_type))
 
 
 def _signature(function: Any) -> str:
@@ -228,8 +228,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
         if name.startswith("_"):
             continue
         if isinstance(member, property):
-            kind = _annotation(inspect.signature(member.fget).return_annotation) if member.fget else ""
-            yield name, member, f": {kind}"
+            type_text = _annotation(inspect.signature(member.fget).return_annotation) if member.fget else ""
+            yield name, member, f": {type_text}"
         elif isinstance(member, classmethod | staticmethod):
             yield name, member.__func__, _signature(member.__func__)
         elif inspect.isfunction(member):
@@ -277,7 +277,7 @@ def render_runtime() -> str:
 
 def render_config() -> str:
     """Formats the page of all configuration keys, in Markdown."""
-    return render({task_type.name: task_type.keys for task_type in all_kinds()}, {SWEEP: SweepConfig})
+    return render({task_type.name: task_type.keys for task_type in all_task_types()}, {SWEEP: SweepConfig})
 
 
 PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}

@@ -33,14 +33,17 @@ def _schema(args: argparse.Namespace) -> int:
     import json
 
     from rlhpc.config.json_schema import SITE, site_schema, task_type_schema
-    from rlhpc.runs.task_type import all_kinds, find_kind
+    from rlhpc.runs.task_type import all_task_types, find_task_type
 
     output = check_file("--output", expand_home(args.output)) if args.output else None
     if args.subject == SITE:
         schema = site_schema()
     else:
         schema = task_type_schema(
-            [kind.keys for kind in (all_kinds() if args.subject is None else [find_kind(args.subject)])]
+            [
+                task_type.keys
+                for task_type in (all_task_types() if args.subject is None else [find_task_type(args.subject)])
+            ]
         )
     _write(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", output)
     return 0
@@ -48,13 +51,13 @@ def _schema(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from rlhpc.config.reference import describe_key
-    from rlhpc.runs.task_type import all_kinds
+    from rlhpc.runs.task_type import all_task_types
 
     if args.output:
         raise ConfigError("rlhpc config show prints; it takes no --output")
     if args.subject is None:
         raise ConfigError("rlhpc config show: name a key, such as actor.optim.lr")
-    print(describe_key(args.subject, {task_type.name: task_type.keys for task_type in all_kinds()}))
+    print(describe_key(args.subject, {task_type.name: task_type.keys for task_type in all_task_types()}))
     return 0
 
 
@@ -74,7 +77,7 @@ def _import(args: argparse.Namespace) -> int:
     from rlhpc.config.merge import parse_override
     from rlhpc.config.schema import typed_value
     from rlhpc.config.yaml_files import Scalar
-    from rlhpc.runs.task_type import find_kind
+    from rlhpc.runs.task_type import find_task_type
 
     if args.subject is None:
         raise ConfigError("rlhpc config import: name the other project's YAML file")
@@ -85,7 +88,7 @@ def _import(args: argparse.Namespace) -> int:
     composed_config = compose(path.resolve())
     translation = translate(composed_config, args.subject)
     override_values = dict(map(parse_override, args.overrides))
-    schema = find_kind(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str)).schema
+    schema = find_task_type(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str)).schema
     for key, keys in translation.origin.items():
         if (
             len(keys) == 1
@@ -93,10 +96,10 @@ def _import(args: argparse.Namespace) -> int:
             and translation.ours[key] == composed_config.leaves[keys[0]]
         ):
             translation.ours[key] = typed_value(
-                Scalar(translation.ours[key], composed_config.texts[keys[0]]), schema.kind(key)
+                Scalar(translation.ours[key], composed_config.texts[keys[0]]), schema.type_of(key)
             )
     for key, value in override_values.items():
-        translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
+        translation.ours[key], translation.origin[key] = typed_value(value, schema.type_of(key)), []
     config_text = format_config(translation, args.subject, "RLinf")
     sys.stderr.write(
         format_report(

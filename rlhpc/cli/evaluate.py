@@ -86,7 +86,7 @@ def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
 
 def _eval(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.task_type import kind_of
+    from rlhpc.runs.task_type import task_type_of
 
     require_positive(args, "episodes")
     suite = args.suite or "default"
@@ -112,7 +112,7 @@ def _eval(args: argparse.Namespace) -> int:
                 f"the run's own evaluation belongs in {output}, and {', '.join(suite_changes)} makes it another one: say with "
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
-    summary = kind_of(cfg).offline.evaluate(
+    summary = task_type_of(cfg).offline.evaluate(
         cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
     )
     print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
@@ -127,11 +127,11 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     """Evaluates the original model, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.task_type import kind_of
+    from rlhpc.runs.task_type import task_type_of
 
     cfg = load_config(config, _model_overrides(args), training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
-    summary = kind_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
+    summary = task_type_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
     print(f"{name}: {summary}" + (f" → {output}" if output else ""))
     return 0
@@ -139,7 +139,7 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
 
 def _play(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.task_type import PlayOptions, kind_of
+    from rlhpc.runs.task_type import PlayOptions, task_type_of
 
     if args.run is not None and "=" in args.run and not Path(args.run).exists():
         args.run, args.overrides = None, [args.run, *args.overrides]
@@ -151,7 +151,7 @@ def _play(args: argparse.Namespace) -> int:
     cfg = load_config(config, args.overrides, training=False, trust=trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
     default_film = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
-    summary = kind_of(cfg).offline.play(
+    summary = task_type_of(cfg).offline.play(
         cfg,
         checkpoint,
         PlayOptions(
@@ -235,7 +235,7 @@ def _pairs(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rlhpc.runs.task_type import Exporting, kind_of_checkpoint
+    from rlhpc.runs.task_type import Exporting, task_type_of_checkpoint
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None
@@ -251,7 +251,7 @@ def _convert(args: argparse.Namespace) -> int:
         released=args.released,
         trust_code=_trusts(args, checkpoint),
     )
-    print(kind_of_checkpoint(checkpoint).offline.export(checkpoint, output, options))
+    print(task_type_of_checkpoint(checkpoint).offline.export(checkpoint, output, options))
     return 0
 
 

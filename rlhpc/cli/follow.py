@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import ProgressBar
 
-#: Description of each rule. `{step}` and `{suite}` are its wildcards.
+#: Description of each rule. `{step}` is its wildcard.
 _WORDS = {
     "prepare": "planning",
     "sft": "starting the processes of the SFT run",
@@ -70,9 +70,7 @@ class RuleJob:
     def words(self) -> str:
         """Describes the job; a suite of evaluations is named unless it is the default one."""
         phase_text = _WORDS.get(self.rule, self.rule.replace("_", " "))
-        phase_text = phase_text.format(
-            step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")
-        ).rstrip()
+        phase_text = phase_text.format(step=self.wildcards.get("step", "")).rstrip()
         suite = self.wildcards.get("suite", "default")
         return phase_text if suite == "default" else f"{phase_text}, {suite}"
 
@@ -268,11 +266,9 @@ class WorkflowFollower:
         if not self._open:
             return
         if self._job.log is not None and not waiting_text:
-            try:
-                waiting_text = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
-            except OSError:
-                waiting_text = ""
-            waiting_text = waiting_text.partition("eval: ")[2]
+            with contextlib.suppress(OSError):
+                last_line = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
+                waiting_text = last_line.partition("eval: ")[2]
         if waiting_text:
             self._out.write(f"\r\x1b[2K  {self._job.words()}: {waiting_text[:90]}")
             self._out.flush()
@@ -297,16 +293,11 @@ class WorkflowFollower:
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
     """Returns the first error, and the file that contains it: a failed rule's own log, otherwise Snakemake's."""
-    for job in log.failed:
-        if job.log is not None and job.log.is_file():
-            log_text = job.log.read_text(errors="replace").strip()
-            if log_text:
-                return _essence(log_text, lines), job.log
-    try:
-        log_text = path.read_text(errors="replace").strip()
-    except OSError:
-        log_text = ""
-    return _essence(log_text, lines), path
+    for file in (*(job.log for job in log.failed if job.log is not None), path):
+        with contextlib.suppress(OSError):
+            if log_text := file.read_text(errors="replace").strip():
+                return _essence(log_text, lines), file
+    return "", path
 
 
 def _essence(text: str, lines: int) -> str:

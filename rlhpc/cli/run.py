@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
     from rlhpc.config import find_config, total_steps
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.sweep import load_sweep
-    from rlhpc.runs.task_type import kind_of
+    from rlhpc.runs.task_type import task_type_of
 
     if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
         return _run_sweep(args, sweep)
@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
     warn_of_unused(args.config, args.overrides, site=args.site)
 
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
-    if (sft := kind_of(cfg).offline.preparation(cfg).sft) is not None:
+    if (sft := task_type_of(cfg).offline.preparation(cfg).sft) is not None:
         sft_cfg = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
         tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))

@@ -127,9 +127,9 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
 
 def _jobs_of(run: SweepRun) -> Counter[str]:
     """Returns the number of jobs of a run, by type."""
-    from rlhpc.runs.task_type import kind_of
+    from rlhpc.runs.task_type import task_type_of
 
-    cfg, task_type = run.cfg, kind_of(run.cfg)
+    cfg, task_type = run.cfg, task_type_of(run.cfg)
     preparation = task_type.offline.preparation(cfg)
     suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
     return Counter(

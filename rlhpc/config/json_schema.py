@@ -159,16 +159,19 @@ def _any_case(letter: str) -> str:
     return letter if letter.isalnum() or letter in "_-" else f"\\{letter}"
 
 
-def _of_type(kind: Any, allowed: Range | None) -> list[Schema]:
+def _of_type(value_type: Any, allowed: Range | None) -> list[Schema]:
     """Returns the schemas of the forms in which a value of a type may be written."""
-    if kind in _TYPES:
-        return [{"type": _TYPES[kind], **_bounds(allowed)}, {"type": "string", "pattern": rf"{_TEXTS[kind]}|\$\{{"}]
-    if kind is str:
+    if value_type in _TYPES:
+        return [
+            {"type": _TYPES[value_type], **_bounds(allowed)},
+            {"type": "string", "pattern": rf"{_TEXTS[value_type]}|\$\{{"},
+        ]
+    if value_type is str:
         return [{"type": ["string", "number", "boolean"]}]  # a number without quotes is a text
-    if typing.get_origin(kind) is list:
-        return [{"type": "array", "items": _one_of(_of_type(typing.get_args(kind)[0], allowed))}, _INTERPOLATION]
-    if typing.get_origin(kind) is dict:
-        values = _of_type(typing.get_args(kind)[1], None)
+    if typing.get_origin(value_type) is list:
+        return [{"type": "array", "items": _one_of(_of_type(typing.get_args(value_type)[0], allowed))}, _INTERPOLATION]
+    if typing.get_origin(value_type) is dict:
+        values = _of_type(typing.get_args(value_type)[1], None)
         return [{"type": "object", "additionalProperties": _one_of(values)}, _INTERPOLATION]
     return [{}]
 

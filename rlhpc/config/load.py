@@ -52,7 +52,7 @@ class TaskTypeInfo(SchemaKeys, Protocol):
     def by_path(self) -> Mapping[str, ConfigKey]:
         """Each key by path, with its range."""
 
-    def whose(self, key: str) -> str:
+    def explain_foreign_key(self, key: str) -> str:
         """Returns the complaint about a key that another task type has; empty if none has it."""
 
     def missing(self, cfg: Any) -> list[str]:
@@ -60,13 +60,13 @@ class TaskTypeInfo(SchemaKeys, Protocol):
 
 
 #: Finds the task type for a name and the file or override that set it; the name is None if it was not set.
-Finder = Callable[[str | None, str], TaskTypeInfo]
+TaskTypeFinder = Callable[[str | None, str], TaskTypeInfo]
 
 
 def read_layers(
     config: ConfigSource,
     overrides: Sequence[str],
-    find: Finder,
+    find: TaskTypeFinder,
     *,
     site: str | None = None,
     trust: Trust | None = None,
@@ -83,7 +83,7 @@ def read_layers(
     if trust is not None:
         trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     task_type = find(task, origin)
-    layers = ConfigLayers(task_type.schema, task_type.whose, null_numbers(task_type.by_path))
+    layers = ConfigLayers(task_type.schema, task_type.explain_foreign_key, null_numbers(task_type.by_path))
     for source, content in files:
         layers.add(
             _drop_removed_keys(content, task_type.schema),
@@ -96,7 +96,7 @@ def read_layers(
     site = os.environ.get("RLHPC_SITE") if site is None else site
     if site:
         apply_site(layers, find_site(site))
-    require(layers, task_type, name)
+    check_complete(layers, task_type, name)
     if trust is not None:
         trust.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
@@ -154,7 +154,7 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
     return task, origin
 
 
-def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
+def check_complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -> None:
     """Raises an error for missing required values and for `${...}` references that cannot be resolved.
 
     Raises:
@@ -162,7 +162,7 @@ def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
     """
     cfg = layers.cfg
     try:
-        missing_keys = [*sorted(OmegaConf.missing_keys(cfg)), *kind.missing(cfg)]
+        missing_keys = [*sorted(OmegaConf.missing_keys(cfg)), *task_type.missing(cfg)]
         if missing_keys:
             raise ConfigError(f"{source}: {missing_keys[0]} is missing; set it in the file or with {missing_keys[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -19,7 +19,7 @@ from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import cut, first_line, short_repr
 
 #: Returns a message that names the task type of a key that this configuration may not have; empty if none has it.
-Whose = Callable[[str], str]
+ForeignKeyExplainer = Callable[[str], str]
 
 
 class ConfigLayers:
@@ -27,7 +27,7 @@ class ConfigLayers:
 
     Args:
         schema: Its keys.
-        whose: Formats the complaint about a key of another task type.
+        explain_foreign_key: Formats the complaint about a key of another task type.
         null_numbers: Key → the number that null stands for.
 
     Attributes:
@@ -37,9 +37,12 @@ class ConfigLayers:
     """
 
     def __init__(
-        self, schema: Schema, whose: Whose = lambda key: "", null_numbers: Mapping[str, int] | None = None
+        self,
+        schema: Schema,
+        explain_foreign_key: ForeignKeyExplainer = lambda key: "",
+        null_numbers: Mapping[str, int] | None = None,
     ) -> None:
-        self.schema, self._whose, self._null_numbers = schema, whose, null_numbers or {}
+        self.schema, self._explain_foreign_key, self._null_numbers = schema, explain_foreign_key, null_numbers or {}
         self.cfg: DictConfig = untouched(schema.root)
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
@@ -83,7 +86,7 @@ class ConfigLayers:
             if isinstance(value, bool) and name in ("int", "float"):
                 raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {name}")
             try:
-                if (cls := element_of(self.schema.kind(path))) is not None:
+                if (cls := element_of(self.schema.type_of(path))) is not None:
                     self.element_keys[path] = [{*element} if isinstance(element, dict) else set() for element in value]
                     value = [
                         _build_list_item(element, cls, f"{path}[{index}]", source)
@@ -150,7 +153,7 @@ class ConfigLayers:
         for key, value in content.items():
             path = f"{prefix}{key}"
             if key not in fields:
-                if foreign_reason := self._whose(path):
+                if foreign_reason := self._explain_foreign_key(path):
                     raise ConfigError(f"{source}: {path} {foreign_reason}")
                 hint = self.schema.nearest(str(key), fields, prefix)
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")

@@ -156,9 +156,9 @@ class ConfigKey:
         return OnResume.EVALUATION if self.is_evaluations else OnResume.FREE if self.is_free else OnResume.FIXED
 
 
-def is_section(kind: Any) -> TypeGuard[type]:
+def is_section(value_type: Any) -> TypeGuard[type]:
     """Returns whether a type is a dataclass: that of a section."""
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
 
 
 @functools.cache
@@ -201,69 +201,73 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
             yield from _tree(element, f"{path}[].", marks)
 
 
-def element_of(kind: Any) -> type | None:
+def element_of(value_type: Any) -> type | None:
     """Returns the dataclass of a list's elements, if they are sections."""
-    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    element = typing.get_args(value_type)[0] if typing.get_origin(value_type) is list else None
     return element if is_section(element) else None
 
 
-def without_null(kind: Any) -> tuple[Any, bool]:
+def without_null(value_type: Any) -> tuple[Any, bool]:
     """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
-        return kind, False
-    other_types = [type_argument for type_argument in typing.get_args(kind) if type_argument is not type(None)]
-    return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(kind))
+    if typing.get_origin(value_type) not in (typing.Union, types.UnionType):
+        return value_type, False
+    other_types = [type_argument for type_argument in typing.get_args(value_type) if type_argument is not type(None)]
+    return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(value_type))
 
 
-def typed_value(content: Any, kind: Any) -> Any:
+def typed_value(content: Any, value_type: Any) -> Any:
     """Replaces each scalar in a value by its text where the type is text, and by its YAML value elsewhere.
 
     Args:
         content: A value as it was written, or a section.
-        kind: The type of its key.
+        value_type: The type of its key.
 
     Raises:
         ValueError: Two keys of a mapping are the same.
     """
-    kind, _ = without_null(kind)
+    value_type, _ = without_null(value_type)
     if isinstance(content, Scalar):
-        return content.text if kind is str else content.value
+        return content.text if value_type is str else content.value
     if isinstance(content, list):
-        item_kind = typing.get_args(kind)[0] if typing.get_origin(kind) is list else Any
-        return [typed_value(element, item_kind) for element in content]
+        item_type = typing.get_args(value_type)[0] if typing.get_origin(value_type) is list else Any
+        return [typed_value(element, item_type) for element in content]
     if not isinstance(content, dict):
         return content
-    fields = fields_of(kind) if is_section(kind) else None
-    key_kind, value_kind = typing.get_args(kind) if typing.get_origin(kind) is dict else (str if fields else Any, Any)
+    fields = fields_of(value_type) if is_section(value_type) else None
+    key_type, nested_type = (
+        typing.get_args(value_type) if typing.get_origin(value_type) is dict else (str if fields else Any, Any)
+    )
     typed_values: dict[Any, Any] = {}
     for raw_key, value in content.items():
-        key = typed_value(raw_key, key_kind)
+        key = typed_value(raw_key, key_type)
         if key in typed_values:
             raise ValueError(f"key {key!r} is given twice")
-        typed_values[key] = typed_value(value, fields.get(key, Any) if fields else value_kind)
+        typed_values[key] = typed_value(value, fields.get(key, Any) if fields else nested_type)
     return typed_values
 
 
-def with_variables(content: Any, kind: Any, name: str = "") -> Any:
+def with_variables(content: Any, value_type: Any, name: str = "") -> Any:
     """Replaces `$NAME` and `${NAME}` in the values of path keys by `${oc.env:NAME}`, which reads the environment variable.
 
     Args:
         content: A typed value, or a section.
-        kind: The type of its key.
+        value_type: The type of its key.
         name: The last part of its key.
     """
     if isinstance(content, str) and name in PATHS:
         return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
     if isinstance(content, list):
-        return [with_variables(element, element_of(kind), name) for element in content]
-    if isinstance(content, dict) and is_section(kind):
-        return {key: with_variables(value, fields_of(kind).get(key), key) for key, value in content.items()}
+        return [with_variables(element, element_of(value_type), name) for element in content]
+    if isinstance(content, dict) and is_section(value_type):
+        return {key: with_variables(value, fields_of(value_type).get(key), key) for key, value in content.items()}
     return content
 
 
-def words_of(kind: Any) -> str:
+def words_of(value_type: Any) -> str:
     """Formats a type's name for messages and for the reference."""
-    type_text = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
+    type_text = (
+        str(getattr(value_type, "__name__", value_type)) if not hasattr(value_type, "__args__") else str(value_type)
+    )
     return type_text.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
 
 
@@ -284,7 +288,7 @@ class Schema:
         self.keys = tuple(path for path in keys_of(root) if "[]" not in path)
         self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
 
-    def kind(self, path: str) -> Any:
+    def type_of(self, path: str) -> Any:
         """Returns the type of a key or section; None if the key does not exist. List elements are written `[]` or `[2]`."""
         field_type: Any = self.root
         for key_part in path.split("."):
@@ -295,12 +299,12 @@ class Schema:
 
     def type_name(self, path: str) -> str:
         """Returns the type of a key or section, in words."""
-        key_type = self.kind(path)
+        key_type = self.type_of(path)
         return "another type" if key_type is None else words_of(key_type)
 
     def __contains__(self, path: str) -> bool:
-        """Returns whether a key or section exists; written as for `kind`."""
-        return self.kind(path) is not None
+        """Returns whether a key or section exists; written as for `type_of`."""
+        return self.type_of(path) is not None
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
         """Returns a hint at the intended key for an unknown key below `prefix`; empty if no key is similar."""

@@ -41,7 +41,7 @@ class LoggerConfig:
 class RunnerConfig:
     """Training loop: length, checkpoints and evaluation."""
 
-    task_type: Annotated[str, Registered("rlhpc.runs.task_type:KINDS")] = "embodied"
+    task_type: Annotated[str, Registered("rlhpc.runs.task_type:TASK_TYPES")] = "embodied"
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
     models on verifiable tasks), `sft`, `reward_model` or `dpo`."""
     name: Annotated[str, FREE] = MISSING

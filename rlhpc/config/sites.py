@@ -84,7 +84,7 @@ def _read_site(path: Path) -> ConfigLayers:
     for source, content in read_files(path):
         unknown = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
-        job_keys = layers.schema.kind("workflow").__dataclass_fields__
+        job_keys = layers.schema.type_of("workflow").__dataclass_fields__
         unknown += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
         if unknown:
             raise ConfigError(

@@ -153,7 +153,7 @@ def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
     """Gives the values of a sweep the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
-        key_type = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
+        key_type = (run_keys.type_of(run_key) if run_keys and isinstance(run_key, str) else None) or Any
         return typed_value(content, list[key_type] if is_list else key_type)  # type: ignore[valid-type]
 
     grid = f"{SWEEP}.grid"

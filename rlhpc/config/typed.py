@@ -16,33 +16,32 @@ from omegaconf import DictConfig, OmegaConf
 Section = TypeVar("Section")
 
 
-def typed(of: type[Section], cfg: object) -> Section:
+def typed(section_type: type[Section], cfg: object) -> Section:
     """Returns a configuration of a task type, or a section of it, under its type, without a check.
 
     Args:
-        of: The dataclass that it was checked against.
+        section_type: The dataclass that it was checked against.
         cfg: The OmegaConf mapping.
     """
-    del of
     return cast(Section, cfg)
 
 
-def untouched(of: type) -> DictConfig:
+def untouched(section_type: type) -> DictConfig:
     """Returns the mapping of a section in which nothing has been set; the caller owns it.
 
     OmegaConf takes 50 ms to create that of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
     """
-    template, packed = _template_of(of)
+    template, packed = _template_of(section_type)
     copy: DictConfig = template.copy() if packed is None else pickle.loads(packed)
     return copy
 
 
 @functools.lru_cache(maxsize=64)
-def _template_of(of: type) -> tuple[DictConfig, bytes | None]:
+def _template_of(section_type: type) -> tuple[DictConfig, bytes | None]:
     """Returns the mapping of a class and its pickle. The pickle is None if the class cannot be imported by its name, such as a
     class defined in a function.
     """
-    template: DictConfig = OmegaConf.structured(of)
+    template: DictConfig = OmegaConf.structured(section_type)
     try:
         return template, pickle.dumps(template, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):

@@ -19,7 +19,7 @@ from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.checkpointing import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
-from rlhpc.runs.task_type import Cfg, TaskType, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, task_type_of
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
 from rlhpc.runtime.plugins import Registry, meant
@@ -56,7 +56,7 @@ def validate(
     def fail(key: str, rule: str) -> ConfigError:
         return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {short_repr(select(cfg, key))}; {rule}")
 
-    task_type = kind_of(cfg)
+    task_type = task_type_of(cfg)
     _numbers(cfg, task_type, fail)
     check_choices(cfg, task_type.keys.by_path, fail)
     if STRATEGIES.key in task_type.schema:
@@ -82,13 +82,13 @@ def validate(
         _placement(cfg, task_type)
 
 
-def _numbers(cfg: Cfg, kind: TaskType[Cfg], fail: Fail) -> None:
+def _numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
     for key, value in _leaves(plain(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise fail(key, f"it must not be greater than {LARGEST}")
-    check_ranges(cfg, kind.keys.by_path, fail)
+    check_ranges(cfg, task_type.keys.by_path, fail)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -130,7 +130,7 @@ def _directives(section: DictConfig, path: str, fail: Fail) -> None:
             raise fail(f"{path}.{name}", rule)
 
 
-def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
+def _placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
     """Checks all placement rules on the machines that the configuration requests."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
@@ -147,7 +147,7 @@ def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
-    roles, components = list(kind.groups.roles_of(cfg)), kind.groups.components(cfg)
+    roles, components = list(task_type.groups.roles_of(cfg)), task_type.groups.components(cfg)
     for component in placement.components:
         if component not in roles:
             raise ConfigError(
@@ -157,7 +157,7 @@ def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
     sizes = {name: placement.get_world_size(name) for name in roles}
     ranks_by_role = {name: placement.get_strategy(name).place(cluster) for name in roles}
     engine = {name: placement.get_strategy(name).replica for name in roles}
-    kind.groups.check_placement(
+    task_type.groups.check_placement(
         cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in ranks_by_role.items()}
     )
 
@@ -178,7 +178,7 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
 
-    task_type = kind_of(cfg)
+    task_type = task_type_of(cfg)
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
     strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
     ranks = {role: placement.get_world_size(role) for role in strategies}

@@ -21,7 +21,7 @@ from rlhpc.metrics.provenance import judging_suite, read_all_results, read_resul
 from rlhpc.runs.config_changes import training_changes
 from rlhpc.runs.headlines import NO_VALUE, Curve, RunMetrics, headline_columns, mean_text
 from rlhpc.runs.seed_scores import ConfigScores, goal_of, render_scores, scores_at
-from rlhpc.runs.task_type import kind_of_run
+from rlhpc.runs.task_type import task_type_of_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_file, read_yaml
 
@@ -149,7 +149,7 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     ]
     charts_html = []
     for name, title, label in dict.fromkeys(
-        chart_spec for run in runs for chart_spec in kind_of_run(run.paths).reporting.compared
+        chart_spec for run in runs for chart_spec in task_type_of_run(run.paths).reporting.compared
     ):
         charts_html += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
     return [chart for chart in charts_html if chart]
@@ -223,7 +223,7 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     a single run.
     """
     runs = [run for group in groups.values() for run in group]
-    names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).reporting.compared)
+    names = dict.fromkeys(name for run in runs for name, _, _ in task_type_of_run(run.paths).reporting.compared)
     sections = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):

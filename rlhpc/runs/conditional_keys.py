@@ -14,7 +14,7 @@ from rlhpc.config.load import read_layers
 from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select, typed
-from rlhpc.runs.task_type import keys_of, kind_of
+from rlhpc.runs.task_type import task_type_keys, task_type_of
 
 #: Predicate of a configuration.
 Rule = Callable[[Any], bool]
@@ -67,9 +67,9 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     Raises:
         ConfigError: As `load_config`.
     """
-    layers = read_layers(config, overrides, keys_of, site=site)
+    layers = read_layers(config, overrides, task_type_keys, site=site)
     cfg = typed(RunConfig, layers.cfg)
-    task_type, (source, content) = kind_of(cfg), read_files(config)[-1]
+    task_type, (source, content) = task_type_of(cfg), read_files(config)[-1]
     return unused_keys(
         cfg,
         user_sources(layers, source, content),

@@ -22,7 +22,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import leaves, plain, select
 from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.jobs.paths import CONFIG
-from rlhpc.runs.task_type import Cfg, TaskType, find_kind, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, find_task_type, task_type_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import read_file, read_json, read_yaml
 from rlhpc.runtime.key_metadata import OnResume
@@ -58,7 +58,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     count, where both sides have its mapping.
     """
     old_values, new_values = _plain(before), _plain(after)
-    task_type = find_kind(new_values.get("runner.task_type"))
+    task_type = find_task_type(new_values.get("runner.task_type"))
     old_open, new_open = ({open_mapping_of(key) for key in values} for values in (old_values, new_values))
     shared = {path for path in old_open & new_open if path is not None}
     for values, other_values in ((old_values, new_values), (new_values, old_values)):
@@ -107,7 +107,7 @@ def evaluation_fingerprint(cfg: RunConfig) -> str:
 
 
 def _fingerprint(cfg: RunConfig, on_resume: OnResume) -> str:
-    keys = kind_of(cfg).keys
+    keys = task_type_of(cfg).keys
     values = {key: value for key, value in _plain(cfg).items() if keys.on_resume(key) is on_resume}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -173,20 +173,20 @@ def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     return {key: OmegaConf.select(OmegaConf.create(values), key) for key in keys} if keys else values
 
 
-_KIND = ("runner.task_type",)
+_TASK_TYPE_KEY = ("runner.task_type",)
 
 
-def check_resume(kind: TaskType[Cfg], cfg: Cfg, checkpoint: Path) -> None:
+def check_resume(task_type: TaskType[Cfg], cfg: Cfg, checkpoint: Path) -> None:
     """Raises an error for a checkpoint of another task type, another environment or another model.
 
     Raises:
         CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
     """
     # The ranks that read a checkpoint without config.yaml accept or refuse it.
-    differing_keys = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
-    differing_keys = differing_keys or kind.checks.differences(cfg, checkpoint)
+    differing_keys = differing(cfg, saved_values(checkpoint / CONFIG, _TASK_TYPE_KEY), _TASK_TYPE_KEY)
+    differing_keys = differing_keys or task_type.checks.differences(cfg, checkpoint)
     if differing_keys:
         raise CheckpointError(
             f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differing_keys)}. Go on with the checkpoint's "
-            f"configuration, or start fresh with another runner.name.{kind.checks.other_start}"
+            f"configuration, or start fresh with another runner.name.{task_type.checks.other_start}"
         )

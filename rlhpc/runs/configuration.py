@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from rlhpc.config.files import ConfigSource, source_name
-from rlhpc.config.load import read_layers, require
+from rlhpc.config.load import check_complete, read_layers
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
-from rlhpc.runs.task_type import keys_of, kind_of
+from rlhpc.runs.task_type import task_type_keys, task_type_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import former_keywords
 from rlhpc.runtime.trust import Trust
@@ -48,7 +48,7 @@ def load_config(
         ConfigError: Names file or override, key, value, and the allowed values.
     """
     source = source_name(config)
-    layers = read_layers(config, overrides, keys_of, site=site, trust=trust)
+    layers = read_layers(config, overrides, task_type_keys, site=site, trust=trust)
     cfg = typed(RunConfig, layers.cfg)
     if check:
         validate(cfg, source, layers.sources, training=training)
@@ -66,7 +66,7 @@ def _check_suites(layers: ConfigLayers, source: str) -> None:
             for override_text in changes:
                 suite_layers.override(override_text)
             cfg = typed(RunConfig, suite_layers.cfg)
-            require(suite_layers, kind_of(cfg).keys, source)
+            check_complete(suite_layers, task_type_of(cfg).keys, source)
             validate(cfg, source, suite_layers.sources, training=False)
         except ConfigError as error:
             raise ConfigError(

@@ -22,7 +22,7 @@ from rlhpc.metrics.provenance import (
     read_all_results,
     read_results,
 )
-from rlhpc.runs.task_type import Headline, kind_of_run
+from rlhpc.runs.task_type import Headline, task_type_of_run
 from rlhpc.runtime.text import in_parentheses
 
 Curve = tuple[list[float], list[float]]
@@ -98,7 +98,7 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
     runs = [run for group in groups.values() for run in group]
     headlines: dict[Headline, None] = {}
     for run in runs:
-        task_type = kind_of_run(run.paths)
+        task_type = task_type_of_run(run.paths)
         candidates = task_type.reporting.headlines or [
             Headline(name, title.lower()) for name, title, _ in task_type.reporting.compared
         ]

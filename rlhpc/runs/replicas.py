@@ -28,7 +28,6 @@ class CompletedCall:
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Returns an empty list of results."""
-        del timeout
         return []
 
 

@@ -31,7 +31,7 @@ from rlhpc.metrics.page import (
 )
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import left_out, read_provenance
-from rlhpc.runs.task_type import kind_of_run
+from rlhpc.runs.task_type import task_type_of_run
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.files import read_file
@@ -124,7 +124,7 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
     Returns:
         The files: always those of `Reporting.curves`, others if their metrics were logged.
     """
-    charts = kind_of_run(paths).reporting.charts(paths, read_metrics(paths.metrics))
+    charts = task_type_of_run(paths).reporting.charts(paths, read_metrics(paths.metrics))
     chart_files = []
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    report_sections = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
+    report_sections = task_type_of_run(paths).reporting.parts(paths, rows, linked=output is None)
     html = page(
         title=paths.root.name,
         subtitle=_subtitle(report_sections.subject, rows, provenance),

@@ -13,7 +13,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.runs.config_changes import require_same_run
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, replace_durably
 
@@ -62,8 +62,8 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
     goal = None
     if paths.config.exists():
         saved_cfg = load_config(paths.config, check=False, site="")
-        goal = kind_of(saved_cfg).checks.goal(saved_cfg)
-    is_goal_moved = goal is not None and goal != kind_of(cfg).checks.goal(cfg)
+        goal = task_type_of(saved_cfg).checks.goal(saved_cfg)
+    is_goal_moved = goal is not None and goal != task_type_of(cfg).checks.goal(cfg)
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=is_goal_moved) == segment:
         if wait:
             wait_for_end(paths, segment)

@@ -119,7 +119,6 @@ class Runner(Generic[Cfg]):
         """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks are as they were after `step`.
         Then the run continues from there, rather than from its newest checkpoint.
         """
-        del lost_ranks
         return False
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:

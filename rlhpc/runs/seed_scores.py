@@ -94,9 +94,9 @@ def _evaluated(run: RunMetrics, metric: str) -> dict[float, float]:
     return {float(e["global_step"]): float(e[name]) for e in run.evaluations if isinstance(e.get(name), int | float)}
 
 
-def metric_of(kind: TaskType[Any], runs: Sequence[RunMetrics]) -> str | None:
+def metric_of(task_type: TaskType[Any], runs: Sequence[RunMetrics]) -> str | None:
     """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
-    names = list(dict.fromkeys(name for name, _, _ in kind.reporting.compared))
+    names = list(dict.fromkeys(name for name, _, _ in task_type.reporting.compared))
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 

@@ -21,7 +21,7 @@ from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.run_identity import check_same_run
-from rlhpc.runs.task_type import find_kind, kind_of
+from rlhpc.runs.task_type import find_task_type, task_type_of
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home, replace_durably, unwritable
@@ -118,7 +118,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     files = read_files(Path(source))
     if read_section(files, overrides) is None:
         return None
-    sweep_section = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
+    sweep_section = read_section(files, overrides, find_task_type(*read_task_type(files, overrides)).schema)
     assert sweep_section is not None
     section, said_by = sweep_section
     common_overrides = [
@@ -186,7 +186,7 @@ def _load(
 
 def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
     """Returns file and configuration of the SFT run that precedes a run; None without one."""
-    sft = kind_of(cfg).offline.preparation(cfg).sft
+    sft = task_type_of(cfg).offline.preparation(cfg).sft
     if sft is None:
         return None
     path = os.path.normpath(Path(source).parent / sft[0])
@@ -237,7 +237,7 @@ def _place_preparations(
 
     What else of its configuration names such a folder names the new one.
     """
-    task_type, name = kind_of(run.cfg), run.point.name
+    task_type, name = task_type_of(run.cfg), run.point.name
     moved_overrides: list[str] = []
     sft_source = sft_of(source, run.cfg, site)
     if sft_source is not None and name in sft_source[1].runner.name:
@@ -281,11 +281,11 @@ def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]
 def _recording(cfg: RunConfig) -> Any:
     """Returns the values that determine an expert's recorded episodes, except the seed."""
     content = plain(cfg)
-    demos = kind_of(cfg).offline.preparation(cfg).demos
+    demos = task_type_of(cfg).offline.preparation(cfg).demos
     return [
         {key: content.get(key) for key in _RECORDED},
         *(demos[1:] if demos else ()),
-        kind_of(cfg).offline.recording(cfg)[1],
+        task_type_of(cfg).offline.recording(cfg)[1],
     ]
 
 
@@ -304,15 +304,15 @@ def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, sit
     """
     makers_by_path: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
-        shared_kinds = set()
-        sft_source, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).offline.preparation(run.cfg).demos
+        shared_preparations = set()
+        sft_source, demos = sft_of(source, run.cfg, site), task_type_of(run.cfg).offline.preparation(run.cfg).demos
         preparations = []
         if sft_source is not None:
             sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
             preparations.append(("sft", str(sft_folder), digest(plain(sft_source[1]))))
         if demos is not None:
             preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
-        for kind, path, content in preparations:
+        for preparation, path, content in preparations:
             maker, maker_content = makers_by_path.setdefault(path, (run, content))
             if maker_content != content:
                 raise ConfigError(
@@ -320,8 +320,8 @@ def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, sit
                     "put ${runner.name} into its name"
                 )
             if maker is run:
-                shared_kinds.add(kind)
-        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(shared_kinds))
+                shared_preparations.add(preparation)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(shared_preparations))
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:

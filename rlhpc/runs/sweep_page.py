@@ -29,7 +29,7 @@ from rlhpc.runs.seed_scores import (
     scores_at,
 )
 from rlhpc.runs.sweep import read_sweep
-from rlhpc.runs.task_type import kind_of_run
+from rlhpc.runs.task_type import task_type_of_run
 
 _BAD = ("failed", "dead", "cancelled")
 
@@ -82,7 +82,7 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     compared_runs = [*finished_runs.values()]
     metric = metric or record.get("metric")
     if metric is None and compared_runs:
-        metric = metric_of(kind_of_run(compared_runs[0].paths), compared_runs)
+        metric = metric_of(task_type_of_run(compared_runs[0].paths), compared_runs)
     goal = str(record.get("goal") or goal_of(metric or ""))
     step, values = scores_at(compared_runs, metric) if metric else (None, [])
     scores: dict[str, float] = dict(zip(finished_runs, values, strict=False))

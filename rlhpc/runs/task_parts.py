@@ -138,7 +138,6 @@ class GroupSpec(Generic[Cfg]):
         """Returns the groups of a run with this configuration and their worker classes: `roles`, and groups that the
         configuration adds.
         """
-        del cfg
         return self.roles
 
     def components(self, cfg: Cfg) -> Sequence[str]:
@@ -152,7 +151,6 @@ class GroupSpec(Generic[Cfg]):
             cfg: The configuration.
             max_recoveries: Maximum number of restarts of restartable groups without a new checkpoint in between.
         """
-        del cfg
         return SessionPolicies({}, max_recoveries)
 
     def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
@@ -162,7 +160,6 @@ class GroupSpec(Generic[Cfg]):
             cfg: The configuration.
             started: Ranks of each group that the run starts with.
         """
-        del cfg, started
         return {}
 
     def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
@@ -172,7 +169,6 @@ class GroupSpec(Generic[Cfg]):
             cfg: The configuration.
             replicas: Number of neighbouring ranks that form one engine, by group.
         """
-        del replicas
         return cfg
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
@@ -209,7 +205,6 @@ class ConfigChecks(Generic[Cfg]):
 
     def missing(self, cfg: Cfg) -> list[str]:
         """Returns the required keys that are not set."""
-        del cfg
         return []
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
@@ -233,7 +228,6 @@ class ConfigChecks(Generic[Cfg]):
             cfg: The configuration from `prepare` or `trial`.
             ranks: Number of processes of each group.
         """
-        del cfg, ranks
         return iter(())
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
@@ -243,7 +237,6 @@ class ConfigChecks(Generic[Cfg]):
             cfg: The configuration.
             resumes: The run continues from a checkpoint.
         """
-        del resumes
         return cfg
 
     @contextlib.contextmanager
@@ -257,7 +250,6 @@ class ConfigChecks(Generic[Cfg]):
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """Returns the keys in which a checkpoint of this task type differs from this run, with both values."""
-        del cfg, checkpoint
         return []
 
     def goal(self, cfg: Cfg) -> Any:
@@ -268,7 +260,6 @@ class ConfigChecks(Generic[Cfg]):
         """Returns the metrics of held-out data that a run with this configuration measures during training and that have a
         better direction, for `runner.keep_best`; empty if it does not evaluate.
         """
-        del cfg
         return ()
 
 
@@ -284,12 +275,10 @@ class Offline(Generic[Cfg]):
 
     def preparation(self, cfg: Cfg) -> Preparation:
         """Returns the steps of the workflow before training."""
-        del cfg
         return Preparation()
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
         """Returns the number of recorded episodes of the last policy, and whether only successful ones are recorded."""
-        del cfg
         return 0, False
 
     def evaluate(
@@ -361,7 +350,6 @@ class Reporting:
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
         """Returns every chart of a run as SVG, by file name."""
-        del paths, rows
         return {}
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
@@ -372,7 +360,6 @@ class Reporting:
             rows: Its metrics.
             linked: The page may refer to other files of the run.
         """
-        del paths, rows, linked
         return Parts("", "", [], "", [], {}, ("", ""))
 
 

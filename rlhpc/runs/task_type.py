@@ -45,7 +45,7 @@ from rlhpc.runtime.text import short_repr
 
 __all__ = [
     "DEFAULT",
-    "KINDS",
+    "TASK_TYPES",
     "Cfg",
     "ConfigChecks",
     "ConfigKeys",
@@ -61,17 +61,17 @@ __all__ = [
     "Reporting",
     "Rows",
     "TaskType",
-    "all_kinds",
-    "find_kind",
-    "keys_of",
-    "kind_names",
-    "kind_of",
-    "kind_of_checkpoint",
-    "kind_of_run",
+    "all_task_types",
+    "find_task_type",
+    "task_type_keys",
+    "task_type_names",
+    "task_type_of",
+    "task_type_of_checkpoint",
+    "task_type_of_run",
 ]
 
 DEFAULT = "embodied"
-KINDS: Registry[Any] = Registry(
+TASK_TYPES: Registry[Any] = Registry(
     "task type",
     "runner.task_type",
     "rlhpc.kinds",
@@ -138,10 +138,12 @@ class ConfigKeys:
         """Returns the required keys that are not set."""
         return self._checks.missing(cfg)
 
-    def whose(self, key: str) -> str:
+    def explain_foreign_key(self, key: str) -> str:
         """Returns the complaint about a key that another task type has; empty if none has it."""
         owners = [
-            task_type.name for task_type in all_kinds() if task_type.name != self._task_type and key in task_type.schema
+            task_type.name
+            for task_type in all_task_types()
+            if task_type.name != self._task_type and key in task_type.schema
         ]
         if not owners:
             return ""
@@ -250,32 +252,26 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
     def expendable_of(self, cfg: Cfg) -> frozenset[str]:
         """Returns the restartable groups."""
-        del cfg
         return self.expendable
 
     def independent_of(self, cfg: Cfg) -> frozenset[str]:
         """Returns the restartable groups of independent ranks."""
-        del cfg
         return self.independent
 
     def elastic_of(self, cfg: Cfg) -> dict[str, int]:
         """Returns the elastic groups and the minimum number of ranks of each."""
-        del cfg
         return {}
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
         """Returns the number of ranks of a replica, by group."""
-        del cfg
         return {}
 
     def patience_of(self, cfg: Cfg) -> dict[str, float]:
         """Returns the seconds of silence after which a rank is lost, for groups with a lease of their own."""
-        del cfg
         return {}
 
     def why_fixed(self, cfg: Cfg) -> str:
         """Returns the reason why no group accepts ranks."""
-        del cfg
         return ""
 
     # -- parts that were named otherwise -------------------------------------------------------------------------
@@ -306,17 +302,17 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
     return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in names)
 
 
-def kind_names() -> list[str]:
+def task_type_names() -> list[str]:
     """Returns all names that `runner.task_type` may have, except `module:NAME`."""
-    return [*KINDS.built_in, *sorted(offered(KINDS.group))]
+    return [*TASK_TYPES.built_in, *sorted(offered(TASK_TYPES.group))]
 
 
-def all_kinds() -> list[TaskType[Any]]:
+def all_task_types() -> list[TaskType[Any]]:
     """Returns all task types with a name: built-in ones and entry points."""
-    return [find_kind(name) for name in kind_names()]
+    return [find_task_type(name) for name in task_type_names()]
 
 
-def find_kind(name: str | None = None, source: str = "configuration") -> TaskType[Any]:
+def find_task_type(name: str | None = None, source: str = "configuration") -> TaskType[Any]:
     """Returns the task type that `runner.task_type` names.
 
     Args:
@@ -327,17 +323,17 @@ def find_kind(name: str | None = None, source: str = "configuration") -> TaskTyp
         ConfigError: The task type does not exist; the message lists the existing ones.
     """
     type_name = DEFAULT if name is None else name
-    if path := KINDS.path(type_name):
-        return _checked(import_attribute(path, f"{source}: {KINDS.key}"), type_name, source)
+    if path := TASK_TYPES.path(type_name):
+        return _checked(import_attribute(path, f"{source}: {TASK_TYPES.key}"), type_name, source)
     raise ConfigError(
-        f"{source}: {KINDS.key} is {short_repr(type_name)}{nearest(type_name, kind_names())} "
-        f"allowed: {', '.join(kind_names())}, or {KINDS.form}"
+        f"{source}: {TASK_TYPES.key} is {short_repr(type_name)}{nearest(type_name, task_type_names())} "
+        f"allowed: {', '.join(task_type_names())}, or {TASK_TYPES.form}"
     )
 
 
-def keys_of(name: str | None = None, source: str = "configuration") -> ConfigKeys:
-    """Returns the keys of the task type that `runner.task_type` names (`find_kind`)."""
-    return find_kind(name, source).keys
+def task_type_keys(name: str | None = None, source: str = "configuration") -> ConfigKeys:
+    """Returns the keys of the task type that `runner.task_type` names (`find_task_type`)."""
+    return find_task_type(name, source).keys
 
 
 def _checked(item: Any, name: str, source: str) -> TaskType[Any]:
@@ -350,19 +346,19 @@ def _checked(item: Any, name: str, source: str) -> TaskType[Any]:
     )
 
 
-def kind_of(cfg: Cfg) -> TaskType[Cfg]:
+def task_type_of(cfg: Cfg) -> TaskType[Cfg]:
     """Returns the task type that a configuration is for."""
-    return find_kind(cfg.runner.task_type)
+    return find_task_type(cfg.runner.task_type)
 
 
-def kind_of_run(paths: RunPaths) -> TaskType[Any]:
+def task_type_of_run(paths: RunPaths) -> TaskType[Any]:
     """Returns the task type of a run, from its config.yaml; the default if the file cannot be read."""
-    return _kind_of_file(paths.config) or find_kind()
+    return _kind_of_file(paths.config) or find_task_type()
 
 
-def kind_of_checkpoint(checkpoint: Path) -> TaskType[Any]:
+def task_type_of_checkpoint(checkpoint: Path) -> TaskType[Any]:
     """Returns the task type of a checkpoint's run, from its config.yaml; the default if the file cannot be read."""
-    return _kind_of_file(checkpoint / CONFIG) or find_kind()
+    return _kind_of_file(checkpoint / CONFIG) or find_task_type()
 
 
 def _kind_of_file(config: Path) -> TaskType[Any] | None:
@@ -370,5 +366,5 @@ def _kind_of_file(config: Path) -> TaskType[Any] | None:
         name = str(read_yaml(read_file(config))["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return None
-    is_registered = name.lower() in kind_names()
-    return find_kind(name) if is_registered else None  # a foreign file must not import code
+    is_registered = name.lower() in task_type_names()
+    return find_task_type(name) if is_registered else None  # a foreign file must not import code

@@ -21,7 +21,7 @@ from rlhpc.runs.preflight import run_checks
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
-from rlhpc.runs.task_type import Cfg, TaskType, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, task_type_of
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped
@@ -49,7 +49,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
         WorkerFailed: A rank failed; the error is that of the first failed rank.
     """
-    task_type, user_cfg = kind_of(cfg), cfg
+    task_type, user_cfg = task_type_of(cfg), cfg
     require_live_allocation()
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
@@ -78,7 +78,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
 
 
 def _train(
-    kind: TaskType[Cfg],
+    task_type: TaskType[Cfg],
     cfg: Cfg,
     user_cfg: Cfg,
     run: RunFolder,
@@ -87,13 +87,15 @@ def _train(
     placements: Mapping[str, Sequence[Placement]],
 ) -> dict[str, Any]:
     """Opens the run folder, starts the session, the groups and the runner, and trains."""
-    roles = kind.groups.roles_of(cfg)
-    classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
-    make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
+    roles = task_type.groups.roles_of(cfg)
+    classes = {role: load_attribute(name, f"role {role} of the kind {task_type.name}") for role, name in roles.items()}
+    make_runner = load_attribute(task_type.runner, f"the runner of the kind {task_type.name}")
     # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
-    policies = kind.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
+    policies = task_type.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
     num_started = {role: len(ranks) for role, ranks in placements.items()}
-    useful_ranks = {role: n - num_started.get(role, 0) for role, n in kind.groups.most_useful(cfg, num_started).items()}
+    useful_ranks = {
+        role: n - num_started.get(role, 0) for role, n in task_type.groups.most_useful(cfg, num_started).items()
+    }
     helper_jobs = helper_plans(cfg.cluster, placements)
     run.open(user_cfg)
     logs = run.paths.segment_logs(run.segment or 0)
@@ -105,7 +107,7 @@ def _train(
         session = Session.start(
             registry_root=run.paths.registry,
             log_dir=logs,
-            preload=kind.groups.preload,
+            preload=task_type.groups.preload,
             interface=cluster.interface,
             tcp_address=join_address(helper_jobs, cluster),
             check_stop=stop_request.check,

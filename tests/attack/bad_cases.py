@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli import build_parser
-from rlhpc.runs.task_type import TaskType, all_kinds, find_kind
+from rlhpc.runs.task_type import TaskType, all_task_types, find_task_type
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
 INCLUDE = f"defaults: [{QUICKSTART}]\n"
@@ -49,7 +49,7 @@ _OF = {
 
 def owner(key: str) -> TaskType[Any]:
     """The first kind of run that has a key."""
-    return next(kind for kind in all_kinds() if key in kind.schema)
+    return next(kind for kind in all_task_types() if key in kind.schema)
 
 
 def asked(key: str, word: str) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def asked(key: str, word: str) -> tuple[str, ...]:
 
 def all_types() -> dict[str, Any]:
     """Every key of every kind of run, outside lists of sections, with its type."""
-    return {key: kind for each in reversed(all_kinds()) for key, kind in schema_types(each.config)}
+    return {key: kind for each in reversed(all_task_types()) for key, kind in schema_types(each.config)}
 
 
 def schema_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,7 +90,7 @@ def misspelt_keys(draw: random.Random) -> Iterator[Case]:
         below = f"{section}." if section else ""
         says = (f"unknown key {below}{wrong}", "did you mean", "allowed here")
         yield Case("misspelt key", f"{below}{wrong}", asked(f"{below}{right}", f"{below}{wrong}=1"), says)
-    for section in {key.partition(".")[0] for key in find_kind("embodied").schema.keys}:
+    for section in {key.partition(".")[0] for key in find_task_type("embodied").schema.keys}:
         content = f"{INCLUDE}{section}s: {{a: 1}}\n"
         yield Case(
             "misspelt key", f"{section}s in a file", plan_words(config="c.yaml"),

@@ -24,7 +24,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.sweep import load_sweep
-from rlhpc.runs.task_type import all_kinds
+from rlhpc.runs.task_type import all_task_types
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
 from tests.extras import need_extra
@@ -167,7 +167,7 @@ def test_the_index_has_the_sections_and_pages_of_the_navigation():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_and_commands_exist(page):
-    keys = {key for kind in all_kinds() for key in Schema(kind.config, kind.name).keys}
+    keys = {key for kind in all_task_types() for key in Schema(kind.config, kind.name).keys}
     sections = {key.rsplit(".", i)[0] for key in keys for i in (1, 2, 3)}
     commands = set(build_parser()._subparsers._group_actions[0].choices)
     text = page.read_text()

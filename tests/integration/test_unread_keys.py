@@ -10,7 +10,7 @@ import pytest
 from rlhpc import load_config
 from rlhpc.config.conditional_keys import defaults_of
 from rlhpc.runs.conditional_keys import find_unused
-from rlhpc.runs.task_type import TaskType, kind_of
+from rlhpc.runs.task_type import TaskType, task_type_of
 from rlhpc.runtime.errors import ConfigError
 from tests.combinations.options import KINDS, Value
 from tests.combinations.trial import compared, train
@@ -63,7 +63,7 @@ def test_keys_that_are_not_read_change_nothing(name: str, tmp_path: Path) -> Non
     tiny = KINDS[which]
     row = {**tiny.default(), **options}
     path, words = tiny.write(row, tmp_path), tiny.overrides(row)
-    kind = kind_of(load_config(path, words))
+    kind = task_type_of(load_config(path, words))
     defaults = defaults_of(kind.schema.root, kind.schema.keys)
     vain, keys = list[str](), set[str]()
     for key, default in defaults.items():

@@ -6,7 +6,7 @@ from rlhpc.config.yaml_files import WrittenScalars
 from rlhpc.runs.config_changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.metrics.provenance import last_result
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 from rlhpc.runs.sweep import check_begun, load_sweep, override, sft_export
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home

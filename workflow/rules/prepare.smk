@@ -1,7 +1,7 @@
 # The names of the run's files, and the plan: what would run where, checked before anything is submitted.
 RESUME_WITH = Untracked(*(["--resume-with"] if config["resume_with"] else []))
 CFG = load_run()
-KIND = kind_of(CFG)
+KIND = task_type_of(CFG)
 BEFORE = KIND.offline.preparation(CFG)
 RECORDED, ONLY_SUCCEEDED = KIND.offline.recording(CFG)
 EVAL_RESOURCES = job_resources(CFG.workflow.eval_job)

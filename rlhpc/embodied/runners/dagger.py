@@ -26,7 +26,7 @@ from rlhpc.embodied.task_types import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.run_folder import note, total_steps
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_json
@@ -59,7 +59,7 @@ def dagger(
         named_intervention(intervene)  # before the first round, which may take long
     # The workflow's expert records what a run trains on; here that is the data of the rounds.
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
-    if kind_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
+    if task_type_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
     base_cfg = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
     if intervene is not None:

@@ -16,7 +16,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping
 from rlhpc.jobs.plan import JobPlan, build_plan
 from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, GroupRanks, MemoryTerm, gib
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.os_resources import total_memory
@@ -220,12 +220,12 @@ def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     replicas = {name: placement.get_strategy(name).replica for name in placement.components}
-    placed_cfg: RunConfig = kind_of(cfg).groups.placed(cfg, replicas)
+    placed_cfg: RunConfig = task_type_of(cfg).groups.placed(cfg, replicas)
     return placed_cfg
 
 
 def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
-    task_type = kind_of(cfg)
+    task_type = task_type_of(cfg)
     if not task_type.planning.account:
         return ()
     account: Accounting = load_attribute(task_type.planning.account, f"the account of the kind {task_type.name}")

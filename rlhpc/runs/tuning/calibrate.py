@@ -348,8 +348,8 @@ class Calibration:
             curves,
             hop_s=max(0.0, statistics.median(hop_times)) if turns else 0.0,
             threads=self._model(Costs(curves)).threads(self.plain),
-            memory=_maximum_by_group(short_run.memory for short_run in self.first),
-            device_memory=_maximum_by_group(short_run.device_memory for short_run in self.first),
+            memory=_maximum_by_group([short_run.memory for short_run in self.first]),
+            device_memory=_maximum_by_group([short_run.device_memory for short_run in self.first]),
             spread=self._spread(),
         )
         predicted_s = self._model(costs).predict(self.plain).step_s
@@ -360,14 +360,13 @@ class Calibration:
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
         """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
-        ranks = sum(len(placement.processes) for placement in self.plain.places.values())
-        allowed_cpus = sorted(os.sched_getaffinity(0))
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        short_run = self._try("one_thread", (), frozenset(allowed_cpus[: max(1, ranks)]))
-        if short_run is None:
-            return {}
-        scaling = {}
+        ranks = sum(len(placement.processes) for placement in self.plain.places.values())
+        allowed_cpus = sorted(os.sched_getaffinity(0))
+        scaling: dict[str, float] = {}
+        if (short_run := self._try("one_thread", (), frozenset(allowed_cpus[: max(1, ranks)]))) is None:
+            return scaling
         for phase in self.workload.phases:
             plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
             one_thread_s, threads = short_run.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
@@ -392,8 +391,8 @@ class Calibration:
         if not placements:
             return {}
         doubled_candidate = dataclasses.replace(self.plain, places={**self.plain.places, **placements})
-        short_run = self._try("two_ranks", [word_of("cluster.component_placement", doubled_candidate.placement())])
-        if short_run is None:
+        placement_word = word_of("cluster.component_placement", doubled_candidate.placement())
+        if (short_run := self._try("two_ranks", [placement_word])) is None:
             return {}
         expected_s = self._model(costs).predict(doubled_candidate).phases
         return {
@@ -405,8 +404,7 @@ class Calibration:
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
         """Measures the effect of a value of a key, and returns the costs with it."""
         override_word = word_of(knob.key, value)
-        short_run = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])
-        if short_run is None:
+        if (short_run := self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
             return costs
         changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
         expected_s = self._model(costs).predict(changed_candidate).phases
@@ -423,10 +421,6 @@ class Calibration:
         return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra})
 
 
-def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float]:
+def _maximum_by_group(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the maximum number of bytes over all runs, by group."""
-    maxima: dict[str, float] = {}
-    for nbytes_by_group in runs:
-        for group, nbytes in nbytes_by_group.items():
-            maxima[group] = max(maxima.get(group, 0.0), nbytes)
-    return maxima
+    return {group: max(run.get(group, 0.0) for run in runs) for run in runs for group in run}

@@ -88,17 +88,15 @@ class QueueingModel:
 
     def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
         """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
-        workload, costs = self.workload, self.costs
-        override_words = [word_of(key, value) for key, value in candidate.settings.items()]
+        costs = self.costs
+        factors = [costs.factors.get(word_of(key, value), {}) for key, value in candidate.settings.items()]
         seconds_by_phase = {}
-        for phase in workload.phases:
+        for phase in self.workload.phases:
             ranks, name = candidate.ranks(phase.group), phase.name
             stages = self.stages(candidate) if phase.turn else 1
             seconds = stages * costs.curves[name].at(1.0 / ranks / stages)
-            if ranks > 1:
-                seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
-            for override_word in override_words:
-                seconds *= costs.factors.get(override_word, {}).get(name, 1.0)
+            seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
+            seconds *= math.prod(factor.get(name, 1.0) for factor in factors)
             measured_threads, candidate_threads = costs.threads.get(phase.group, 1), threads[phase.group]
             seconds_by_phase[name] = seconds * (measured_threads / candidate_threads) ** costs.scaling.get(name, 0.0)
         return seconds_by_phase
@@ -159,13 +157,7 @@ class QueueingModel:
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
         """Returns the number of ranks of these groups on each node."""
-        counts: dict[int, int] = collections.Counter()
-        for group in groups:
-            placement = candidate.places[group]
-            pool = self.shape.pools[placement.label]
-            for ranks in placement.processes:
-                counts[pool.resources[ranks[0]][0]] += 1
-        return counts
+        return collections.Counter(node for group in groups for node in self.shape.nodes_of(candidate.places[group]))
 
     def _loads(
         self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
@@ -173,16 +165,13 @@ class QueueingModel:
         """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
-            placement = candidate.places[phase.group]
-            pool = self.shape.pools[placement.label]
             by_cores = self._by_cores(candidate, phase)
-            for ranks in placement.processes:
-                node = pool.resources[ranks[0]][0]
+            for resources in self.shape.resources_of(candidate.places[phase.group]):
+                node, _ = resources[0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
                 loads[node] += seconds[phase.name] * width / self.shape.cores[node]
-                if not by_cores:
-                    for rank in ranks:
-                        loads[pool.resources[rank]] += seconds[phase.name]
+                for resource in () if by_cores else resources:
+                    loads[resource] += seconds[phase.name]
         return loads
 
     def _idle(self, loads: Mapping[object, float], step: float) -> float:
@@ -198,11 +187,10 @@ class QueueingModel:
         host: dict[int, float] = collections.defaultdict(float)
         device: dict[tuple[int, int], float] = collections.defaultdict(float)
         for group, placement in candidate.places.items():
-            pool = self.shape.pools[placement.label]
-            for ranks in placement.processes:
-                host[pool.resources[ranks[0]][0]] += self.costs.memory.get(group, 0.0)
-                for rank in ranks:
-                    device[pool.resources[rank]] += self.costs.device_memory.get(group, 0.0) / len(ranks)
+            for resources in self.shape.resources_of(placement):
+                host[resources[0][0]] += self.costs.memory.get(group, 0.0)
+                for resource in resources:
+                    device[resource] += self.costs.device_memory.get(group, 0.0) / len(resources)
         return max(host.values(), default=0.0), max(device.values(), default=0.0)
 
     def fits(self, prediction: Prediction) -> bool:

@@ -89,6 +89,15 @@ class ClusterShape:
         cores = tuple(max(1, node.cpus) for node in cluster.nodes)
         return cls(pools, cores, cluster.num_accelerators, memory, device_memory)
 
+    def resources_of(self, placement: GroupPlacement) -> list[list[tuple[int, int]]]:
+        """Returns the resources of each rank: node, and index of the accelerator on it."""
+        pool = self.pools[placement.label]
+        return [[pool.resources[index] for index in indices] for indices in placement.processes]
+
+    def nodes_of(self, placement: GroupPlacement) -> list[int]:
+        """Returns the node of each rank."""
+        return [resources[0][0] for resources in self.resources_of(placement)]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -136,11 +145,11 @@ def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
     placements = {}
     for name in placement.components:
         strategy = placement.get_strategy(name)
-        raw_placement = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
+        raw_placement = next(
+            value
+            for names, value in cfg.cluster.component_placement.items()
+            if name in map(str.strip, str(names).split(","))
+        )
         placement_text = raw_placement["placement"] if hasattr(raw_placement, "keys") else raw_placement
         placements[name] = GroupPlacement(strategy.node_group, str(placement_text), strategy.processes)
     return placements
-
-
-def _names(text: Any) -> list[str]:
-    return [name.strip() for name in str(text).split(",")]

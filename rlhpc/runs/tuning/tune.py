@@ -21,7 +21,7 @@ from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_at_start
-from rlhpc.runs.task_type import all_kinds, kind_of
+from rlhpc.runs.task_type import all_task_types, task_type_of
 from rlhpc.runs.tuning.calibrate import Calibration, ShortRuns, device_size
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.queueing_model import QueueingModel
@@ -83,9 +83,9 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
     Raises:
         ConfigError: The task type has no workload.
     """
-    task_type = kind_of(cfg)
+    task_type = task_type_of(cfg)
     if not task_type.planning.workload:
-        tunable = ", ".join(sorted(other_type.name for other_type in all_kinds() if other_type.planning.workload))
+        tunable = ", ".join(sorted(other_type.name for other_type in all_task_types() if other_type.planning.workload))
         raise ConfigError(
             f"runner.task_type is {task_type.name}, and what a step of such a run consists of is not known; rlhpc tune "
             f"takes: {tunable}"
@@ -108,7 +108,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     """Returns the placement and settings of the configuration."""
-    roles = kind_of(cfg).groups.roles_of(cfg)
+    roles = task_type_of(cfg).groups.roles_of(cfg)
     placements = {group: placement for group, placement in placed(cfg).items() if group in roles}
     return Candidate(placements, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
@@ -142,7 +142,9 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         (folder / CONFIG).write_text(config_to_yaml(cfg))
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
-    short_run_overrides = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
+    short_run_overrides = [
+        f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in task_type_of(cfg).schema
+    ]
     runs = ShortRuns(folder / CONFIG, folder, tuple(short_run_overrides), request.steps, request.deadline_s)
     try:
         record = _find(request, cfg, workload, configured, runs, say)
@@ -238,7 +240,7 @@ def _record(
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "config": request.config,
         "overrides": list(request.overrides),
-        "kind": kind_of(cfg).name,
+        "kind": task_type_of(cfg).name,
         "fingerprint": training_fingerprint(cfg),
         "machines": {
             "nodes": len(model.shape.cores),

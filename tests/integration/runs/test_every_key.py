@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from rlhpc.config.schema import element_of, fields_of
-from rlhpc.runs.task_type import all_kinds, find_kind
+from rlhpc.runs.task_type import all_task_types, find_task_type
 from tests import warm
 from tests.classifiers import save_classifier
 from tests.extras import need_extra
@@ -257,7 +257,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
 
 
 def test_every_kind_is_looked_at() -> None:
-    assert {kind.name for kind in all_kinds()} == {*NAMES}
+    assert {kind.name for kind in all_task_types()} == {*NAMES}
 
 
 @pytest.mark.long
@@ -278,4 +278,4 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         reads.start(kind, *evaluate, "--suite", "default", "--output", "answered.json", *ANSWERED[kind])
     reads.snakemake(kind)
     read = reads.of(kind)
-    assert {key for key in keys_of(find_kind(kind).config) if key not in read} == OF_OTHERS.get(kind, set())
+    assert {key for key in keys_of(find_task_type(kind).config) if key not in read} == OF_OTHERS.get(kind, set())

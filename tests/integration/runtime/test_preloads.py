@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhpc.runs.task_type import all_kinds
+from rlhpc.runs.task_type import all_task_types
 from rlhpc.runtime.launchers.local import PRELOAD
 from tests.extras import need_extra
 
@@ -42,7 +42,7 @@ print(json.dumps({"called": called, "threads": threading.active_count()}))
 @pytest.mark.long
 def test_nothing_that_a_fork_server_imports_asks_for_an_accelerator() -> None:
     need_extra("llm")
-    modules = dict.fromkeys([*PRELOAD, *(name for kind in all_kinds() for name in kind.groups.preload)])
+    modules = dict.fromkeys([*PRELOAD, *(name for kind in all_task_types() for name in kind.groups.preload)])
     assert len(modules) > len(PRELOAD) + 10
     done = subprocess.run(
         [sys.executable, "-c", TRAP, *modules], capture_output=True, text=True, timeout=240, check=False

@@ -10,7 +10,7 @@ import pytest
 from rlhpc import cli
 from rlhpc.config import config_to_yaml
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 
 QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
 
@@ -28,7 +28,7 @@ def test_another_evaluation_does_not_replace_the_runs_own(
         evaluated.append((suite, output))
         return "played"
 
-    monkeypatch.setattr(type(find_kind("embodied").offline), "evaluate", evaluate)
+    monkeypatch.setattr(type(find_task_type("embodied").offline), "evaluate", evaluate)
     own = tmp_path / "run" / "eval" / "global_step_3" / "default.json"
     asked = ["eval", "--checkpoint", str(checkpoint)]
     assert cli.main([*asked, *words]) == 2

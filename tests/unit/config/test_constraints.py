@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from rlhpc.config.constraints import Range
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import TaskType, all_kinds
+from rlhpc.runs.task_type import TaskType, all_task_types
 from rlhpc.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -47,7 +47,7 @@ def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
             yield prefix + field.name, float not in (kind, *inner)
 
 
-KINDS = {kind.name: kind for kind in all_kinds()}
+KINDS = {kind.name: kind for kind in all_task_types()}
 RANGES = {
     path: key.range for kind in KINDS.values() for path, key in kind.keys.by_path.items() if key.range is not None
 }

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import Schema
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 
 PAGE = Path(__file__).parents[3] / "docs/reference/defaults.md"
 TRL = "TRL 1.16.0"
@@ -243,7 +243,7 @@ TITLES = {
 
 
 def default(kind: str, key: str) -> Any:
-    value = OmegaConf.select(OmegaConf.structured(find_kind(kind).config), key)
+    value = OmegaConf.select(OmegaConf.structured(find_task_type(kind).config), key)
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
@@ -276,7 +276,9 @@ def test_every_key_of_training_was_compared(kind: str) -> None:
     assert len(known) == len(set(known))
     alone = f"{ALONE['']} {ALONE[kind]}".split()
     keys = [
-        key for key in Schema(find_kind(kind).config, kind).keys if key.startswith(tuple(f"{at}." for at in TRAINED))
+        key
+        for key in Schema(find_task_type(kind).config, kind).keys
+        if key.startswith(tuple(f"{at}." for at in TRAINED))
     ]
     missing = {key for key in keys if not any(fnmatch.fnmatchcase(key, pattern) for pattern in alone)} - set(known)
     assert not missing, f"no reference is named for {sorted(missing)}"

@@ -17,13 +17,13 @@ from rlhpc.config.constraints import check_choices, check_ranges, null_numbers
 from rlhpc.config.json_schema import site_schema, task_type_schema
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.schema import ConfigKey
-from rlhpc.runs.task_type import TaskType, all_kinds
+from rlhpc.runs.task_type import TaskType, all_task_types
 from rlhpc.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
-KINDS = {kind.name: kind for kind in all_kinds()}
-ANY_FILE = Draft202012Validator(task_type_schema([kind.keys for kind in all_kinds()]))
+KINDS = {kind.name: kind for kind in all_task_types()}
+ANY_FILE = Draft202012Validator(task_type_schema([kind.keys for kind in all_task_types()]))
 VALIDATORS = {name: Draft202012Validator(task_type_schema([kind.keys])) for name, kind in KINDS.items()}
 #: A value of another type for each type.
 WRONG: dict[Any, Any] = {int: "seven", float: "fast", bool: "maybe", str: ["a"], list: 7, dict: 7}
@@ -97,9 +97,9 @@ def outside(key: ConfigKey) -> list[float]:
 
 def test_it_is_a_schema() -> None:
     for schema in (
-        task_type_schema([kind.keys for kind in all_kinds()]),
+        task_type_schema([kind.keys for kind in all_task_types()]),
         site_schema(),
-        *(task_type_schema([kind.keys]) for kind in all_kinds()),
+        *(task_type_schema([kind.keys]) for kind in all_task_types()),
     ):
         Draft202012Validator.check_schema(schema)
         json.dumps(schema)

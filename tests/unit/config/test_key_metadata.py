@@ -16,7 +16,7 @@ from rlhpc.config.constraints import COUNT, EVALUATION, FRACTION, FREE, Choices,
 from rlhpc.config.schema import keys_of, tree_of
 from rlhpc.config.sections import RunConfig
 from rlhpc.runs.task_parts import ConfigChecks
-from rlhpc.runs.task_type import ConfigKeys, TaskType, all_kinds
+from rlhpc.runs.task_type import ConfigKeys, TaskType, all_task_types
 from rlhpc.runtime.key_metadata import OnResume
 from tests.refactor.measure import read_modules, tables_of_keys
 
@@ -119,7 +119,7 @@ def test_a_task_type_may_add_metadata() -> None:
     assert keys.on_resume("cluster.removed_key") is OnResume.FREE and keys.on_resume("nosuch") is OnResume.FIXED
 
 
-@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_every_key_is_described(kind: TaskType[RunConfig]) -> None:
     assert [path for path, key in kind.keys.tree.items() if not key.doc] == []
     for key in kind.keys.by_path.values():

@@ -21,7 +21,7 @@ from rlhpc.config.constraints import null_numbers
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import TaskType, all_kinds
+from rlhpc.runs.task_type import TaskType, all_task_types
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,7 +56,7 @@ def test_minimal(write: typing.Callable[..., Path]) -> None:
     assert cfg.algorithm.gamma == 0.99 and cfg.env.eval.env_id == "CartPole-v1"
 
 
-@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_null_is_none_for_every_interval(kind: TaskType[Any]) -> None:
     """The number that an interval has for none may be written as null; elsewhere null is refused in one sentence."""
     nulls = null_numbers(kind.keys.by_path)
@@ -260,11 +260,11 @@ class TestReference:
 
     def test_every_key_is_in_it(self) -> None:
         page = render_config()
-        assert [key for kind in all_kinds() for key in kind.schema.keys if f"| `{key}` |" not in page] == []
+        assert [key for kind in all_task_types() for key in kind.schema.keys if f"| `{key}` |" not in page] == []
 
     @pytest.mark.parametrize(
         "cls",
-        sorted({cls for kind in all_kinds() for cls in _classes(kind.config)[1:]}, key=lambda cls: cls.__name__),
+        sorted({cls for kind in all_task_types() for cls in _classes(kind.config)[1:]}, key=lambda cls: cls.__name__),
         ids=lambda cls: cls.__name__,
     )
     def test_every_field_is_described(self, cls: type) -> None:

@@ -45,7 +45,11 @@ SCHEMA = Schema(Root, "test")
 def test_keys_are_those_of_all_sections() -> None:
     assert SCHEMA.keys == ("optim.lr", "optim.name", "optim.betas", "terms", "kwargs", "model_path", "env_id")
     assert SCHEMA.open == {"kwargs"}
-    assert SCHEMA.kind("optim.lr") is float and SCHEMA.kind("optim") is Optim and SCHEMA.kind("optim.lr.x") is None
+    assert (
+        SCHEMA.type_of("optim.lr") is float
+        and SCHEMA.type_of("optim") is Optim
+        and SCHEMA.type_of("optim.lr.x") is None
+    )
     assert SCHEMA.type_name("optim.name") == "str" and SCHEMA.type_name("nothing") == "another type"
 
 

@@ -20,7 +20,7 @@ from rlhpc.config.schema import PATHS, Schema
 from rlhpc.config.typed import select
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.sweep import load_sweep
-from rlhpc.runs.task_type import all_kinds, find_kind
+from rlhpc.runs.task_type import all_task_types, find_task_type
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.config.written import QUICKSTART, _by_file, _by_override, _file
 
@@ -95,7 +95,7 @@ class TestPaths:
 
     def test_every_key_for_a_path_is_one(self) -> None:
         words = ("folder", "python", "path", "file", "checkpoint", "weights")
-        for kind in all_kinds():
+        for kind in all_task_types():
             for key in kind.schema.keys:
                 name = key.rpartition(".")[2]
                 if name.endswith(("_dir", "_path", "python", "folder", "scratch")) or name in words:
@@ -111,7 +111,7 @@ class TestPaths:
     @pytest.mark.parametrize("task", ["embodied", "bc", "reasoning"])
     def test_a_variable_in_every_path(self, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MY_DISK", "/disk")
-        schema: Schema = find_kind(task).schema
+        schema: Schema = find_task_type(task).schema
         keys = [key for key in schema.keys if key.rpartition(".")[2] in PATHS and not key.startswith("teacher")]
         assert len(keys) > 4
         for key in keys:

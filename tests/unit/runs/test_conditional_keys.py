@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.runs.conditional_keys import find_unused
-from rlhpc.runs.task_type import all_kinds
+from rlhpc.runs.task_type import all_task_types
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +79,7 @@ def is_always_read(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in ALWAYS)
 
 
-@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_each_key_is_always_read_or_has_a_condition(kind) -> None:
     conditional = {key for key in kind.schema.keys if any(row.names(key) for row in kind.checks.conditions)}
     always = {key for key in kind.schema.keys if is_always_read(key)}
@@ -91,7 +91,7 @@ def test_each_key_is_always_read_or_has_a_condition(kind) -> None:
 
 
 def test_what_is_listed_exists() -> None:
-    keys = [key for kind in all_kinds() for key in kind.schema.keys]
+    keys = [key for kind in all_task_types() for key in kind.schema.keys]
     assert [pattern for pattern in (*ALWAYS, *SOMETIMES) if not fnmatch.filter(keys, pattern)] == []
 
 

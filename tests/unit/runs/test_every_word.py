@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhpc.cli import main
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Text that may be anything: names that the user gives, files and folders, words for others (Slurm, transformers, columns).
@@ -63,8 +63,8 @@ CONFIGS = {
 
 def words(name: str) -> list[str]:
     """Overrides that name what there is not: every key of text that is not free."""
-    schema = find_kind(name).schema
-    texts = [key for key in schema.keys if schema.kind(key) in (str, str | None)]
+    schema = find_task_type(name).schema
+    texts = [key for key in schema.keys if schema.type_of(key) in (str, str | None)]
     named = [f"{key}=nonsense" for key in texts if not key.startswith(FREE)]
     return [*named, *NAMED.get(name, ()), "runner.logger.logger_backends=[nonsense]", "workflow.eval_suites=[nonsense]"]
 

@@ -12,7 +12,7 @@ import pytest
 from rlhpc import cli
 from rlhpc.metrics.logger import series
 from rlhpc.runs.headlines import NO_VALUE, headline_columns, read_run, run_headlines
-from rlhpc.runs.task_type import find_kind, kind_names
+from rlhpc.runs.task_type import find_task_type, task_type_names
 
 #: What runs of a kind log at their last step, and what an evaluation of them says.
 PLAYED = {"train/episode_return": 21.5, "rollout/env_steps": 12800}
@@ -64,7 +64,9 @@ def run_of(folder: Path, kind: str, *, evaluated: bool = True) -> Path:
 
 
 def test_every_kind_has_headlines_and_is_tried_here() -> None:
-    assert set(KINDS) == set(kind_names()) and all(find_kind(name).reporting.headlines for name in kind_names())
+    assert set(KINDS) == set(task_type_names()) and all(
+        find_task_type(name).reporting.headlines for name in task_type_names()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.runs.runner import Runner
-from rlhpc.runs.task_type import TaskType, all_kinds
+from rlhpc.runs.task_type import TaskType, all_task_types
 from rlhpc.runtime.plugins import load_attribute
 
 
@@ -32,7 +32,7 @@ def test_a_runner_has_at_most_twelve_hooks() -> None:
 
 
 def test_a_task_type_has_at_most_ten_members() -> None:
-    for kind in all_kinds():
+    for kind in all_task_types():
         members = {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
         assert members == {
             "checks", "config", "groups", "keys", "name", "offline", "planning", "reporting", "runner", "schema",
@@ -40,7 +40,7 @@ def test_a_task_type_has_at_most_ten_members() -> None:
         assert len(members) <= 10
 
 
-@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_no_runner_overrides_what_is_final(kind: TaskType[Any]) -> None:
     runner = load_attribute(kind.runner, "runner")
     final = {name for name in vars(Runner) if not name.startswith("_")} - hooks_of(Runner)

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.jobs.paths import SweepPaths
 from rlhpc.runs.seed_scores import goal_of
 from rlhpc.runs.sweep_page import rank_sweep, render_ranking, write_sweep_page
-from rlhpc.runs.task_type import find_kind, kind_names
+from rlhpc.runs.task_type import find_task_type, task_type_names
 
 
 def sweep_of(folder: Path, scores: dict[str, list[float | None]], **record: object) -> SweepPaths:
@@ -130,13 +130,15 @@ def test_less_of_a_loss_is_better_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 def test_every_metric_by_which_runs_are_compared_knows_which_way_is_better() -> None:
-    names = {name for kind in map(find_kind, kind_names()) for name, _, _ in kind.reporting.compared}
+    names = {name for kind in map(find_task_type, task_type_names()) for name, _, _ in kind.reporting.compared}
     less = {name for name in names if goal_of(name) == "minimize"}
     assert less == {"train/loss"} and len(names) > 4
     assert [goal_of(name) for name in ("eval/perplexity", "time/step_s", "time/tokens_per_s", "train/kl")] == [
         "minimize", "minimize", "maximize", "minimize",
     ]  # fmt: skip
-    for kind in map(find_kind, kind_names()):  # what is measured on held-out data is asked before what was trained on
+    for kind in map(
+        find_task_type, task_type_names()
+    ):  # what is measured on held-out data is asked before what was trained on
         order = [name.startswith("eval/") for name, _, _ in kind.reporting.compared if "/" in name]
         assert order == sorted(order, reverse=True), kind.name
 

@@ -9,7 +9,7 @@ import pytest
 from rlhpc import load_config
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.task_type import Kind, all_kinds, find_kind, kind_of, kind_of_run
+from rlhpc.runs.task_type import Kind, all_task_types, find_task_type, task_type_of, task_type_of_run
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.extras import need_extra
@@ -41,7 +41,7 @@ def test_a_key_of_another_kind_is_refused(config: Path, word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(config, [word], training=False)
     said = str(refused.value)
-    owners = [kind.name for kind in all_kinds() if key in kind.schema]
+    owners = [kind.name for kind in all_task_types() if key in kind.schema]
     assert owners and own not in owners
     assert said.startswith(f"override {word!r}: ") and f"that this one ({own}) is not: " in said
     assert said.split("is not: ")[1].split(";")[0].split(", ")[0] in owners
@@ -52,7 +52,7 @@ def test_an_unknown_key_is_not_somebody_elses() -> None:
         load_config(LANGUAGE, ["algorithm.klcoef=1"])
 
 
-@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untyped-def]
     """Workers, runner and what is imported beforehand."""
     import importlib
@@ -64,16 +64,16 @@ def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untype
         assert callable(getattr(importlib.import_module(module), attribute))
     for name in kind.groups.preload:
         importlib.import_module(name)
-    assert find_kind(kind.name.upper()) is kind
+    assert find_task_type(kind.name.upper()) is kind
 
 
 def test_kinds_are_found(tmp_path: Path) -> None:
-    assert kind_of(load_config(EMBODIED, training=False)).name == "embodied"
-    assert kind_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing there
+    assert task_type_of(load_config(EMBODIED, training=False)).name == "embodied"
+    assert task_type_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing there
     (tmp_path / "config.yaml").write_text("runner: {task_type: sft}\n")
-    assert kind_of_run(RunPaths(tmp_path)).name == "sft"
+    assert task_type_of_run(RunPaths(tmp_path)).name == "sft"
     (tmp_path / "config.yaml").write_text("runner: {task_type: 'os:environ'}\n")
-    assert kind_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing is imported
+    assert task_type_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing is imported
 
 
 @pytest.mark.parametrize(

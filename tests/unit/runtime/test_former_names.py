@@ -53,8 +53,8 @@ def test_configurations_may_name_a_former_path() -> None:
     """`module:attribute`, as in files of earlier runs."""
     sys.modules.pop("rlhpc.runs.kinds", None)
     with pytest.warns(FutureWarning):
-        found = load_attribute("rlhpc.runs.kinds:find_kind", "key")
-    assert found is importlib.import_module("rlhpc.runs.task_type").find_kind
+        found = load_attribute("rlhpc.runs.kinds:find_task_type", "key")
+    assert found is importlib.import_module("rlhpc.runs.task_type").find_task_type
 
 
 @pytest.mark.parametrize("module", sorted(FORMER_ATTRIBUTES))

@@ -14,7 +14,7 @@ from rlhpc.cli.foreign import rlinf, rlinf_embodied, rlinf_language
 from rlhpc.cli.foreign.output import format_config
 from rlhpc.config.schema import Schema
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 from tests.unit.cli.foreign.rlinf_configs import CUBE, KINDS, MLP, PPO, _kinds, flat, imported, merged, put, translation
 
 _kinds()
@@ -36,7 +36,7 @@ def keys_of(tree: Any, prefix: str = "") -> list[str]:
 )
 def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
     common = [] if kind == "reasoning" else [*rlinf_embodied.ENVIRONMENTS, *rlinf_embodied.POLICY]
-    keys = Schema(find_kind(kind).config, kind).keys
+    keys = Schema(find_task_type(kind).config, kind).keys
     assert not [ours for ours, _ in [*rlinf.RUN, *common, *rows] if ours and ours not in keys]
 
 

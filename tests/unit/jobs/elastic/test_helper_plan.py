@@ -15,7 +15,7 @@ from rlhpc.jobs.elastic.helper_plan import Bounds, ClusterState, Decision, LiveH
 from rlhpc.jobs.plan import build_plan, render_plan
 from rlhpc.jobs.slurm import free_of_job
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
@@ -239,12 +239,14 @@ def test_ranks_come_where_they_play_ahead() -> None:
         load_config(quickstart, [ahead, "cluster.elastic=[{group: actor, max: 2}]"])
     cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}, {max: 2}]"])
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num  # type: ignore[attr-defined]
-    assert find_kind("embodied").groups.most_useful(cfg, {"env": 3, "rollout": 1}) == {
+    assert find_task_type("embodied").groups.most_useful(cfg, {"env": 3, "rollout": 1}) == {
         "env": 3 * (32 // 4),
         "rollout": slots,
     }
     whole = load_config(quickstart, [ahead, "env.train.auto_reset=false"])
-    assert find_kind("embodied").groups.most_useful(whole, {"env": 3, "rollout": 1})["env"] == 6, "episodes are not cut"
+    assert find_task_type("embodied").groups.most_useful(whole, {"env": 3, "rollout": 1})["env"] == 6, (
+        "episodes are not cut"
+    )
     sac, elastic = ROOT / "configs/embodied/pendulum_sac.yaml", "cluster.elastic=[{group: env, max: 2}]"
     with pytest.raises(ConfigError, match=r"what each step adds to the buffer before its updates is fixed"):
         load_config(sac, [elastic])

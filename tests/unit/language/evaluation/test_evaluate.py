@@ -16,7 +16,7 @@ from rlhpc.algorithms.preference_losses import find_reward_loss
 from rlhpc.language.evaluation.reward_model import preference_validation_metrics as preference_metrics
 from rlhpc.language.rollout.validation import validation_metrics as answer_metrics
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.task_type import task_type_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs/reasoning"
 EVERY = "runner.val_check_interval=5"
@@ -24,7 +24,7 @@ EVERY = "runner.val_check_interval=5"
 
 def names_of(config: str, *words: str) -> set[str]:
     cfg: Any = load_config(CONFIGS / config, [EVERY, "runner.name=x", *words])
-    return set(kind_of(cfg).checks.evaluation_metrics(cfg))
+    return set(task_type_of(cfg).checks.evaluation_metrics(cfg))
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -20,7 +20,7 @@ from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result, read_results
 from rlhpc.runs.report import write_curves, write_report
-from rlhpc.runs.task_type import find_kind
+from rlhpc.runs.task_type import find_task_type
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[31m \u202eevil \ud800 end"
 CONFIG = """
@@ -219,14 +219,14 @@ def test_report_of_a_language_run(run: RunPaths) -> None:
 def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
     names = {path.stem for path in write_curves(run, tmp_path / "curves")}
     assert (
-        set(find_kind("reasoning").reporting.curves) < names
+        set(find_task_type("reasoning").reporting.curves) < names
         and {"pass_at_k", "mismatch", "train_my_own_metric"} <= names
     )
     for path in (tmp_path / "curves").iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     run.config.write_text(CONFIG % "sft")
     run.metrics.write_text('{"step": 1, "train/loss": 2.5}\n')
-    assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(find_kind("sft").reporting.curves)
+    assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(find_task_type("sft").reporting.curves)
     write_report(run)
     assert "Loss: 2.5 at global step 1" in parse(run.report)[0]
 
