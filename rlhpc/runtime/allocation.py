@@ -121,7 +121,7 @@ def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
         root: Mount point of the control groups.
         membership: File that names this process's control groups.
     """
-    cpus = len(os.sched_getaffinity(0))
+    counts = [len(os.sched_getaffinity(0))]
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -130,15 +130,11 @@ def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
         _, controllers, cgroup_path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mounts = [root / controllers, root / "cpu"] if controllers else [root]
-        for mount in mounts:
+        for mount in (root / controllers, root / "cpu") if controllers else (root,):
             folder = mount / cgroup_path.lstrip("/")
-            for group in (folder, *folder.parents):
-                if (quota := _quota(group)) is not None:
-                    cpus = min(cpus, quota)
-                if group == mount:
-                    break
-    return max(1, cpus)
+            groups = [group for group in (folder, *folder.parents) if group.is_relative_to(mount)]
+            counts += [quota for group in groups if (quota := _quota(group)) is not None]
+    return max(1, min(counts))
 
 
 def _quota(group: Path) -> int | None:
@@ -190,10 +186,16 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
     local_names = names_here(environ)
     nodes: list[Node] = []
     for component in components:
-        names = expand_hostlist(_variable(environ, "SLURM_JOB_NODELIST", component) or _missing(component))
-        cpus = expand_counts(_variable(environ, "SLURM_JOB_CPUS_PER_NODE", component) or "1")
+        suffix = "" if component is None else f"_HET_GROUP_{component}"
+        hostlist = environ.get(f"SLURM_JOB_NODELIST{suffix}")
+        if not hostlist:
+            raise ConfigError(
+                f"this is a Slurm job, but SLURM_JOB_NODELIST{suffix} is not set: was the environment changed?"
+            )
+        names = expand_hostlist(hostlist)
+        cpus = expand_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}") or "1")
         cpus += cpus[-1:] * (len(names) - len(cpus))
-        visible = _slurm_mask(environ, component)
+        visible = _slurm_mask(environ, suffix, is_first=component in (None, 0))
         for name, num_cpus in zip(names, cpus, strict=False):
             is_local = name in local_names or name.split(".")[0] in local_names
             nodes.append(
@@ -210,10 +212,10 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
             )
     if ask and not any(node.is_local or node.accelerators for node in nodes):
         counts = gpus_of_job(environ.get("SLURM_JOB_ID", ""))
+        devices = [range(counts.get(node.het_group or 0, 0)) for node in nodes]
         nodes = [
-            replace(node, accelerators=tuple(range(n)), visible_devices=tuple(str(i) for i in range(n)))
-            for node in nodes
-            for n in [counts.get(node.het_group or 0, 0)]
+            replace(node, accelerators=tuple(indices), visible_devices=tuple(map(str, indices)))
+            for node, indices in zip(nodes, devices, strict=True)
         ]
     return nodes
 
@@ -245,33 +247,28 @@ def gpus_per_node(record: Mapping[str, str]) -> int | None:
     return total // num_nodes
 
 
-def _missing(component: int | None) -> str:
-    tail = "" if component is None else f"_HET_GROUP_{component}"
-    raise ConfigError(f"this is a Slurm job, but SLURM_JOB_NODELIST{tail} is not set: was the environment changed?")
+def _slurm_mask(environ: Mapping[str, str], suffix: str, is_first: bool) -> tuple[str, ...]:
+    """Returns the devices of a component's nodes.
 
-
-def _variable(environ: Mapping[str, str], name: str, component: int | None) -> str | None:
-    if component is None:
-        return environ.get(name)
-    return environ.get(f"{name}_HET_GROUP_{component}")
-
-
-def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str, ...]:
-    """Returns the devices of a component's nodes. Variables without a suffix describe component 0, where the driver runs."""
-    is_first_component = component in (None, 0)
-    if is_first_component and environ.get("CUDA_VISIBLE_DEVICES") is not None:
+    Args:
+        environ: The job's variables.
+        suffix: End of the names of the component's variables.
+        is_first: Whether it is the component where the driver runs, which variables without a suffix describe, too.
+    """
+    if is_first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_accelerators(environ)
-    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
-        ids = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
-        if ids:
-            return tuple(
-                n
-                for range_text in ids.split(",")
-                for n in (expand_range(range_text, ids) if range_text[:1].isdigit() else [range_text])
-            )
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        count = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
-        if count:
-            total = sum(int(n) for range_text in count.split(",") if (n := range_text.rpartition(":")[2]).isdigit())
-            return tuple(str(i) for i in range(total))
-    return ()
+
+    def read(name: str) -> str:
+        return environ.get(name + suffix) or (environ.get(name) if is_first else None) or ""
+
+    if ids := read("SLURM_STEP_GPUS") or read("SLURM_JOB_GPUS"):
+        return tuple(
+            device
+            for range_text in ids.split(",")
+            for device in (expand_range(range_text, ids) if range_text[:1].isdigit() else [range_text])
+        )
+    counts = (
+        range_text.rpartition(":")[2]
+        for range_text in (read("SLURM_GPUS_ON_NODE") or read("SLURM_GPUS_PER_NODE")).split(",")
+    )
+    return tuple(map(str, range(sum(int(count) for count in counts if count.isdigit()))))

@@ -89,7 +89,7 @@ class Cluster:
             config, num_nodes = None, config
         requested_nodes = read_key(config, "num_nodes") if num_nodes is None else num_nodes
         if requested_nodes is not None:
-            requested_nodes = _count(requested_nodes, "cluster.num_nodes", 1)
+            _count(requested_nodes, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
             nodes, origin = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
@@ -103,7 +103,7 @@ class Cluster:
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
         self.source = "slurm" if slurm else "machine"
-        self.nodes: list[Node] = nodes if requested_nodes is None else nodes[:requested_nodes]
+        self.nodes: list[Node] = nodes[:requested_nodes]
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
@@ -117,7 +117,7 @@ class Cluster:
             )
         self.interface: str | None = read_key(config, "interface")
         self.bind_cores = bool(read_key(config, "bind_cores", True))
-        self.container: tuple[str, ...] = tuple(str(word) for word in read_key(config, "container", ()))
+        self.container: tuple[str, ...] = tuple(map(str, read_key(config, "container", ())))
 
     @classmethod
     def local(
@@ -160,7 +160,7 @@ class Cluster:
             read_key(config, "node_groups", ()),
             cpus,
         )
-        cluster.container = tuple(str(word) for word in read_key(config, "container", ()))
+        cluster.container = tuple(map(str, read_key(config, "container", ())))
         return cluster
 
     @classmethod
@@ -187,46 +187,39 @@ class Cluster:
             for rank in range(num_nodes)
         ]
         cluster.node_groups = _read_groups(groups, cluster.nodes)
-        for group_config in groups:
-            if (group_cpus := read_key(group_config, "cpus_per_node")) is None:
-                continue
-            for rank in cluster.node_groups[str(read_key(group_config, "label"))].node_ranks:
+        by_rank = cluster._sections_by_rank(groups)
+        for rank, section in by_rank.items():
+            if (group_cpus := read_key(section, "cpus_per_node")) is not None:
                 cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(group_cpus, "cpus_per_node", 1))
         cluster._grant(groups, per_node, gres, trust_gres=True)
-        other_ranks = {
-            rank
-            for group_config in groups
-            if any(read_key(group_config, key) is not None for key in OF_THE_JOB)
-            or str(read_key(group_config, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
-            for rank in cluster.node_groups[str(read_key(group_config, "label"))].node_ranks
-        }
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
-                if node.rank not in other_ranks:
+                section = by_rank.get(node.rank)
+                if not _without_accelerators(section) and all(read_key(section, key) is None for key in OF_THE_JOB):
                     cluster.nodes[node.rank] = _limit_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
+    def _sections_by_rank(self, groups: Sequence[SectionSource]) -> dict[int, SectionSource]:
+        """Returns the section of each node that is in a node group, by the node's rank."""
+        return {
+            rank: section for section in groups for rank in self.node_groups[str(read_key(section, "label"))].node_ranks
+        }
+
     def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
-        by_rank = {
-            r: group_config
-            for group_config in groups
-            for r in self.node_groups[str(read_key(group_config, "label"))].node_ranks
-        }
+        by_rank = self._sections_by_rank(groups)
         for node in list(self.nodes):
-            group_config = by_rank.get(node.rank)
+            section = by_rank.get(node.rank)
             key, count = "cluster.accelerators_per_node", per_node
             if count is None and not node.accelerators:
                 count = common
-            if group_config is not None:
-                label = read_key(group_config, "label")
-                gres = gpus_in(read_key(group_config, "gres")) if trust_gres and not node.accelerators else None
-                if (group_count := read_key(group_config, "accelerators_per_node")) is not None:
-                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", group_count
-                elif str(read_key(group_config, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
-                    count = 0
-                elif gres is not None:
-                    count = gres
+            gres = gpus_in(read_key(section, "gres")) if trust_gres and not node.accelerators else None
+            if (group_count := read_key(section, "accelerators_per_node")) is not None:
+                key, count = f"cluster.node_groups[{read_key(section, 'label')}].accelerators_per_node", group_count
+            elif _without_accelerators(section):
+                count = 0
+            elif gres is not None:
+                count = gres
             if count is not None:
                 self.nodes[node.rank] = _limit_accelerators(node, _count(count, key, 0), key)
 
@@ -269,6 +262,11 @@ def _count(value: Any, key: str, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{key} is {value!r}; it must be a whole number, {minimum} or more")
     return value
+
+
+def _without_accelerators(section: SectionSource) -> bool:
+    """Returns whether a node group declares that its nodes' accelerators are not for this run."""
+    return str(read_key(section, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
 
 
 def _limit_accelerators(node: Node, count: int, key: str) -> Node:
@@ -384,14 +382,10 @@ def _virtual_components(num_nodes: int, groups: Sequence[SectionSource]) -> list
     for group_config in groups:
         if (component := read_key(group_config, "het_component")) is None:
             continue
-        label, size, configured_ranks = (
-            read_key(group_config, "label"),
-            read_key(group_config, "num_nodes"),
-            read_key(group_config, "node_ranks"),
-        )
-        if configured_ranks is not None:
-            size = len(parse_node_ranks(configured_ranks, f"cluster.node_groups[{label}]", num_nodes))
-        earlier_size = sizes.get(_count(component, f"cluster.node_groups[{label}].het_component", 0))
+        at, size = f"cluster.node_groups[{read_key(group_config, 'label')}]", read_key(group_config, "num_nodes")
+        if (configured_ranks := read_key(group_config, "node_ranks")) is not None:
+            size = len(parse_node_ranks(configured_ranks, at, num_nodes))
+        earlier_size = sizes.get(_count(component, f"{at}.het_component", 0))
         sizes[component] = size if earlier_size is None else earlier_size + (size or 0)
     if not sizes:
         return [None] * num_nodes

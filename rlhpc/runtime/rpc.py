@@ -53,7 +53,7 @@ _numbers = itertools.count()
 _LOOK_MS = 1000
 
 
-class _Line:
+class _CallConnection:
     """A connection whose messages are sent in order and never block the sender."""
 
     def __init__(self, connection: unix_sockets.UnixConnection) -> None:
@@ -82,18 +82,55 @@ class _Line:
             self.connection.close()
 
 
-def _receive_all(socket: zmq.Socket[Any]) -> list[list[bytes]]:
-    """Returns all messages that a ROUTER socket holds, each after the name of its sender."""
-    messages: list[list[bytes]] = []
-    while True:
-        try:
-            sender, *message = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return messages
-        messages.append([sender, *join_pieces(message)])
+class _CallSockets:
+    """Sockets of one side of remote calls: connections within this host, and a ROUTER socket for other hosts."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._connections: dict[int, _CallConnection] = {}
+        self._router: zmq.Socket[Any] | None = None
+
+    def interrupt(self) -> None:
+        """Wakes a thread that waits for messages; called on another thread, or in a signal handler."""
+        os.eventfd_write(self._wake, 1)
+
+    def _open_router(self, server: bool) -> zmq.Socket[Any]:
+        self._router = make_socket(self._service.context, zmq.ROUTER, self._service.keys, server=server)
+        self._epoll.register(int(self._router.FD), select.EPOLLIN)
+        return self._router
+
+    def _add(self, connection: unix_sockets.UnixConnection) -> _CallConnection:
+        fd = connection.sock.fileno()
+        self._connections[fd] = _CallConnection(connection)
+        self._epoll.register(fd, select.EPOLLIN)
+        return self._connections[fd]
+
+    def _receive(self, fd: int) -> list[list[bytes]]:
+        """Returns messages that have arrived over a connection, which is closed at its end."""
+        caller = self._connections[fd]
+        messages = caller.connection.receive()
+        if caller.connection.closed:
+            self._epoll.unregister(fd)
+            del self._connections[fd]
+            caller.close()
+        return messages
+
+    def _receive_remote(self) -> list[list[bytes]]:
+        """Returns all messages that have arrived from other hosts, each after the name of its sender."""
+        messages: list[list[bytes]] = []
+        while self._router is not None:
+            try:
+                sender, *message = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            messages.append([sender, *join_pieces(message)])
+        return messages
 
 
-class CallDoor:
+class CallReceiver(_CallSockets):
     """Endpoint at which a rank receives its calls.
 
     Attributes:
@@ -101,61 +138,36 @@ class CallDoor:
     """
 
     def __init__(self, service: Service, tcp_address: str | None) -> None:
+        super().__init__(service)
         path = service.scratch.sockets / f"r-{process_id()}-{next(_numbers)}"
         self._listener, self._token = unix_sockets.Listener(str(path)), unix_sockets.token_of(service.keys)
         self.record = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
-        self._epoll = select.epoll()
         self._epoll.register(self._listener.sock.fileno(), select.EPOLLIN)
-        self._lines: dict[int, _Line] = {}
-        self._calls: list[tuple[_Line | bytes, list[bytes]]] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._router: zmq.Socket[Any] | None = None
+        self._calls: list[tuple[_CallConnection | bytes, list[bytes]]] = []
         if tcp_address:
-            self._router = make_socket(service.context, zmq.ROUTER, service.keys, server=True)
-            door = TcpPort(self._router, tcp_address)
-            self.record["tcp"] = door.endpoint
-            service.mind(door)
-            self._epoll.register(int(self._router.FD), select.EPOLLIN)
+            port = TcpPort(self._open_router(server=True), tcp_address)
+            self.record["tcp"] = port.endpoint
+            service.mind(port)
 
-    def interrupt(self) -> None:
-        """Wakes a thread that waits in `next`; called on another thread, or in a signal handler."""
-        os.eventfd_write(self._wake, 1)
-
-    def next(self) -> tuple[_Line | bytes, list[bytes]] | None:
+    def next(self) -> tuple[_CallConnection | bytes, list[bytes]] | None:
         """Waits for a call; returns the caller and its message, or None if it was interrupted."""
         while not self._calls:
-            if self._router is not None:
-                # ZeroMQ's descriptor only signals changes: read the messages that have arrived before waiting.
-                self._calls += [(caller, message) for caller, *message in _receive_all(self._router)]
-                if self._calls:
-                    break
-            for fd, _ in self._epoll.poll():
+            # ZeroMQ's descriptor only signals changes: read the messages that have arrived before waiting.
+            self._calls += [(caller, message) for caller, *message in self._receive_remote()]
+            for fd, _ in () if self._calls else self._epoll.poll():
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                     return None
                 if fd == self._listener.sock.fileno():
-                    self._accept()
-                elif fd in self._lines:
-                    self._read(fd)
+                    while (accepted := self._listener.accept(self._token)) is not None:
+                        self._add(accepted)
+                elif (connection := self._connections.get(fd)) is not None:
+                    self._calls += [(connection, message) for message in self._receive(fd)]
         return self._calls.pop(0)
 
-    def _accept(self) -> None:
-        while (connection := self._listener.accept(self._token)) is not None:
-            self._lines[connection.sock.fileno()] = _Line(connection)
-            self._epoll.register(connection.sock.fileno(), select.EPOLLIN)
-
-    def _read(self, fd: int) -> None:
-        line = self._lines[fd]
-        self._calls += [(line, message) for message in line.connection.receive()]
-        if line.connection.closed:
-            self._epoll.unregister(fd)
-            del self._lines[fd]
-            line.close()
-
-    def answer(self, caller: _Line | bytes, frames: list[Any]) -> None:
+    def answer(self, caller: _CallConnection | bytes, frames: list[Any]) -> None:
         """Sends the answer to a call; does nothing if the caller is gone."""
-        if isinstance(caller, _Line):
+        if isinstance(caller, _CallConnection):
             if not caller.connection.closed:
                 caller.send(frames)
         else:
@@ -163,82 +175,59 @@ class CallDoor:
             self._router.send_multipart([caller, *divided(frames)])
 
 
-class CallLines:
+class CallSender(_CallSockets):
     """The caller's connections to the ranks that it has called; used by one thread at a time."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._lines: dict[str, _Line] = {}
-        self._by_fd: dict[int, str] = {}
-        self._router: zmq.Socket[Any] | None = None
+        super().__init__(service)
+        self._by_endpoint: dict[str, _CallConnection] = {}
         self._routes: dict[str, bytes] = {}
 
-    def interrupt(self) -> None:
-        """Wakes another thread that waits in `receive`."""
-        os.eventfd_write(self._wake, 1)
-
     def send(self, record: dict[str, str], frames: list[Any]) -> bool:
-        """Sends to the rank whose `CallDoor` published `record`; returns False if it is known to have ended, which others
+        """Sends to the rank whose `CallReceiver` published `record`; returns False if it is known to have ended, which others
         report.
         """
         endpoint = choose(record)
-        if endpoint.startswith("ipc://"):
-            line = self._lines.get(endpoint) or self._connect(endpoint)
-            if line is None:
+        if not endpoint.startswith("ipc://"):
+            self._send_remote(endpoint, frames)
+            return True
+        receiver = self._by_endpoint.get(endpoint)
+        if receiver is None or receiver.connection.closed:
+            try:
+                receiver = self._add(unix_sockets.connect(endpoint[6:], self._service.keys))
+            except (ConnectionError, FileNotFoundError):
                 return False
-            line.send(frames)
-        else:
-            self._send_far(endpoint, frames)
+            except OSError as error:
+                raise RlhpcError(f"cannot open a connection to a rank: {error.strerror}") from error
+            self._by_endpoint[endpoint] = receiver
+        receiver.send(frames)
         return True
 
-    def _connect(self, endpoint: str) -> _Line | None:
-        try:
-            connection = unix_sockets.connect(endpoint[6:], self._service.keys)
-        except (ConnectionError, FileNotFoundError):
-            return None
-        except OSError as error:
-            raise RlhpcError(f"cannot open a connection to a rank: {error.strerror}") from error
-        line = self._lines[endpoint] = _Line(connection)
-        self._by_fd[connection.sock.fileno()] = endpoint
-        self._epoll.register(connection.sock.fileno(), select.EPOLLIN)
-        return line
-
-    def _send_far(self, endpoint: str, frames: list[Any]) -> None:
-        if self._router is None:
-            self._router = make_socket(self._service.context, zmq.ROUTER, self._service.keys, server=False)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._epoll.register(int(self._router.FD), select.EPOLLIN)
+    def _send_remote(self, endpoint: str, frames: list[Any]) -> None:
+        router = self._router
+        if router is None:
+            router = self._open_router(server=False)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         route = self._routes.get(endpoint)
         if route is None:
             route = self._routes[endpoint] = f"w{len(self._routes)}".encode()
-            self._router.setsockopt(zmq.CONNECT_ROUTING_ID, route)
-            self._router.connect(endpoint)
-        self._router.send_multipart([route, *divided(frames)])
+            router.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+            router.connect(endpoint)
+        router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
         """Returns answers that have arrived, or that arrive within `timeout_ms`."""
-        messages = self._from_far()
+        messages = [message for _, *message in self._receive_remote()]
         for fd, _ in self._epoll.poll(0 if messages else timeout_ms / 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
-            elif fd in self._by_fd:
-                line = self._lines[self._by_fd[fd]]
-                messages += line.connection.receive()
-                if line.connection.closed:
-                    self._epoll.unregister(fd)
-                    del self._lines[self._by_fd.pop(fd)]
-                    line.close()
-        return messages + self._from_far()
-
-    def _from_far(self) -> list[list[bytes]]:
-        return [message for _, *message in _receive_all(self._router)] if self._router is not None else []
+            elif fd in self._connections:
+                messages += self._receive(fd)
+        return messages + [message for _, *message in self._receive_remote()]
 
     def close(self) -> None:
-        for line in self._lines.values():
-            line.close()
+        for receiver in self._connections.values():
+            receiver.close()
         self._epoll.close()
         os.close(self._wake)
         if self._router is not None:
@@ -266,12 +255,12 @@ class CallServer:
 
     Args:
         context: Context of this process.
-        door: Endpoint at which the calls arrive.
+        receiver: Endpoint at which the calls arrive.
         instance: The user's object, whose methods are called.
     """
 
-    def __init__(self, context: Context, door: CallDoor, instance: Any) -> None:
-        self._context, self._service, self._door, self._instance = context, context.service, door, instance
+    def __init__(self, context: Context, receiver: CallReceiver, instance: Any) -> None:
+        self._context, self._service, self._receiver, self._instance = context, context.service, receiver, instance
 
     def run(self) -> int:
         """Executes calls until the rank ends; returns its exit status."""
@@ -281,7 +270,7 @@ class CallServer:
                 farewell.say()
             if farewell.over:
                 return 1  # its run continues: a status different from an end that the driver requested
-            call = self._door.next()
+            call = self._receiver.next()
             if call is None:  # it has just got a notice to leave
                 continue
             caller, (call_id, method, *frames) = call
@@ -290,12 +279,12 @@ class CallServer:
             if name == RESUME:
                 self._resume(frames)
             if name in (EXIT, IDLE, RESUME):
-                self._door.answer(caller, [call_id, b"ok", b"0", *self._service.pack(None).frames()])
+                self._receiver.answer(caller, [call_id, b"ok", b"0", *self._service.pack(None).frames()])
                 if name == EXIT:
                     return 0
                 continue
             status, seconds, packed = self._execute(name, frames)
-            self._door.answer(caller, [call_id, status, b"%.9f" % seconds, *packed.frames()])
+            self._receiver.answer(caller, [call_id, status, b"%.9f" % seconds, *packed.frames()])
 
     def _resume(self, frames: list[bytes]) -> None:
         """Drops the messages from before a recovery, which has ended."""
@@ -482,7 +471,7 @@ class RpcClient:
 
     def __init__(self, context: Context, on_failure: Callable[[WorkerFailed], None], check: Callable[[], None]) -> None:
         self.context, self._on_failure, self._check = context, on_failure, check
-        self._lines = CallLines(context.service)
+        self._sender = CallSender(context.service)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
@@ -492,7 +481,7 @@ class RpcClient:
 
     def interrupt(self) -> None:
         """Wakes a thread in `pump`: the run has failed, or another thread has to send."""
-        self._lines.interrupt()
+        self._sender.interrupt()
 
     def leave(self, record: dict[str, Any]) -> None:
         """Registers that a rank has left its group, which continues: its answers are not awaited, and it gets no further
@@ -523,7 +512,7 @@ class RpcClient:
                 self._pending[call_id] = (handle, record["rank"], record)
                 if self.has_left(record):  # since the caller last looked
                     self._leavers.append(_identity(record))
-                if not self._lines.send(record["rpc"], [call_id, name, *packed.frames(index)]):
+                if not self._sender.send(record["rpc"], [call_id, name, *packed.frames(index)]):
                     packed.discard(index, index + 1)
         return handle
 
@@ -543,7 +532,7 @@ class RpcClient:
             WorkerFailed: The run has failed.
         """
         with self._lock:
-            messages = self._lines.receive(timeout_ms)
+            messages = self._sender.receive(timeout_ms)
         for call_id, status, seconds, *frames in messages:
             pending_call = self._pending.pop(call_id, None)
             if pending_call is None:
@@ -582,7 +571,7 @@ class RpcClient:
 
     def close(self) -> None:
         with self._lock:
-            self._lines.close()
+            self._sender.close()
 
 
 def _identity(record: dict[str, Any]) -> tuple[str, int, str]:

@@ -136,7 +136,7 @@ class _Rank:
 
     Attributes:
         context: Context of the process.
-        door: Endpoint of the rank's calls.
+        receiver: Endpoint of the rank's calls.
         record: Entry in the registry: endpoints, process and log files.
     """
 
@@ -146,7 +146,7 @@ class _Rank:
         from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
         from rlhpc.runtime.comm.zmq_sockets import choose
         from rlhpc.runtime.registry import GenerationFolder
-        from rlhpc.runtime.rpc import CallDoor, main_stack
+        from rlhpc.runtime.rpc import CallReceiver, main_stack
         from rlhpc.runtime.scratch import Scratch
 
         self._spec, self._driver = spec, choose(spec.driver)
@@ -157,8 +157,8 @@ class _Rank:
             spec.name, registry.load_keys(), scratch, spec.tcp_address, on_tick=self._heartbeat, tick_s=HEARTBEAT_S,
             on_broken=lambda _: os._exit(1), doing=main_stack,
         )  # fmt: skip
-        self.door = CallDoor(self._service, spec.tcp_address)
-        farewell.wake = self.door.interrupt
+        self.receiver = CallReceiver(self._service, spec.tcp_address)
+        farewell.wake = self.receiver.interrupt
         farewell.announce = lambda: self._tell_driver("leaving", spec.name, spec.incarnation)
         self.context = Context(
             spec.name, registry, self._service, check=self._service.check, wait_deadline=spec.wait_deadline,
@@ -166,7 +166,7 @@ class _Rank:
         )  # fmt: skip
         self.record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
-            "host": self._service.endpoint["host"], "rpc": self.door.record, "data": self._service.endpoint,
+            "host": self._service.endpoint["host"], "rpc": self.receiver.record, "data": self._service.endpoint,
             "log_out": spec.log_out, "log_err": spec.log_err, "incarnation": spec.incarnation,
             "accelerators": list(spec.accelerators), "state": "running", "started": time.time(), "step": _step_id(),
         }  # fmt: skip
@@ -252,7 +252,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
         time.sleep(0.2)  # let the note leave before the process does
         return 1
     rank.note("ready", record=rank.record)
-    status = CallServer(rank.context, rank.door, instance).run()
+    status = CallServer(rank.context, rank.receiver, instance).run()
     _close(instance, spec.name)
     return status
 

@@ -339,7 +339,7 @@ NAMING_CUDA = {
     "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
     "rlhpc/jobs/doctor/node_checks.py": "a build of torch for none says so by the version of CUDA",
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
-    "rlhpc/runtime/comm/device_memory.py": "shares its memory and events between processes, which no other kind in torch does",
+    "rlhpc/runtime/comm/cuda_device.py": "shares its memory and events between processes, which no other kind in torch does",
     "rlhpc/runtime/devices.py": "a build of torch for none says so by the version of CUDA",
 }
 

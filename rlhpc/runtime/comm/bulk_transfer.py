@@ -27,11 +27,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhpc.runtime.comm.unix_sockets import send_all
-from rlhpc.runtime.comm.zero_copy import PREFIX, Loan, Loans, Offers, Withdrawn
+from rlhpc.runtime.comm.zero_copy import PREFIX, Loans, Offers, Withdrawn
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
@@ -164,10 +164,9 @@ class BulkServer:
         address: str,
         folders: tuple[Path, ...],
         loans: Loans,
-        offers: Offers | None = None,
+        offers: Offers,
     ) -> None:
-        self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
-        self._offers = Offers() if offers is None else offers
+        self._name, self._keys, self._folders, self._loans, self._offers = name, keys, folders, loans, offers
         self.sent = 0
         self._listener = TcpListener(address)
         self.sock = self._listener.sock
@@ -248,7 +247,8 @@ class BulkServer:
             return
         with loan.reading() as views:
             if views is not None:
-                self._send_loan(link, loan, views, start, count)
+                with self._begin_transfer(link, count):
+                    send_all(link.sock, loan.pieces(views, start, count))
         if views is None:
             self._send_file(link, str(loan.segment), start, count)
 
@@ -263,21 +263,18 @@ class BulkServer:
         elif start + count > len(memory):
             link.say(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
         else:
-            with self._turns:
-                self._count(count)
-                link.say(_OK)
+            with self._begin_transfer(link, count):
                 link.sock.sendall(memory[start : start + count])
             self._offers.finish_read(name)
 
-    def _count(self, count: int) -> None:
-        with self._lock:
-            self.sent += count
-
-    def _send_loan(self, link: BulkConnection, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
+    @contextlib.contextmanager
+    def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
+        """Counts and announces data, which the block sends; waits while there are many transfers."""
         with self._turns:
-            self._count(count)
+            with self._lock:
+                self.sent += count
             link.say(_OK)
-            send_all(link.sock, loan.pieces(views, start, count))
+            yield
 
     def _send_file(self, link: BulkConnection, path: str, start: int, count: int) -> None:
         if Path(path).parent not in self._folders:
@@ -293,9 +290,7 @@ class BulkServer:
                 link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
                 return
             memory = self._loans.memory(path)
-            self._count(count)
-            with self._turns:
-                link.say(_OK)
+            with self._begin_transfer(link, count):
                 if memory is not None:
                     # quicker than sendfile, which hands over one small page at a time: half the time between namespaces
                     link.sock.sendall(memoryview(memory)[start : start + count])

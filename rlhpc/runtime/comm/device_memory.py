@@ -1,7 +1,7 @@
 """Device channel: accelerator memory and events that another process of the same host can open.
 
-`cuda` has the implementation. Nothing here initializes a driver: this process has no device until other code has
-initialized one.
+`cuda_device` has the implementation for CUDA. Nothing here initializes a driver: this process has no device until other code
+has initialized one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import math
 import mmap
 import os
-import pickle
 import re
 import sys
 import threading
@@ -19,18 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-
 from rlhpc.runtime.comm.shared_memory import (
     ALIGN,
     FREE,
     HEADER,
     MAX_TRACKED,
-    WRITTEN,
     SegmentGone,
     await_readers,
+    awaited_readers,
     begin_use,
     capacity_of,
+    end_use,
     free_ended,
     map_segment,
     unlink,
@@ -130,7 +128,9 @@ def current_device() -> _Device | None:
     if _current_device is None:
         module: Any = sys.modules.get("torch.cuda")
         if module is not None and module.is_initialized():
-            _current_device = _CudaDevice()
+            from rlhpc.runtime.comm.cuda_device import CudaDevice  # imports torch
+
+            _current_device = CudaDevice()
     return _current_device
 
 
@@ -175,6 +175,11 @@ class Crossing(NamedTuple):
     parts: list[TensorView]
 
 
+def dtype_name(dtype: Any) -> str:
+    """Returns a dtype's name in torch, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
     """Returns the position of each tensor (dtype, shape, bytes of an element) in a buffer, and their total size."""
     views, offset = [], 0
@@ -196,129 +201,6 @@ def _make_lease(path: str) -> mmap.mmap:
         raise
     finally:
         os.close(fd)
-
-
-def _lend_to(lease: mmap.mmap, readers: int) -> None:
-    """Sets the marks of the awaited readers; called by the sender of a free buffer."""
-    await_readers(lease, readers)
-
-
-def _begin_reading(lease: mmap.mmap, reader: int) -> bool:
-    """Sets the mark of a reader that has arrived; returns False if the sender no longer waits for it."""
-    if lease[reader : reader + 1] == FREE:
-        return False
-    begin_use(lease, reader)
-    return True
-
-
-def _end_reading(lease: mmap.mmap, reader: int) -> None:
-    """Clears the mark of a reader that has finished reading."""
-    lease[reader : reader + 1] = FREE
-
-
-def _is_free(lease: mmap.mmap, readers: int) -> bool:
-    """Returns whether a buffer has no readers left; called by its sender. Releases data that dead readers had in use."""
-    if lease[:readers] == FREE * readers:
-        return True
-    free_ended(lease, readers)
-    return bool(lease[:readers] == FREE * readers)
-
-
-#: Of the device's memory, for messages on their way.
-_SHARE = 32
-#: In place of the file with the counter; see above.
-_NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
-
-
-class _CudaEvent:
-    """CUDA event of this process or of another one."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @property
-    def handle(self) -> bytes:
-        """Handle of the event (`_DeviceEvent.handle`)."""
-        handle: bytes = self._event.ipc_handle()
-        return handle
-
-    def record(self) -> None:
-        """Implements `_DeviceEvent.record` on the thread's current stream."""
-        self._event.record()
-
-    def wait(self) -> None:
-        """Implements `_DeviceEvent.wait`: the thread's current stream waits."""
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def done(self) -> bool:
-        """Implements `_DeviceEvent.done`."""
-        return bool(self._event.query())
-
-
-def _address(number: int) -> str:
-    """Returns the address of the device with an index in this process."""
-    properties: Any = torch.cuda.get_device_properties(number)
-    pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
-    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
-    return f"{pci_address} {properties.uuid} {os.readlink('/proc/self/ns/pid')}"
-
-
-class _CudaDevice:
-    """The device that is current when this is made; see `_Device`."""
-
-    def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
-        index = self._device.index
-        self.address = _address(index)
-        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
-        # those alone that this process sees.
-        peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
-        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Implements `_Device.holds`."""
-        return tensor.device == self._device
-
-    def allocate(self, size: int) -> torch.Tensor:
-        """Implements `_Device.allocate`."""
-        return self.empty(size)
-
-    def export(self, memory: torch.Tensor) -> bytes:
-        """Implements `_Device.export`."""
-        ipc_fields: Any = memory.untyped_storage()._share_cuda_()
-        _, handle, size, offset, counter, counter_offset, *_ = ipc_fields
-        torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
-        return pickle.dumps((handle, size, offset))
-
-    def open(self, handle: bytes) -> torch.Tensor:
-        """Implements `_Device.open`. The device's index is that of this process."""
-        storage: Any = torch.UntypedStorage._new_shared_cuda(
-            self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
-        )
-        with torch.inference_mode(False):
-            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-
-    def empty(self, size: int) -> torch.Tensor:
-        """Implements `_Device.empty`; the memory may be written to inside and outside inference mode."""
-        with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Implements `_Device.copy` on the thread's current stream."""
-        into.copy_(source, non_blocking=True)
-
-    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Implements `_Device.to_host`."""
-        return memory.cpu()
-
-    def event(self) -> _CudaEvent:
-        """Implements `_Device.event`."""
-        return _CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
-
-    def open_event(self, handle: bytes) -> _CudaEvent:
-        """Implements `_Device.open_event`."""
-        return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
 
 #: Seconds that enqueued copies on the accelerator may take.
@@ -371,15 +253,16 @@ class DeviceMappings:
         self.settle()
         with self._lock:
             mapping = self._open(device, crossing)
-            if not _begin_reading(mapping.lease, reader):
+            if mapping.lease[reader : reader + 1] == FREE:  # its sender no longer waits for this reader
                 raise SegmentGone(crossing.path)
+            begin_use(mapping.lease, reader)
             try:
                 arrived = device.empty(crossing.size)
                 mapping.written.wait()
                 device.copy(arrived, mapping.memory[: crossing.size])
                 mapping.read.record()
             except BaseException:  # of a device that is full, say
-                _end_reading(mapping.lease, reader)
+                end_use(mapping.lease, reader)
                 raise
             self.reading.append((mapping, reader))
         return [
@@ -411,7 +294,7 @@ class DeviceMappings:
             pending = []
             for mapping, reader in self.reading:
                 if mapping.read.done():
-                    _end_reading(mapping.lease, reader)
+                    end_use(mapping.lease, reader)
                 else:
                     pending.append((mapping, reader))
             self.reading = pending
@@ -420,8 +303,8 @@ class DeviceMappings:
         """Closes all buffers, once the pending copies are complete."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.reading and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
             self.settle()
-            time.sleep(_LOOK_S if self.reading else 0)
         with self._lock:
             self._opened.clear()
 
@@ -455,7 +338,10 @@ class _SentBuffer:
         return int(self.memory.numel())
 
     def free(self) -> bool:
-        return _is_free(self.lease, self.readers)
+        """Returns whether no reader is left. Releases data that ended readers had in use."""
+        if self.lease[: self.readers] != FREE * self.readers:
+            free_ended(self.lease, self.readers)
+        return self.lease[: self.readers] == FREE * self.readers
 
 
 class DevicePool:
@@ -496,7 +382,7 @@ class DevicePool:
         if device is None or readers > _MAX_READERS:
             return None
         views, size = layout_tensors(
-            [(_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
+            [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
         with self._lock:
             buffer = self._take(device, max(size, 1))
@@ -508,7 +394,7 @@ class DevicePool:
                     device.copy(target.view(tensor.dtype).reshape(view.shape), tensor.detach())
             buffer.event.record()
             buffer.readers, buffer.size, buffer.holders = readers, size, holders
-            _lend_to(buffer.lease, readers)
+            await_readers(buffer.lease, readers)
             self.crossed += 1
         handle = buffer.event.handle
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
@@ -516,7 +402,7 @@ class DevicePool:
     def awaited(self, path: str) -> list[bool]:
         """Returns for each reader of a buffer whether it is still awaited; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
-        return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
+        return [] if buffer is None else awaited_readers(buffer.lease, buffer.readers)
 
     def local(self, path: str) -> tuple[Any, _DeviceEvent] | None:
         """Returns memory and event of a buffer of this process: a process cannot open what it exported itself."""
@@ -541,7 +427,7 @@ class DevicePool:
                 raise ChannelError("a message was forgotten before its reader came")
             buffer.event.wait()
             host_copy = buffer.device.to_host(buffer.memory[: buffer.size])
-            _end_reading(buffer.lease, reader)
+            end_use(buffer.lease, reader)
         if why:
             self._give_up(f"another process cannot open it ({why})")
         return host_copy
@@ -552,7 +438,7 @@ class DevicePool:
             for buffer in list(self._buffers.values()):
                 slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
                 for slot in slots:
-                    _end_reading(buffer.lease, slot)
+                    end_use(buffer.lease, slot)
                 if slots and buffer.free():
                     self._drop(buffer)
 
@@ -606,7 +492,3 @@ class DevicePool:
         if not self._shut:
             self._shut = True
             log.warning("tensors cannot stay on the accelerator on their way, and are copied through the host: %s", why)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,13 +7,13 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
 from rlhpc.runtime.comm.payload import Origin, rebuild_tensor
 from rlhpc.runtime.comm.queues import ChannelState, Refusal, RemoteAnswer, Taker
-from rlhpc.runtime.comm.shared_memory import SegmentPool, discard
+from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
@@ -111,14 +111,9 @@ class DeviceChannel:
         """Number of messages of this process whose tensors stayed on the accelerator."""
         return self.pool.crossed
 
-    def to(self, takers: Iterable[Taker]) -> DevicePool | None:
+    def to(self, takers: Collection[Taker]) -> DevicePool | None:
         """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
-        has_consumer = False
-        for host, device in takers:
-            if not device or not self.pool.reaches(host, device):
-                return None
-            has_consumer = True
-        return self.pool if has_consumer else None
+        return self.pool if takers and all(self.pool.reaches(*taker) for taker in takers) else None
 
     def settle(self) -> None:
         """Releases buffers whose copies are complete; called before this process waits."""
@@ -158,8 +153,8 @@ class DeviceChannel:
     def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
         request = pickle.dumps((crossing.path, reader, why))
         purpose = "the sender of a message to copy it from its accelerator"
-        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
-        path, start = pickle.loads(reply[0])
+        (reply,) = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
+        path, start = pickle.loads(reply)
         host_copy = self._read(origin, path, crossing.size)[start:]
         return [
             rebuild_tensor(host_copy[view.offset : view.offset + view.nbytes], view.dtype, view.shape, "", False, False)
@@ -187,6 +182,7 @@ class Home(Protocol):
     @property
     def on_join(self) -> Callable[[dict[str, Any]], bytes] | None: ...
     def channel(self, name: str) -> ChannelState: ...
+    def withdraw(self, matches: Callable[[Callable[..., bool]], bool]) -> None: ...
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None: ...
 
 
@@ -195,10 +191,8 @@ def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     with service.lock:
         answer.outlook = service.channel(name).outlook(key)
         service.channel(name).put(key, frames[1:], nbytes, weight, segment, answer)
-        if not should_wait:
-            refused = service.channel(name).cancel(lambda a: a is answer)
-            if refused:
-                answer(Refusal("full"))
+        if not should_wait and service.channel(name).cancel(lambda a: a is answer):
+            answer(Refusal("full"))
 
 
 def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -209,7 +203,7 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         if not should_wait and not state.count(key):
             answer(Refusal("empty"))
         else:
-            state.get(key, (owner, answer.connection_name), target, answer)
+            state.get(key, (owner, answer.connection_name, answer.request_name), target, answer)
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -222,8 +216,7 @@ def _stat(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
-        queue_state = (state.count(key), state.full(key))
-    answer.frames(pickle.dumps(queue_state))
+        answer.frames(pickle.dumps((state.count(key), state.full(key))))
 
 
 def _open(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -235,11 +228,11 @@ def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     def matches(other: Any) -> bool:
         return isinstance(other, RemoteAnswer) and (other.peer, other.number) == (answer.peer, frames[0])
 
+    request_name = RemoteAnswer(answer.reply, answer.peer, frames[0]).request_name
     with service.lock:
+        service.withdraw(matches)
         for state in service.channels.values():
-            for returned_item in state.cancel(matches):
-                discard(returned_item.segment) if returned_item.segment else None
-            state.consumer_died(answer.connection_name)  # an answer that crossed this: its items go back to the front
+            state.consumer_died(request_name)  # an answer that crossed this: its items go back to the front
 
 
 def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -254,8 +247,7 @@ def _to_host(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no other
     operation here copies.
     """
-    host_copy = service.lane.pool.to_host(*pickle.loads(frames[0]))
-    path, spans = service.pool.write([memoryview(host_copy.numpy())])
+    path, spans = service.pool.write([memoryview(service.lane.pool.to_host(*pickle.loads(frames[0])).numpy())])
     answer.frames(pickle.dumps((path, spans[0][0])))
 
 

@@ -17,7 +17,7 @@ from rlhpc.runtime.comm.payload import Packed, Share, forgo, owned
 from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
-from rlhpc.runtime.comm.zmq_sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import Pending, choose
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
 
@@ -33,47 +33,71 @@ def _key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
-def _begin(
-    context: Context,
-    packed: Packed,
-    key: str,
-    dst_group: str,
-    dst_rank: int,
-    reader: int = 0,
-    share: Share | None = None,
-) -> Callable[[float], bool]:
-    """Starts sending a message to a rank's inbox.
+class _Transfer:
+    """Message to a rank's inbox, which starts at once. A failure to reach the rank is raised by `wait`.
 
-    Returns:
-        A function of seconds: it waits at most that long for the message to arrive, and returns whether the rank was waiting
-            for it.
+    Args:
+        context: Context of this process, the sender.
+        target: Group and rank of the receiver.
+        packed: The message.
+        key: Key in the inbox.
+        reader, share: See `Packed.frames`.
     """
-    purpose = f"{dst_group}-{dst_rank} to take a message from {context.name}"
-    receiver = context.member(dst_group, dst_rank)["data"]
-    context.service.lane.settle()
-    if receiver["ipc"] == context.service.endpoint["ipc"]:
-        frames = owned(packed.frames(reader, share))
-        context.service.wait_local(
-            lambda answer: context.service.channel(INBOX).put(
-                key, frames, packed.nbytes, 0, packed.segment or "", answer
-            ),
-            context.wait_deadline,
-            purpose,
-        )
-        return lambda timeout: False
-    header = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
-    peers = context.service.peers
-    frames = [header, *packed.frames(reader, share)]
-    pending = peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
 
-    def arrived(timeout: float) -> bool:
-        has_left = functools.partial(context.has_left, dst_group, dst_rank)
-        outlook = PutEstimate(*pickle.loads(peers.reply_to(pending, timeout, has_left)[0]))
-        if outlook.host:
-            context.service.lane.takers[dst_group, dst_rank] = outlook.taker
-        return outlook.waiting
+    def __init__(
+        self,
+        context: Context,
+        target: tuple[str, int],
+        packed: Packed,
+        key: str,
+        reader: int = 0,
+        share: Share | None = None,
+    ) -> None:
+        self._context, self._target = context, target
+        #: The request that the receiver's service has not answered yet; None for an inbox of this process.
+        self._pending: Pending | None = None
+        self._failure: ChannelError | None = None
+        try:
+            self._begin(packed, key, packed.frames(reader, share))
+        except ChannelError as error:
+            self._failure = error
 
-    return arrived
+    def _begin(self, packed: Packed, key: str, frames: list[Any]) -> None:
+        context, service = self._context, self._context.service
+        purpose = "{}-{} to take a message from {}".format(*self._target, context.name)
+        receiver = context.member(*self._target)["data"]
+        service.lane.settle()
+        if receiver["ipc"] == service.endpoint["ipc"]:
+            frames = owned(frames)
+            service.wait_local(
+                lambda answer: service.channel(INBOX).put(key, frames, packed.nbytes, 0, packed.segment or "", answer),
+                context.wait_deadline,
+                purpose,
+            )
+        else:
+            frames = [pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True)), *frames]
+            self._pending = service.peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
+
+    def wait(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds for the message to arrive; returns whether the rank was waiting for it."""
+        if self._failure is not None:
+            raise self._failure
+        if self._pending is None:
+            return False
+        service, has_left = self._context.service, functools.partial(self._context.has_left, *self._target)
+        estimate = PutEstimate(*pickle.loads(service.peers.reply_to(self._pending, timeout, has_left)[0]))
+        if estimate.host:
+            service.lane.takers[self._target] = estimate.taker
+        return estimate.waiting
+
+    def wait_unless_left(self, timeout: float) -> bool | None:
+        """Waits as `wait` does; returns None if the message did not reach a rank whose group continues without it."""
+        try:
+            return self.wait(timeout)
+        except ChannelError:
+            if not self._context.has_left(*self._target, _NOTICE_S):
+                raise
+            return None
 
 
 def _taker(context: Context, group: str, rank: int) -> Taker:
@@ -96,8 +120,8 @@ def send(
 
     def deliver() -> None:
         try:
-            arrived = _begin(context, packed, _key(tag, group, rank), dst_group, dst_rank)
-            packed.settle(arrived(context.wait_deadline), context.check)
+            transfer = _Transfer(context, (dst_group, dst_rank), packed, _key(tag, group, rank))
+            packed.settle(transfer.wait(context.wait_deadline), context.check)
         except BaseException:
             packed.discard()
             raise
@@ -109,8 +133,9 @@ def send(
 
 
 def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
-    received = _next_item(tag, src_group, src_rank, current().wait_deadline)
-    return current().service.unpack(received.frames, borrow=borrow)
+    context = current()
+    received = _next_item(tag, src_group, src_rank, context.wait_deadline)
+    return context.service.unpack(received.frames, borrow=borrow)
 
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
@@ -138,13 +163,8 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
         Whether the rank takes part: its group may continue without it.
     """
     context = current()
-    try:
-        _begin(context, context.service.pack(obj, inline=True), key, dst_group, dst_rank)(context.wait_deadline)
-    except ChannelError:
-        if not context.has_left(dst_group, dst_rank, _NOTICE_S):
-            raise
-        return False
-    return True
+    transfer = _Transfer(context, (dst_group, dst_rank), context.service.pack(obj, inline=True), key)
+    return transfer.wait_unless_left(context.wait_deadline) is not None
 
 
 def await_post(key: str, timeout: float, whom: str) -> Any:
@@ -173,8 +193,7 @@ def poll(key: str) -> Any:
         state = service.channel(INBOX)
         return bool(state.count(key)) and state.get(key, (), None, answer)
 
-    items = service.wait_local(act, 0.0, key)
-    return service.unpack(items[0].frames)
+    return service.unpack(service.wait_local(act, 0.0, key)[0].frames)
 
 
 def copy_into(tensor: Any, received: Any) -> None:
@@ -242,12 +261,7 @@ def begin_broadcast(
         A function that waits until the object has reached all receivers; the same thread must call it.
     """
     context = current()
-    targets = [
-        (target_group, target_rank)
-        for target_group, ranks in groups
-        for target_rank in ranks
-        if (target_group, target_rank) != (group, rank)
-    ]
+    targets = [target for name, ranks in groups for member in ranks if (target := (name, member)) != (group, rank)]
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
@@ -257,13 +271,13 @@ def begin_broadcast(
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
     packed = context.service.pack(obj, len(readers), lend=is_remote, takers=takers, holders=holders)
     key = _key("b", group, rank)
-    pending_sends: list[Callable[[float], bool | None]] = []
+    transfers: list[_Transfer] = []
     num_started = 0
 
     def finish() -> None:
         reached_targets: set[int] = set()
         try:
-            packed.settle(_all_arrived(pending_sends, context.wait_deadline, reached_targets), context.check)
+            packed.settle(_all_arrived(transfers, context.wait_deadline, reached_targets), context.check)
         finally:
             packed.discard(num_started)
             for target_index in range(len(targets) if segment else 0):
@@ -277,9 +291,7 @@ def begin_broadcast(
             keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
             for index, target in enumerate(sharers):
                 share = Share(name, index, len(sharers), keys) if name else None
-                pending_sends.append(
-                    _unless_left(context, target, _begin_to(context, packed, key, target, reader, share))
-                )
+                transfers.append(_Transfer(context, target, packed, key, reader, share))
                 num_started = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
@@ -288,43 +300,16 @@ def begin_broadcast(
     return finish
 
 
-def _begin_to(
-    context: Context, packed: Packed, key: str, target: tuple[str, int], reader: int, share: Share | None
-) -> Callable[[float], bool]:
-    """Starts sending as `_begin` does. A failure is raised only by the function that waits for the message."""
-    try:
-        return _begin(context, packed, key, *target, reader, share)
-    except ChannelError as error:
-        failure = error
+def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
+    """Waits for messages and adds the indices of those that arrived to `reached`. Raises the first failure.
 
-    def fail(timeout: float) -> bool:
-        raise failure
-
-    return fail
-
-
-def _unless_left(
-    context: Context, target: tuple[str, int], arrived: Callable[[float], bool]
-) -> Callable[[float], bool | None]:
-    """Wraps `arrived` to return None if the message did not reach a rank whose group continues without it."""
-
-    def answer(timeout: float) -> bool | None:
-        try:
-            return arrived(timeout)
-        except ChannelError:
-            if not context.has_left(*target, _NOTICE_S):
-                raise
-            return None
-
-    return answer
-
-
-def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: float, reached: set[int]) -> bool:
-    """Waits for messages and notes which arrived; returns whether all receivers were waiting. Raises the first failure."""
+    Returns:
+        Whether all receivers were waiting.
+    """
     all_waiting, failure = True, None
-    for target_index, arrived in enumerate(under_way):
+    for target_index, transfer in enumerate(transfers):
         try:
-            was_waiting = arrived(deadline if failure is None else _LAST_CHANCE_S)
+            was_waiting = transfer.wait_unless_left(timeout if failure is None else _LAST_CHANCE_S)
             if was_waiting is not None:
                 all_waiting = was_waiting and all_waiting
                 reached.add(target_index)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, current_device
+from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, current_device, dtype_name
 from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Loan, Loans
 from rlhpc.runtime.devices import landing_device
@@ -35,10 +35,6 @@ _BY_REFERENCE = (type, FunctionType)
 _MAIN = ("__main__", "__mp_main__")
 
 
-def dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: str, parameter: bool, grad: bool) -> Any:
     """Rebuilds a tensor from its dtype, shape and bytes; on the CPU it shares memory with `buffer`."""
     import torch
@@ -47,9 +43,8 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
     if len(memoryview(buffer)) == 0:
         tensor = torch.empty(shape, dtype=torch_dtype)
     else:
-        if memoryview(buffer).readonly:
-            buffer = bytearray(buffer)
-        tensor = torch.frombuffer(buffer, dtype=torch_dtype).reshape(shape)
+        writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
+        tensor = torch.frombuffer(writable, dtype=torch_dtype).reshape(shape)
     tensor = tensor.to(landing_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
@@ -67,13 +62,11 @@ def _reduce_tensor(tensor: Any) -> Any:
             f"a non-contiguous tensor on {values.device} (shape {tuple(values.shape)}, strides {values.stride()}) cannot be "
             f"sent: call .contiguous() first"
         )
-    flat = values.cpu().contiguous().reshape(-1)
-    flat = flat.resolve_conj().resolve_neg()
+    flat = values.cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
     # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
     flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
-    parameter = isinstance(tensor, torch.nn.Parameter)
     args = (pickle.PickleBuffer(flat_bytes), dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
-    return rebuild_tensor, (*args, parameter, tensor.requires_grad)
+    return rebuild_tensor, (*args, isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
 
 
 class _NeedsValue(Exception):
@@ -94,9 +87,7 @@ class _Pickler(_ByReferencePickler):
 
 
 class _ByValuePickler(cloudpickle.Pickler):
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({}) if hasattr(
-        cloudpickle.Pickler.dispatch_table, "new_child"
-    ) else dict(cloudpickle.Pickler.dispatch_table)  # fmt: skip
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
 
 
 def _know_torch() -> None:
@@ -139,27 +130,6 @@ class Apart:
         return self._numbers[id(obj)]
 
 
-class _ApartPickler(_Pickler):
-    apart: Apart
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self.apart(obj)
-
-
-class _ByValueApartPickler(_ByValuePickler):
-    apart: Apart
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self.apart(obj)
-
-
-class _ApartUnpickler(pickle.Unpickler):
-    tensors: Sequence[Any]
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self.tensors[pid]
-
-
 def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]]:
     """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory).
 
@@ -169,11 +139,11 @@ def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]
     """
     _know_torch()
     try:
-        stream, buffers = _dump(_Pickler if apart is None else _ApartPickler, obj, apart)
+        stream, buffers = _dump(_Pickler, obj, apart)
     except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
         if apart is not None:
             apart.clear()
-        stream, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
+        stream, buffers = _dump(_ByValuePickler, obj, apart)
     return stream, [buffer.raw() for buffer in buffers]
 
 
@@ -188,12 +158,12 @@ def pickled(obj: Any) -> bytes:
     return stream.getvalue()
 
 
-def _dump(kind: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump(pickler_class: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    pickler = kind(stream, protocol=5, buffer_callback=buffers.append)
-    if apart is not None:
-        pickler.apart = apart
+    pickler = pickler_class(stream, protocol=5, buffer_callback=buffers.append)
+    if apart is not None:  # a method of the class would be called for each object of every message
+        pickler.persistent_id = apart
     pickler.dump(obj)
     return stream.getvalue(), buffers
 
@@ -205,11 +175,10 @@ def owned(buffers: Iterable[Any]) -> list[Any]:
     over later (a queue, a full socket, another thread) goes through here. A read-only view is no exception: its owner may
     write to the memory behind it.
     """
-    return [buffer if _is_immutable(buffer) else bytes(buffer) for buffer in buffers]
-
-
-def _is_immutable(buffer: Any) -> bool:
-    return type(buffer.obj if isinstance(buffer, memoryview) else buffer) is bytes
+    return [
+        buffer if type(buffer.obj if isinstance(buffer, memoryview) else buffer) is bytes else bytes(buffer)
+        for buffer in buffers
+    ]
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] = ()) -> Any:
@@ -217,8 +186,8 @@ def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] =
     bytes from an authenticated socket."""
     if not tensors:
         return pickle.loads(data, buffers=buffers)
-    unpickler = _ApartUnpickler(io.BytesIO(data), buffers=buffers)
-    unpickler.tensors = tensors
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data), buffers=buffers)
+    unpickler.persistent_load = tensors.__getitem__
     return unpickler.load()
 
 
@@ -403,9 +372,8 @@ class Packed:
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
-        share_fields = None if share is None else tuple(share)
-        crossing_fields = None if self._crossing is None else tuple(self._crossing)
-        descriptor = (tuple(self._origin), self._path, self._spans, reader, self.readers, share_fields, crossing_fields)
+        host_fields = (share and tuple(share), self._crossing and tuple(self._crossing))
+        descriptor = (tuple(self._origin), self._path, self._spans, reader, self.readers, *host_fields)
         return [self._data, pickle.dumps(descriptor), *self._inline]
 
     def owned(self) -> None:

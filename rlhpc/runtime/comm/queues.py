@@ -99,15 +99,10 @@ class ChannelState:
         self.maxsize, self.max_bytes = maxsize, max_bytes
         self.nbytes = 0
         #: Of keys that have items or waiters; most keys may be used once (`str(step)`).
-        self.queues: dict[str, KeyQueue] = {}
+        self.queues = collections.defaultdict[str, KeyQueue](KeyQueue)
         self._takers: collections.OrderedDict[str, Taker] = collections.OrderedDict()
         #: By number: the key, who has it (the process, and the connection it came by), and the item.
         self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
-
-    def queue(self, key: str) -> KeyQueue:
-        if key not in self.queues:
-            self.queues[key] = KeyQueue()
-        return self.queues[key]
 
     def count(self, key: str) -> int:
         """Returns how many items a key holds."""
@@ -127,10 +122,11 @@ class ChannelState:
         if len(self._takers) > _MAX_TAKERS:
             self._takers.popitem(last=False)
 
-    def _drop_idle(self, key: str) -> None:
-        queue = self.queues.get(key)
-        if queue is not None and not (queue.items or queue.getters or queue.putters):
-            del self.queues[key]
+    def _drop_idle(self, *keys: str) -> None:
+        for key in keys:
+            queue = self.queues.get(key)
+            if queue is not None and not (queue.items or queue.getters or queue.putters):
+                del self.queues[key]
 
     def outlook(self, key: str) -> PutEstimate:
         """Returns an estimate for a producer before it puts; a consumer that waits for a batch may not take the item at
@@ -142,7 +138,7 @@ class ChannelState:
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
-        queue, item = self.queue(key), Item(next(_ids), frames, nbytes, weight, segment)
+        queue, item = self.queues[key], Item(next(_ids), frames, nbytes, weight, segment)
         # A waiting consumer takes the item at once, so a full queue cannot have one.
         if queue.putters or self.full(key, nbytes):
             if answer is None:
@@ -164,7 +160,7 @@ class ChannelState:
             target: Weight of the batch; None for one item.
             answer: Called with the items.
         """
-        queue = self.queue(key)
+        queue = self.queues[key]
         queue.getters.append((owners, target, answer))
         self._serve(key, queue)
         return True
@@ -219,7 +215,7 @@ class ChannelState:
                 self._put_back(key, items)
 
     def _put_back(self, key: str, items: Iterable[Item]) -> None:
-        queue = self.queue(key)
+        queue = self.queues[key]
         for item in reversed(list(items)):
             self.unacknowledged.pop(item.number, None)
             queue.items.appendleft(item)
@@ -240,9 +236,8 @@ class ChannelState:
             queue.getters = deque(g for g in queue.getters if consumer not in g[0])
         for key, items in requeued.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
-            self._serve(key, self.queue(key))
-        for key in list(self.queues):
-            self._drop_idle(key)
+            self._serve(key, self.queues[key])
+        self._drop_idle(*self.queues)
         return sum(map(len, requeued.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
@@ -252,8 +247,7 @@ class ChannelState:
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
             dropped += [item for item, answer in queue.putters if matches(answer)]
             queue.putters = deque(putter for putter in queue.putters if not matches(putter[1]))
-        for key in list(self.queues):
-            self._drop_idle(key)
+        self._drop_idle(*self.queues)
         return dropped
 
     def close(self, reason: str) -> None:
@@ -283,6 +277,11 @@ class RemoteAnswer:
     def connection_name(self) -> str:
         """The connection's name: when the connection closes, items that were not acknowledged over it return to the queue."""
         return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
+
+    @property
+    def request_name(self) -> str:
+        """Name of the request: when it is cancelled, the items that were delivered to it return to the queue."""
+        return f"{self.connection_name} {self.number.hex()}"
 
     def frames(self, *frames: Any) -> None:
         self.reply(self.peer, [self.number, b"ok", *frames])

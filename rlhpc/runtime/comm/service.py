@@ -312,8 +312,8 @@ class Service:
             previous = self.channels.get(name)
             if previous:
                 previous.close(f"channel {name!r} was created anew")
-                for dropped in [dropped for queued in previous.queues.values() for dropped in queued.items]:
-                    discard(dropped.segment) if dropped.segment else None
+                for item in [item for queued in previous.queues.values() for item in queued.items]:
+                    discard(item.segment)
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
     def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, whom: str) -> list[Item]:
@@ -405,9 +405,13 @@ class Service:
     def _abandon(self, answer: LocalAnswer) -> None:
         with self.lock:
             answer.abandoned = True
-            for state in self.channels.values():
-                for dropped in state.cancel(lambda a: a is answer):
-                    discard(dropped.segment) if dropped.segment else None
+            self.withdraw(lambda a: a is answer)
+
+    def withdraw(self, matches: Callable[[Callable[..., bool]], bool]) -> None:
+        """Forgets waiters that have given up, and frees the data of those that wanted to put; called under the lock."""
+        for state in self.channels.values():
+            for item in state.cancel(matches):
+                discard(item.segment)
 
     def consumer_died(self, consumer: str) -> None:
         """Puts items that a dead consumer had not acknowledged back into the queues."""

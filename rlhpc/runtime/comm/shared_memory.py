@@ -100,6 +100,16 @@ def begin_use(page: mmap.mmap, reader: int) -> None:
     page[reader : reader + 1] = USED
 
 
+def end_use(page: mmap.mmap, reader: int) -> None:
+    """Clears the mark of a reader that has finished, or that will not come."""
+    page[reader : reader + 1] = FREE
+
+
+def awaited_readers(page: mmap.mmap, readers: int) -> list[bool]:
+    """Returns for each reader whether it is still awaited."""
+    return [state == WRITTEN[0] for state in page[:readers]]
+
+
 def free_ended(page: mmap.mmap, readers: int) -> None:
     """Releases data that ended readers had in use; called by the writer."""
     if not page[_TRACKS]:
@@ -108,7 +118,7 @@ def free_ended(page: mmap.mmap, readers: int) -> None:
         if page[reader] == USED[0]:
             pid, namespace = _PROCESS.unpack_from(page, _TABLE + _PROCESS.size * reader)
             if has_ended(f"{pid}.{namespace}") and page[reader] == USED[0]:
-                page[reader : reader + 1] = FREE
+                end_use(page, reader)
 
 
 class ShmSegment:
@@ -324,7 +334,7 @@ class Mappings:
         memory = shared if in_place else map_private(path)
         # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
         view = np.frombuffer(memory, np.uint8)
-        weakref.finalize(view, _clear, shared, reader).atexit = False
+        weakref.finalize(view, end_use, shared, reader).atexit = False
         return view.data
 
     def lock(self, path: str) -> None:
@@ -351,13 +361,8 @@ class Mappings:
         self._sweep_at = max(16, 2 * len(self._mapped))
 
 
-def _clear(memory: mmap.mmap, reader: int) -> None:
-    memory[reader : reader + 1] = FREE
-
-
 log = logging.getLogger(__name__)
 
-_IOV_MAX = 512
 #: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
 _MAX_CHECKED = 16
 #: Maximum of segments in use that a pool tracks; further ones are forgotten as soon as their reader has come.
@@ -412,12 +417,10 @@ class SegmentPool:
             raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
         spans, size = layout(buffers)
         capacity = capacity_of(size)
-        segment = self._take(capacity)
-        if segment is None:
+        if (segment := self._take(capacity)) is None:
             segment = self._make(capacity, size, buffers)
         else:
-            starts = (start for start, _ in spans)
-            copy_into(segment.memory, zip(starts, buffers, strict=True))
+            copy_into(segment.memory, zip((start for start, _ in spans), buffers, strict=True))
         self._hold(segment, readers, keep, holders)
         return segment.path, spans
 
@@ -433,7 +436,7 @@ class SegmentPool:
         self._hold(segment, readers, keep, holders)
         return segment
 
-    def _hold(self, segment: ShmSegment, readers: int, keep: bool = False, holders: Sequence[str] = ()) -> None:
+    def _hold(self, segment: ShmSegment, readers: int, keep: bool, holders: Sequence[str]) -> None:
         segment.readers, segment.holders, segment.written = readers, holders, time.monotonic()
         await_readers(segment.memory, readers, keep)
         with self._lock:
@@ -442,7 +445,7 @@ class SegmentPool:
             self._by_path[segment.path] = segment
             for slot, holder in enumerate(holders):
                 if holder in self._ended_processes:
-                    segment.memory[slot : slot + 1] = FREE
+                    end_use(segment.memory, slot)
 
     def memory(self, path: str) -> mmap.mmap | None:
         """Returns the memory that a segment of this process is mapped to, while the pool tracks it."""
@@ -455,7 +458,7 @@ class SegmentPool:
         pool."""
         with self._lock:
             segment = self._by_path.get(path)
-        return [] if segment is None else [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
+        return [] if segment is None else awaited_readers(segment.memory, segment.readers)
 
     def drop(self, path: str) -> None:
         """Ends a kept segment. It is not reused, because readers that have mapped it still use it."""
@@ -476,7 +479,7 @@ class SegmentPool:
                 slots = [slot for slot, holder in enumerate(segment.holders) if holder == process]
                 for slot in slots:
                     if segment.memory[slot : slot + 1] != FREE:
-                        segment.memory[slot : slot + 1] = FREE
+                        end_use(segment.memory, slot)
                         segment.pooled = False
                 if slots and segment.free() and segment in self._busy:
                     self._busy.remove(segment)
@@ -487,15 +490,12 @@ class SegmentPool:
         with self._lock:
             segment = self._by_path.get(path)
         if segment is not None:
-            segment.memory[reader : reader + 1] = FREE
+            end_use(segment.memory, reader)
 
     def close(self) -> None:
         """Removes the segments that are not in use; the remaining ones are removed with the session's folder."""
         with self._lock:
-            for segment in [
-                *self._by_path.values(),
-                *(idle_segment for idle in self._idle.values() for idle_segment in idle),
-            ]:
+            for segment in itertools.chain(self._by_path.values(), *self._idle.values()):
                 if segment.free():
                     unlink(segment.path)
             self._busy.clear()
@@ -533,7 +533,8 @@ class SegmentPool:
             or (not segment.pooled and not has_awaited)
             or (has_awaited and is_expired)
         ):
-            self._forget(segment)
+            del self._by_path[segment.path]
+            unlink(segment.path)
         else:
             self._busy.append(segment)
 
@@ -550,10 +551,6 @@ class SegmentPool:
             unlink(self._idle[largest].pop(0).path)
             self._idle_bytes -= largest
 
-    def _forget(self, segment: ShmSegment) -> None:
-        del self._by_path[segment.path]
-        unlink(segment.path)
-
     # -- making one -----------------------------------------------------------------------------------------------
 
     def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
@@ -562,15 +559,15 @@ class SegmentPool:
         The data is written to the file rather than mapped and copied: no page is zeroed first, and a full /dev/shm is an error
         instead of a SIGBUS. Without `buffers`, its pages are allocated and mapped.
         """
-        chunks: list[Any] = [b"\0" * HEADER]
-        for buffer in buffers or ():
-            chunks += [buffer, b"\0" * (-len(buffer) % ALIGN)]
+        padded = ((buffer, b"\0" * (-len(buffer) % ALIGN)) for buffer in buffers or ())
+        chunks = [b"\0" * HEADER, *itertools.chain.from_iterable(padded)]
         name = f"{process_id()}-{next(_counter)}"
         for folder in (self._scratch.shm, self._scratch.spill):
             path, is_spilled = str(folder / name), folder == self._scratch.spill
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                _write_all(fd, chunks)
+                with open(fd, "wb", closefd=False) as file:
+                    file.writelines(chunks)
                 written = HEADER + (0 if buffers is None else size)
                 length = HEADER + (size if is_spilled else capacity)
                 if length > written:
@@ -607,13 +604,3 @@ def default_idle(scratch: Scratch) -> int:
     except OSError:
         return 256 << 20
     return min(2 << 30, fs_stats.f_blocks * fs_stats.f_frsize // 16)
-
-
-def _write_all(fd: int, chunks: list[Any]) -> None:
-    views = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
-    while views:
-        num_written = os.writev(fd, views[:_IOV_MAX])
-        while views and num_written >= len(views[0]):
-            num_written -= len(views.pop(0))
-        if num_written:
-            views[0] = views[0][num_written:]

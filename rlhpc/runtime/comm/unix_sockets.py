@@ -129,6 +129,10 @@ def _drop_sent(views: deque[memoryview], sent: int) -> None:
         views[0] = views[0][sent:]
 
 
+def _peer_uid(sock: socket.socket) -> int:
+    return int(_CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))[1])
+
+
 def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
     """Connects to a listener of this user and shows it the secret; returns the non-blocking socket.
 
@@ -146,8 +150,7 @@ def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE_S)
-        _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
-        if uid != os.getuid():
+        if (uid := _peer_uid(sock)) != os.getuid():
             raise PermissionError(f"{path} belongs to user {uid}")
         (hello,) = encode([b"hello", token_of(keys)])
         sock.send(hello)  # the first bytes of a new connection always fit
@@ -234,8 +237,7 @@ class Listener:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
             return None
-        _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
-        if uid != os.getuid():
+        if _peer_uid(sock) != os.getuid():
             sock.close()
             return None
         sock.setblocking(False)
@@ -261,8 +263,7 @@ class UnixConnection:
             return []
         except OSError:
             received, messages = b"", []
-        if not received:
-            self.closed = True
+        self.closed = self.closed or not received
         if not self.welcome and messages:
             hello = messages.pop(0)
             if len(hello) != 2 or hello[0] != b"hello" or not hmac.compare_digest(hello[1], self._token):

@@ -163,17 +163,16 @@ class Offers:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._held: collections.OrderedDict[str, tuple[memoryview, int]] = collections.OrderedDict()
+        self._offered: dict[str, tuple[memoryview, int]] = {}
         self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
         """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
         expired_offers = []
         with self._changed:
-            self._held[name] = memory, times
-            while len(self._held) > _MAX_OFFERS:
-                expired_offers.append(self._held.popitem(last=False))
-                self._withdrawn.append(expired_offers[-1][0])
+            self._offered[name] = memory, times
+            while len(self._offered) > _MAX_OFFERS:
+                expired_offers.append(self._withdraw(next(iter(self._offered))))
             self._changed.notify_all()
         # Only now may memory return to its pool, which has separate locks.
 
@@ -185,21 +184,24 @@ class Offers:
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while name not in self._held:
+            while name not in self._offered:
                 if name in self._withdrawn:
                     raise Withdrawn(name)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return None
-            return self._held[name][0]
+            return self._offered[name][0]
 
     def finish_read(self, name: str) -> None:
         """Registers that one of the readers of an offer has read all of it."""
-        last_reference = None
+        memory: memoryview | None  # which may return to its pool only after the block, as in `put`
         with self._changed:
-            memory, num_reads = self._held.get(name, (None, 0))
+            memory, num_reads = self._offered.get(name, (None, 0))
             if memory is not None and num_reads > 1:
-                self._held[name] = memory, num_reads - 1
+                self._offered[name] = memory, num_reads - 1
             elif memory is not None:
-                last_reference = self._held.pop(name)
-                self._withdrawn.append(name)
-        del last_reference, memory
+                self._withdraw(name)
+
+    def _withdraw(self, name: str) -> memoryview:
+        """Ends an offer; returns its memory."""
+        self._withdrawn.append(name)
+        return self._offered.pop(name)[0]

@@ -192,36 +192,47 @@ class Pending(NamedTuple):
     whom: str
 
 
+class _ThreadConnections(threading.local):
+    """Connections of one thread.
+
+    Attributes:
+        clients, bulk: Connections for messages, and for large data, by endpoint.
+        unconfirmed: Endpoints where the thread has put something since it last got a reply from there, with the keys of the
+            processes behind them.
+    """
+
+    def __init__(self) -> None:
+        self.clients: dict[str, unix_sockets.Client | _ZmqClient] = {}
+        self.bulk: dict[str, BulkClient] = {}
+        self.unconfirmed: dict[str, str] = {}
+
+
 class Peers:
     """Requests from one thread to the service threads of other processes, with one persistent connection per peer."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
-        self._local = threading.local()
+        self._thread = _ThreadConnections()
         #: Keys of processes (`host.process_key`) whose end the driver has reported.
         self.ended_processes = set[str]()
 
-    @property
-    def _clients(self) -> dict[str, unix_sockets.Client | _ZmqClient]:
-        """Returns this thread's connections by endpoint."""
-        clients: dict[str, unix_sockets.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
-        return clients
-
     def _client(self, endpoint: str) -> unix_sockets.Client | _ZmqClient:
-        clients = self._clients
+        """Returns this thread's connection to an endpoint."""
+        clients = self._thread.clients
         if endpoint not in clients:
-            if endpoint.startswith("ipc://"):
-                try:
-                    clients[endpoint] = unix_sockets.Client(endpoint[6:], self._keys)
-                except OSError as error:
-                    self._check()
-                    raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
-            else:
-                clients[endpoint] = _ZmqClient(self._context, endpoint, self._keys)
+            try:
+                clients[endpoint] = (
+                    unix_sockets.Client(endpoint[6:], self._keys)
+                    if endpoint.startswith("ipc://")
+                    else _ZmqClient(self._context, endpoint, self._keys)
+                )
+            except OSError as error:
+                self._check()
+                raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
         return clients[endpoint]
 
     def _unreachable(self, endpoint: str, whom: str) -> ChannelError:
-        self._clients.pop(endpoint).close()
+        self._thread.clients.pop(endpoint).close()
         self._grieve()
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
 
@@ -233,10 +244,8 @@ class Peers:
             return False
         try:
             unix_sockets.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:
-            pass  # who cannot be reached for another reason may live
+        except OSError as error:  # a process that cannot be reached for another reason may live
+            return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         return False
 
     def _send(self, endpoint: str, frames: list[Any], timeout: float, whom: str) -> None:
@@ -259,11 +268,11 @@ class Peers:
         except OSError:
             raise self._unreachable(endpoint, whom) from None
         except DeadlineExceeded:
-            self._unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
+            self._thread.unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
             raise
         finally:
-            if not client.in_step and self._clients.get(endpoint) is client:
-                self._clients.pop(endpoint).close()
+            if not client.in_step and self._thread.clients.get(endpoint) is client:
+                self._thread.clients.pop(endpoint).close()
 
     def post(
         self,
@@ -277,20 +286,13 @@ class Peers:
         """Sends a request that has no reply; raises as `begin` does. `process` is the key of the one behind the endpoint."""
         self._send(endpoint, [b"", op, *frames], timeout, whom or op.decode())
         if op == b"PUT":
-            self._unconfirmed[endpoint] = process
-
-    @property
-    def _unconfirmed(self) -> dict[str, str]:
-        """Returns the endpoints where this thread has put something since it last got a reply from there, with the keys of
-        the processes behind them."""
-        endpoints: dict[str, str] = self._local.__dict__.setdefault("unconfirmed", {})
-        return endpoints
+            self._thread.unconfirmed[endpoint] = process
 
     def forget_unconfirmed(self) -> None:
         """Drops the messages that `confirm` would wait for: the call that sent them has failed, and their receivers may have
         ended.
         """
-        self._unconfirmed.clear()
+        self._thread.unconfirmed.clear()
 
     def confirm(self, timeout: float) -> None:
         """Waits until all messages that this thread has sent without confirmation have been admitted or queued.
@@ -298,13 +300,13 @@ class Peers:
         Raises:
             ChannelError: A process refused something. The end of a process is no error here: others report it.
         """
-        while self._unconfirmed:
-            endpoint, process = self._unconfirmed.popitem()
+        while self._thread.unconfirmed:
+            endpoint, process = self._thread.unconfirmed.popitem()
             try:
                 pending = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
                 self.reply_to(pending, timeout, lambda process=process: process in self.ended_processes)  # type: ignore[misc]
             except ChannelError:
-                if endpoint in self._clients:  # else the connection has ended
+                if endpoint in self._thread.clients:  # else the connection has ended
                     raise
 
     def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
@@ -355,7 +357,7 @@ class Peers:
                 # else: the late answer to a request that was given up; its items went back with the CANCEL
         except (ConnectionError, BrokenPipeError):
             raise self._unreachable(endpoint, purpose) from None
-        self._unconfirmed.pop(endpoint, None)
+        self._thread.unconfirmed.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
         raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
@@ -365,7 +367,7 @@ class Peers:
         try:
             self.post(endpoint, b"CANCEL", [number], timeout=0.0)
         except DeadlineExceeded:
-            self._clients.pop(endpoint).close()
+            self._thread.clients.pop(endpoint).close()
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment of another host from `start` on.
@@ -384,10 +386,10 @@ class Peers:
             Withdrawn: The data is no longer offered.
             ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
         """
-        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        clients = self._thread.bulk
         while True:
             is_new = endpoint not in clients
-            client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if is_new else clients[endpoint]
+            client = self._bulk_client(endpoint)
             try:
                 return client.fetch(path, start, target, offered=offered)
             except OSError as error:
@@ -402,17 +404,20 @@ class Peers:
                 if not client.in_step:
                     clients.pop(endpoint).close()
 
+    def _bulk_client(self, endpoint: str) -> BulkClient:
+        if endpoint not in self._thread.bulk:
+            self._thread.bulk[endpoint] = BulkClient(endpoint, self._keys, self._check)
+        return self._thread.bulk[endpoint]
+
     def release(self, endpoint: str, path: str, reader: int) -> None:
         """Tells the owner of a segment on another host that this reader is done; does nothing if the owner has ended.
 
         A reader that shares data that another rank of its host has fetched connects to the owner only now.
         """
-        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        clients = self._thread.bulk
         for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts
             try:
-                if endpoint not in clients:
-                    clients[endpoint] = BulkClient(endpoint, self._keys, self._check)
-                clients[endpoint].release(path, reader)
+                self._bulk_client(endpoint).release(path, reader)
             except (OSError, ChannelError):
                 if endpoint in clients:
                     clients.pop(endpoint).close()
@@ -427,6 +432,7 @@ class Peers:
 
     def close(self) -> None:
         """Closes the calling thread's connections."""
-        for attribute in ("clients", "bulk"):
-            for client in self._local.__dict__.pop(attribute, {}).values():
-                client.close()
+        for client in (*self._thread.clients.values(), *self._thread.bulk.values()):
+            client.close()
+        self._thread.clients.clear()
+        self._thread.bulk.clear()

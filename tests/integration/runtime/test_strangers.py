@@ -16,7 +16,7 @@ from stranger_roles import Meeting, Stranger
 from rlhpc import Cluster, NodePlacementStrategy, Session
 from rlhpc.runtime.comm.zmq_sockets import PIECE
 from rlhpc.runtime.errors import StrangerConnected, WorkerFailed
-from rlhpc.runtime.rpc import CallLines
+from rlhpc.runtime.rpc import CallSender
 
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 
@@ -122,7 +122,7 @@ def test_long_frames_reach_other_hosts_all_the_same(reachable):
     """Python objects go over ZeroMQ however long they are; only arrays and tensors have a way of their own."""
     session, record = reachable
     service, text = session.service, "naïve " * 1_000_000
-    lines = CallLines(service)
+    lines = CallSender(service)
     far = {**record["rpc"], "host": "elsewhere"}
     lines.send(far, [b"1", b"same", *service.pack(((text, []), {})).frames()])
     answers, deadline = [], time.monotonic() + 30

@@ -64,7 +64,7 @@ def packed() -> Packed:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, packed: Packed) -> RpcClient:
-    monkeypatch.setattr(rpc, "CallLines", Lines)
+    monkeypatch.setattr(rpc, "CallSender", Lines)
     monkeypatch.setattr(rpc, "busy", lambda *_: [])
     service = SimpleNamespace(epoch=0, pack=lambda *_, **__: packed, unpack=lambda frames: int(frames[0]))
     context: Any = SimpleNamespace(service=service, wait_deadline=30.0)
@@ -85,7 +85,7 @@ def test_calls_are_looked_through_once_for_each_rank_that_leaves(client: RpcClie
     ranks = records(200)
     client.leave({**ranks[0], "rank": 1000})
     call = client.call(ranks, "m", (), {})
-    client._lines.answer(*range(200))
+    client._sender.answer(*range(200))
     assert call.wait() == list(range(200))
     assert client._pending.walks == 1
 
@@ -95,18 +95,18 @@ def test_whoever_leaves_is_not_waited_for(client: RpcClient) -> None:
     ranks = records(5)
     client.leave(ranks[1])
     call = client.call(ranks, "m", (), {})
-    client._lines.answer(0, 2)
+    client._sender.answer(0, 2)
     client.leave(ranks[2])
     client.leave(ranks[3])
     client.leave({**ranks[4], "incarnation": "another"})
     with pytest.raises(DeadlineExceeded, match=r"on ranks \[4\]"):
         call.wait(0.05)
-    threading.Timer(0.05, client._lines.answer, [4]).start()
+    threading.Timer(0.05, client._sender.answer, [4]).start()
     assert call.wait() == [0, 2, 4] and call.ranks == [0, 2, 4]
     assert not client._pending
 
 
 def test_what_a_rank_that_is_gone_does_not_get_is_freed(client: RpcClient, packed: Packed) -> None:
-    client._lines.gone = {1, 3}
+    client._sender.gone = {1, 3}
     client.call(records(4), "m", (), {})
     assert packed.discarded == [1, 3]

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 
@@ -76,4 +77,30 @@ def test_who_follows_is_called_when_the_leader_has_what_it_waited_for(keys, scra
         assert got == {key: key.encode() for key in "abc"}
     finally:
         sender.stop()
+        home.stop()
+
+
+def test_a_get_that_is_given_up_returns_only_its_own_items(keys, scratch):
+    """Another item that the same connection has leased stays leased."""
+    home, consumer = Home(keys, scratch, busy_s=0.0), Service("consumer", keys, scratch)
+    endpoint = home.endpoint["ipc"]
+
+    def get(key: str, timeout: float) -> None:
+        head = pickle.dumps(("c", key, None, True, ("", ""), "consumer"))
+        consumer.peers.request(endpoint, b"GET", [head], timeout, "an item")
+
+    try:
+        put(consumer, home, "leased", b"item")
+        get("leased", 30.0)
+        with pytest.raises(DeadlineExceeded):
+            get("empty", 0.05)
+        consumer.peers.request(endpoint, b"SYNC", [], 30.0, "the cancelled request")
+        assert home.channel("c").count("leased") == 0
+        consumer.peers.close()
+        deadline = time.monotonic() + 10
+        while not home.channel("c").count("leased") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert home.channel("c").count("leased") == 1, "the end of the connection returns it"
+    finally:
+        consumer.stop()
         home.stop()

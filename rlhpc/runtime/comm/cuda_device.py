@@ -1,0 +1,108 @@
+"""CUDA implementation of the device channel (`device_memory`): memory and events by torch's IPC handles.
+
+This module imports torch; it is imported once this process has initialized a CUDA device.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+
+#: Of the device's memory, for messages on their way.
+_SHARE = 32
+#: In place of the file with torch's reference counter: leases count the readers.
+_NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
+
+
+class CudaEvent:
+    """CUDA event of this process or of another one."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def handle(self) -> bytes:
+        """Handle of the event (`DeviceEvent.handle`)."""
+        handle: bytes = self._event.ipc_handle()
+        return handle
+
+    def record(self) -> None:
+        """Implements `DeviceEvent.record` on the thread's current stream."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Implements `DeviceEvent.wait`: the thread's current stream waits."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        """Implements `DeviceEvent.done`."""
+        return bool(self._event.query())
+
+
+def _address(number: int) -> str:
+    """Returns the address of the device with an index in this process."""
+    properties: Any = torch.cuda.get_device_properties(number)
+    pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
+    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+    return f"{pci_address} {properties.uuid} {os.readlink('/proc/self/ns/pid')}"
+
+
+class CudaDevice:
+    """The device that is current when this is made; see `Device`."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
+        index = self._device.index
+        self.address = _address(index)
+        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
+        # those alone that this process sees.
+        peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
+        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Implements `Device.holds`."""
+        return tensor.device == self._device
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Implements `Device.allocate`."""
+        return self.empty(size)
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Implements `Device.export`."""
+        ipc_fields: Any = memory.untyped_storage()._share_cuda_()
+        _, handle, size, offset, counter, counter_offset, *_ = ipc_fields
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
+        return pickle.dumps((handle, size, offset))
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Implements `Device.open`. The device's index is that of this process."""
+        storage: Any = torch.UntypedStorage._new_shared_cuda(
+            self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
+        )
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Implements `Device.empty`; the memory may be written to inside and outside inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Implements `Device.copy` on the thread's current stream."""
+        into.copy_(source, non_blocking=True)
+
+    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """Implements `Device.to_host`."""
+        return memory.cpu()
+
+    def event(self) -> CudaEvent:
+        """Implements `Device.event`."""
+        return CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
+
+    def open_event(self, handle: bytes) -> CudaEvent:
+        """Implements `Device.open_event`."""
+        return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
