@@ -7,12 +7,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlhpc.runtime.errors import RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.launchers import Member
 from rlhpc.runtime.policies import NEXT_PHASES, SessionPhase, SessionPolicies
 from rlhpc.runtime.worker_spec import WorkerSpec
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Rank(Protocol):
@@ -130,12 +133,12 @@ class FailurePolicy:
         return ended_groups <= self.policies.restartable and "ready" in states and {*states} <= {"ended", "ready"}
 
 
-def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
-    """Returns the rank numbers of each group, both in order."""
-    ranks_by_group: dict[str, list[int]] = {}
-    for rank in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
-        ranks_by_group.setdefault(rank.spec.group, []).append(rank.spec.rank)
-    return ranks_by_group
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns the items by key, both in the order of their first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from rlhpc.runtime.errors import ConfigError
 
@@ -106,9 +106,19 @@ def fsync_file(path: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Writes a new file and fsyncs it. Not atomic: for files inside a staging folder."""
     with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+        _write(file, data)
+
+
+def _write(file: IO[bytes], data: bytes, *, sync: bool = True) -> None:
+    file.write(data)
+    file.flush()
+    if sync:
         os.fsync(file.fileno())
+
+
+def _open_new(path: Path, mode: int) -> int:
+    """Creates a file that must not exist, not even as a link; returns its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True) -> None:
@@ -127,16 +137,12 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    # O_EXCL: never writes into an existing file or a link
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = _open_new(temporary, mode)
     try:
         with os.fdopen(
             fd, "wb"
         ) as file:  # leaving the block closes the file: some filesystems say only then that they are full
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
+            _write(file, data, sync=sync)
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -177,12 +183,10 @@ def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         OSError: The filesystem refused; there is no new file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = _open_new(temporary, mode)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            _write(file, data)
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -200,7 +204,7 @@ def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 def _create_in_place(path: Path, data: bytes, mode: int) -> bool:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        fd = _open_new(path, mode)
     except FileExistsError:
         return False
     with os.fdopen(fd, "wb") as file:

@@ -23,7 +23,8 @@ from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.imports import fingerprint, python_path, run_module
+from rlhpc.runtime.imports import fingerprint, run_module
+from rlhpc.runtime.launchers import rank_environment
 from rlhpc.runtime.ownership import owner
 from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, CurveKeys, GenerationFolder
 from rlhpc.runtime.text import short_repr
@@ -166,7 +167,7 @@ class JoinPoint:
     def tell(self, note: dict[str, Any]) -> None:
         """Sends the driver a note; does nothing if the driver has ended."""
         try:
-            self._peers.request(self._endpoint(), b"NOTED", [pickle.dumps(note)], _ANSWER_S, "the driver")
+            self._peers.request(self._endpoint(), b"NOTE", [pickle.dumps(note)], _ANSWER_S, "the driver")
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
@@ -206,15 +207,11 @@ class JoinedRank:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        environment = {**os.environ, "PYTHONPATH": python_path()}
-        environment["OMP_NUM_THREADS"] = str(spec.threads)
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
-        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # it asks for its parent's end itself: a function between fork and exec would run Python, and other threads' ends,
         # in a copy of this process, which may hold anything
         self.process = subprocess.Popen(
             run_module("rlhpc.runtime.worker_process", "joined", str(os.getpid())),
-            stdin=subprocess.PIPE, env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, env=rank_environment(os.environ, spec.threads), start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):

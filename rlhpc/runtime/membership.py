@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.comm.background import in_background
-from rlhpc.runtime.comm.payload import pickled
 from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
@@ -24,7 +23,7 @@ from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, User
 from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
-from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
+from rlhpc.runtime.launchers import JoinedStarter, Member
 from rlhpc.runtime.policies import SessionPhase
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.reporting import logged
@@ -45,11 +44,6 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
         return not pending
 
     return answer
-
-
-def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
-    """Pickles (class, args, kwargs): by reference if the worker can import the class, otherwise by value."""
-    return pickled(payload)
 
 
 def said_before_its_log(member: Member) -> str:
@@ -82,22 +76,6 @@ def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
     return failure
 
 
-def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
-    """Returns the members of each starter."""
-    members_by_starter: dict[Starter, list[Member]] = {}
-    for member in members:
-        members_by_starter.setdefault(member.starter, []).append(member)
-    return members_by_starter
-
-
-def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
-    """Returns the members' records, grouped by worker group: a call goes to ranks of one group."""
-    records: dict[str, list[dict[str, Any]]] = {}
-    for member in members:
-        records.setdefault(member.spec.group, []).append(member.record)
-    return list(records.values())
-
-
 _ALIVE = ("starting", "ready")
 #: How long a rank may take to hear who takes part; one that takes longer hears of it with its next call.
 _TELL_S = 5.0
@@ -123,10 +101,6 @@ class RankTable:
     def alive(self, group: str | None = None) -> list[Member]:
         """Returns the ranks that have not ended, of one group or of all."""
         return [member for member in self.all() if member.state != "ended" and group in (None, member.spec.group)]
-
-    def ended_of(self, group: str) -> list[Member]:
-        """Returns the ranks of a group that have ended."""
-        return [member for member in self.all() if member.state == "ended" and member.spec.group == group]
 
     def add(self, members: Sequence[Member]) -> None:
         """Adds ranks; each replaces an earlier one of the same name."""

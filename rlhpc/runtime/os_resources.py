@@ -129,25 +129,23 @@ def free_memory() -> int:
     """Returns the bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if
     less.
     """
-    free_bytes = 0
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free_bytes = int(line.split()[1]) << 10
-    return max(0, min([free_bytes, *_left_in_groups()]))
+    return max(0, min([_memory_of_host("MemAvailable"), *_left_in_groups()]))
 
 
 def total_memory() -> int:
     """Returns the bytes of this host's memory, or the limit of the control groups of this process if that is less."""
-    total = 0
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) << 10
-    limits = []
+    limits = [_memory_of_host("MemTotal")]
     for name in ("memory.max", "memory.limit_in_bytes"):
         for folder in _folders():
             with contextlib.suppress(OSError, ValueError):  # no such controller, no right to read it, or "max"
                 limits.append(int((folder / name).read_text()))
-    return min([total, *limits])
+    return min(limits)
+
+
+def _memory_of_host(field: str) -> int:
+    """Returns the bytes in a field of /proc/meminfo."""
+    lines = _MEMINFO.read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -1,14 +1,22 @@
-"""Length-prefixed pickles over a private socket pair between a driver and its fork server (parent and child)."""
+"""Length-prefixed pickles over private sockets and pipes between a process and those that it starts (parent and child)."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _SEND_TIMEOUT = struct.pack("ll", 180, 0)
+
+
+def encode(message: Any) -> bytes:
+    """Pickles a message; returns its length and the pickle."""
+    payload = pickle.dumps(message)
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def send(sock: socket.socket, message: Any) -> None:
@@ -17,31 +25,41 @@ def send(sock: socket.socket, message: Any) -> None:
     Raises:
         OSError: The other side has ended, or has read nothing until the timeout; the connection has ended.
     """
-    payload = pickle.dumps(message)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
-        sock.sendall(_LENGTH.pack(len(payload)) + payload)
+        sock.sendall(encode(message))
     except BlockingIOError:
         sock.shutdown(socket.SHUT_RDWR)  # half a message may be on its way
         raise
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes | None:
+def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
     chunks = []
     while size:
-        chunk = sock.recv(min(size, 1 << 20))
+        chunk = read(min(size, 1 << 20))
         if not chunk:
-            return None
+            raise EOFError
         chunks.append(chunk)
         size -= len(chunk)
     return b"".join(chunks)
 
 
+def decode(read: Callable[[int], bytes]) -> Any:
+    """Reads one message, and nothing that comes after it.
+
+    Args:
+        read: Returns at most so many bytes; none at the end.
+
+    Raises:
+        EOFError: The other side has ended.
+    """
+    (size,) = _LENGTH.unpack(_read_exactly(read, _LENGTH.size))
+    return pickle.loads(_read_exactly(read, size))
+
+
 def receive(sock: socket.socket) -> Any | None:
     """Receives one message; returns None if the other side has ended."""
-    try:
-        header = _exactly(sock, _LENGTH.size)
-        payload = _exactly(sock, _LENGTH.unpack(header)[0]) if header else None
-    except (ConnectionError, OSError):
-        return None
-    return None if payload is None else pickle.loads(payload)
+    payload = None
+    with contextlib.suppress(EOFError, OSError):
+        payload = decode(sock.recv)
+    return payload

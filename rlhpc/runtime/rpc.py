@@ -147,7 +147,7 @@ class CallReceiver(_CallSockets):
         if tcp_address:
             port = TcpPort(self._open_router(server=True), tcp_address)
             self.record["tcp"] = port.endpoint
-            service.mind(port)
+            service.watch_port(port)
 
     def next(self) -> tuple[_CallConnection | bytes, list[bytes]] | None:
         """Waits for a call; returns the caller and its message, or None if it was interrupted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import threading
 import time
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.allocation import steps_possible
 from rlhpc.runtime.comm import context as contexts
+from rlhpc.runtime.comm.payload import pickled
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
-from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, Leases, by_group
+from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, Leases, group_by
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.launchers import Member, Starter
 from rlhpc.runtime.launchers.local import ForkedStarter, ForkServerProcess
@@ -28,10 +30,7 @@ from rlhpc.runtime.membership import (
     Membership,
     RankTable,
     all_in,
-    by_starter,
-    class_body,
     death,
-    records_by_group,
     said_before_its_log,
 )
 from rlhpc.runtime.network import own_address
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_starter_of, _group_of = operator.attrgetter("starter"), operator.attrgetter("spec.group")
 _SETTLE_S = 0.3
 #: Seconds until killed ranks are gone.
 _KILLED_S = 5.0
@@ -214,14 +214,15 @@ class Session:
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
                 self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
-                self.ranks.announce(self.service, self.ranks.ended_of(str(failure.group)))
+                members = group_by(self.ranks.all(), _group_of)[failure.group]
+                self.ranks.announce(self.service, [member for member in members if member.state == "ended"])
                 return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
                 return
             doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
             self.ranks.stopping(doomed)
-        for starter, members in by_starter(doomed).items():
+        for starter, members in group_by(doomed, _starter_of).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
                 starter.end(members)
             for delay in (starter.grace_s, 2 * starter.grace_s):  # again for ranks that had no process yet
@@ -268,8 +269,11 @@ class Session:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # no rank sends any more once all have answered the first
-                groups = records_by_group(survivors)
-                for handle in [self.rpc.call(records, command, (self._recovery,), {}) for records in groups]:
+                groups = group_by(survivors, _group_of).values()
+                for handle in [
+                    self.rpc.call([member.record for member in members], command, (self._recovery,), {})
+                    for members in groups
+                ]:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
@@ -278,7 +282,10 @@ class Session:
                 self.fail(failure)
             self.check()
             raise failure from error
-        return by_group(failed)
+        return {
+            name: sorted(member.spec.rank for member in members)
+            for name, members in sorted(group_by(failed, _group_of).items())
+        }
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -341,7 +348,7 @@ class Session:
             if self.ranks.alive(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
-        class_pickle, incarnation = class_body(payload), f"{time.time_ns():x}"
+        class_pickle, incarnation = pickled(payload), f"{time.time_ns():x}"
         starter = self._stepped if self._stepped is not None and cluster.source == "slurm" else self._forked
         sharing = Counter(p.node_rank for p in placements) + Counter(m.spec.node_rank for m in self.ranks.alive())
         started = []
@@ -366,7 +373,7 @@ class Session:
         """
         ended_members = self.membership.startable(name)
         running_members = self.ranks.await_exit(ended_members, patience_s)
-        for starter, members in by_starter(running_members).items():
+        for starter, members in group_by(running_members, _starter_of).items():
             starter.kill(members)
         incarnation = f"{time.time_ns():x}"
         started = [

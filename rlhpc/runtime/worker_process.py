@@ -22,7 +22,7 @@ from rlhpc.runtime.devices import pci_addresses
 from rlhpc.runtime.disk_errors import explained, log_stream
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.os_resources import raise_limit, stay_near
+from rlhpc.runtime.os_resources import die_with_parent, raise_limit, stay_near
 from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.worker_spec import WorkerSpec
@@ -280,25 +280,9 @@ def _step_id() -> str:
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
-def _spawned(parent: int) -> WorkerSpec:
-    """Runs a rank that the fork server started with a fresh interpreter."""
-    from rlhpc.runtime.os_resources import die_with_parent
-
-    die_with_parent(parent)
-    spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())
-    return spec
-
-
-def _run_joined(parent: int, farewell: Farewell) -> WorkerSpec:
-    """Runs a rank that joins a live run."""
-    from rlhpc.runtime.os_resources import die_with_parent
-
-    die_with_parent(parent)
-    return _task(0, farewell)
-
-
 def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
-    """Runs a rank that is a task of a job step, or has joined; determines its devices, and its address for the other hosts.
+    """Returns the specification of a rank that is a task of a job step, or has joined, with its devices and its address for
+    the other hosts.
 
     Args:
         number: Index of its specification on stdin.
@@ -334,10 +318,11 @@ def main() -> None:
             case ["step"]:
                 spec = _task(int(os.environ["SLURM_PROCID"]))
             case ["joined", parent]:
-                assert farewell is not None
-                spec = _run_joined(int(parent), farewell)
-            case [parent]:
-                spec = _spawned(int(parent))
+                die_with_parent(int(parent))
+                spec = _task(0, farewell)
+            case [parent]:  # started by the fork server
+                die_with_parent(int(parent))
+                spec = pickle.loads(sys.stdin.buffer.read())
             case arguments:
                 raise RlhpcError(f"a rank's process was started with {arguments}")
     except (RlhpcError, EOFError) as error:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
-import pickle
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, read_json
@@ -157,15 +157,13 @@ def spec_of(
     )  # fmt: skip
 
 
-_LENGTH = struct.Struct("!Q")
 #: Input of a joined rank that has to leave.
 LEAVE = b"L"
 
 
 def for_input(specs: Sequence[WorkerSpec]) -> bytes:
     """Encodes the specifications for the tasks of a job step, in order."""
-    specs_pickle = pickle.dumps(list(specs))
-    return _LENGTH.pack(len(specs_pickle)) + specs_pickle
+    return pickle_stream.encode(list(specs))
 
 
 def read_specs(stream: int) -> list[WorkerSpec]:
@@ -174,18 +172,10 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     Raises:
         EOFError: The driver has ended.
     """
-
-    def exactly(size: int) -> bytes:
-        chunks = []
-        while size:
-            chunk = os.read(stream, min(size, 1 << 20))
-            if not chunk:
-                raise EOFError("the driver was gone before it said what to do")
-            chunks.append(chunk)
-            size -= len(chunk)
-        return b"".join(chunks)
-
-    specs: list[WorkerSpec] = pickle.loads(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))
+    try:
+        specs: list[WorkerSpec] = pickle_stream.decode(functools.partial(os.read, stream))
+    except EOFError:
+        raise EOFError("the driver was gone before it said what to do") from None
     return specs
 
 
@@ -201,16 +191,11 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
 
     def watch() -> None:
         reason = b"the driver of this run is gone; this rank ends\n"
-        while True:
-            try:
-                received = os.read(stream, 4096)
-            except OSError:
-                break
-            if not received:
-                break
-            if LEAVE in received and not ends_itself():
-                reason = b"this rank was told to leave, and has nothing under way; it ends\n"
-                break
+        with contextlib.suppress(OSError):
+            while received := os.read(stream, 4096):
+                if LEAVE in received and not ends_itself():
+                    reason = b"this rank was told to leave, and has nothing under way; it ends\n"
+                    break
         with contextlib.suppress(OSError):  # a full disk
             os.write(2, reason)
         with contextlib.suppress(Exception):

@@ -42,8 +42,6 @@ class Collectives:
         """Forms torch's default process group; None where the group has one rank."""
         if self.world_size == 1:
             return None
-        import torch.distributed as dist
-
         if not self._ready:
             assert self._spec is not None
             if not self._spec.tcp_address:
@@ -69,8 +67,6 @@ class Collectives:
         """Reduces a tensor in place; "mean" divides the sum by the world size."""
         if self.process_group() is None:
             return tensor
-        import torch.distributed as dist
-
         reduce = {
             "sum": dist.ReduceOp.SUM,
             "mean": dist.ReduceOp.SUM,
@@ -88,13 +84,13 @@ class Collectives:
         """
         from rlhpc.runtime.comm import p2p
 
-        if self.rank == 0:
-            objects_by_rank = [obj, *(p2p.recv(self.group, rank, tag="g") for rank in range(1, self.world_size))]
-        else:
-            p2p.send(obj, self.group, self.rank, self.group, 0, tag="g")
-            objects_by_rank = []
+        objects_by_rank = [obj]
         if self.world_size == 1:
             return objects_by_rank
+        if self.rank == 0:
+            objects_by_rank += [p2p.recv(self.group, rank, tag="g") for rank in range(1, self.world_size)]
+        else:
+            p2p.send(obj, self.group, self.rank, self.group, 0, tag="g")
         ranks = list(range(self.world_size))
         gathered: list[Any] = p2p.broadcast(
             objects_by_rank, self.group, self.rank, [(self.group, ranks)], (self.group, 0)
@@ -103,8 +99,6 @@ class Collectives:
 
     def barrier(self) -> None:
         if self.process_group() is not None:
-            import torch.distributed as dist
-
             dist.barrier()
 
 
@@ -131,13 +125,14 @@ class ServiceStore(dist.Store):
         self._rank = holder
         _alive.append(self)
 
-    def _ask(self, op: bytes, key: str, *frames: bytes, timeout: float | None = None) -> list[bytes]:
+    def _request(self, op: bytes, key: str, *arguments: bytes, timeout: float | None = None) -> bytes:
+        """Has the holder execute an operation (`KeyValueStore.execute`, or "wait"); returns its result."""
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
-            return service.held.act(op, self._full(key), *frames)
+            return service.store.execute(op, self._full(key), *arguments)
         purpose = f"{self._group}-{self._rank} to answer for the process group"
         limit = self._timeout_s if timeout is None else timeout
-        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, purpose)
+        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *arguments], limit, purpose)[0]
 
     def _holder(self) -> str | None:
         """Returns the endpoint of the process that holds the store; None if this process does."""
@@ -156,12 +151,12 @@ class ServiceStore(dist.Store):
         limit = max(0.0, deadline - time.monotonic())
         if self._holder() is not None:
             with contextlib.suppress(DeadlineExceeded):
-                return self._ask(b"wait", key, timeout=limit)[0]
+                return self._request(b"wait", key, timeout=limit)
         else:
             while True:
                 self._context.check()
                 remaining_s = deadline - time.monotonic()
-                stored_value = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
+                stored_value = self._context.service.store.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
                 if stored_value is not None:
                     return stored_value
                 if remaining_s <= 0:
@@ -170,20 +165,20 @@ class ServiceStore(dist.Store):
                                f"to form their process group (key {key})")  # fmt: skip
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(b"set", key, value if isinstance(value, bytes) else str(value).encode())
+        self._request(b"set", key, value if isinstance(value, bytes) else str(value).encode())
 
     def get(self, key: str) -> bytes:
         return self._value(key, time.monotonic() + self._timeout_s)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(b"add", key, str(amount).encode())[0])
+        return int(self._request(b"add", key, str(amount).encode()))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         sides = [side if isinstance(side, bytes) else str(side).encode() for side in (expected, desired)]
-        return self._ask(b"swap", key, *sides)[0]
+        return self._request(b"swap", key, *sides)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._ask(b"has", key)[0] == b"1" for key in keys)
+        return all(self._request(b"has", key) == b"1" for key in keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -192,10 +187,10 @@ class ServiceStore(dist.Store):
             self._value(key, deadline)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"del", key)[0] == b"1"
+        return self._request(b"del", key) == b"1"
 
     def num_keys(self) -> int:
-        return int(self._ask(b"count", "")[0])
+        return int(self._request(b"count", ""))
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()

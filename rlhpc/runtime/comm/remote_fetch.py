@@ -1,21 +1,27 @@
-"""Data of other hosts: it lands in memory of this process, or in a segment that several processes of this host share."""
+"""Receiving side of large data: segments of other hosts, and tensors on accelerators of this host.
+
+Data of another host arrives in a receive buffer of this process, or in a segment that several processes of this host share.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.comm.payload import Above, Origin, Share, once_for_all
+from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
+from rlhpc.runtime.comm.payload import Above, Origin, Share, once_for_all, rebuild_tensor
+from rlhpc.runtime.comm.queues import Taker
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, capacity_of, default_idle, discard
 from rlhpc.runtime.comm.zero_copy import Withdrawn
-from rlhpc.runtime.comm.zmq_sockets import Peers
+from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.devices import locked, locks_pages
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
@@ -161,3 +167,86 @@ class Fetching:
         except ChannelError:
             above.is_lost = True
         return False
+
+
+#: Seconds for the sender's service to copy a message to the host.
+_DEADLINE_S = 60.0
+
+#: `(origin, path, bytes)` -> memory laid out as a segment.
+Read = Callable[[Origin, str, int], memoryview]
+
+
+class DeviceChannel:
+    """This process's ends of the device channel.
+
+    Args:
+        scratch: The session's folders on this host.
+        endpoint: This process's service.
+        peers: Connections to other processes.
+        read: Reads a segment, of this host or another.
+
+    Attributes:
+        pool: Buffers that this process sends from.
+        takers: Host and accelerator of the ranks that this process has sent to.
+    """
+
+    def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
+        self.pool = DevicePool(scratch, endpoint)
+        self._mappings = DeviceMappings(self.pool.local)
+        self._peers, self._read = peers, read
+        self.takers: dict[tuple[str, int], Taker] = {}
+
+    @property
+    def crossed(self) -> int:
+        """Number of messages of this process whose tensors stayed on the accelerator."""
+        return self.pool.crossed
+
+    def to(self, takers: Collection[Taker]) -> DevicePool | None:
+        """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
+        return self.pool if takers and all(self.pool.reaches(*taker) for taker in takers) else None
+
+    def settle(self) -> None:
+        """Releases buffers whose copies are complete; called before this process waits."""
+        if not self._mappings.reading:
+            return
+        with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so
+            self._mappings.settle()
+
+    def park(self) -> None:
+        """Releases the accelerator memory of messages, and closes other processes' buffers."""
+        self._mappings.park()
+        self.pool.park()
+
+    def forget(self) -> None:
+        """Drops all unread messages and known locations after other ranks have died: ranks may restart elsewhere."""
+        self.pool.forget()
+        self.takers.clear()
+
+    def close(self) -> None:
+        """Closes other processes' buffers, and drops all messages."""
+        with contextlib.suppress(RuntimeError):
+            self._mappings.park()
+        self.pool.forget()
+
+    def land(self, crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
+        """Returns the tensors of a message, on this process's accelerator, or on the CPU if it has none.
+
+        Raises:
+            SegmentGone: The sender has ended, or has forgotten the message.
+            ChannelError: As above, when the sender was asked for a copy on the host.
+        """
+        try:
+            return self._mappings.take(crossing, reader)
+        except NotReadable as error:
+            return self._through_the_host(crossing, origin, reader, str(error))
+
+    def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
+        request = pickle.dumps((crossing.path, reader, why))
+        purpose = "the sender of a message to copy it from its accelerator"
+        (reply,) = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
+        path, start = pickle.loads(reply)
+        host_copy = self._read(origin, path, crossing.size)[start:]
+        return [
+            rebuild_tensor(host_copy[view.offset : view.offset + view.nbytes], view.dtype, view.shape, "", False, False)
+            for view in crossing.parts
+        ]

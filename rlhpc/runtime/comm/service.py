@@ -9,26 +9,23 @@ that needs it; the service thread parks, and takes the loop back when no other t
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import logging
-import os
+import pickle
 import queue
-import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
-from rlhpc.runtime.comm.operations import OPERATIONS, DeviceChannel, HeldValues
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.queues import ChannelState, Item, LocalAnswer, RemoteAnswer, Taker, TooEarly
-from rlhpc.runtime.comm.remote_fetch import Fetching
+from rlhpc.runtime.comm.queues import ChannelState, Item, LocalAnswer, Refusal, RemoteAnswer, Taker, TooEarly
+from rlhpc.runtime.comm.remote_fetch import DeviceChannel, Fetching
+from rlhpc.runtime.comm.service_sockets import ServiceSockets
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection, token_of
 from rlhpc.runtime.comm.zero_copy import Loans, Offers
@@ -36,151 +33,12 @@ from rlhpc.runtime.comm.zmq_sockets import (
     Peers,
     TcpPort,
     ZapDoor,
-    divided,
-    join_pieces,
     make_socket,
-    readable,
-    shut_where_crowded,
 )
 from rlhpc.runtime.errors import CallAborted, ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
-
-#: Who has sent something: a connection on this host, or the ZeroMQ identity of one from another.
-Peer = UnixConnection | bytes
-
-
-class Traffic:
-    """The sockets of a service.
-
-    Args:
-        listener: Listening socket for processes of this host.
-        token: Secret that connecting processes prove to know.
-        zap: Authenticator of ZeroMQ's connections.
-        router: Socket for processes of other hosts, if there are any.
-        bulk: Server of large data for other hosts.
-        handle: Called with each message and its sender.
-        on_close: Called with the name of a connection that has closed.
-    """
-
-    def __init__(
-        self,
-        listener: Listener,
-        token: bytes,
-        zap: ZapDoor,
-        router: zmq.Socket[Any] | None,
-        bulk: BulkServer | None,
-        *,
-        handle: Callable[[Peer, list[bytes]], None],
-        on_close: Callable[[str], None],
-    ) -> None:
-        self._listener, self._token, self._zap, self._router, self._bulk = listener, token, zap, router, bulk
-        self._handle = handle
-        self._on_close = on_close
-        self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
-        self._connections: dict[int, UnixConnection] = {}
-        self._doors: dict[int, TcpPort] = {}
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # not by `close`: another thread may be about to write to it, and its number may be a file's by then
-        weakref.finalize(self, os.close, self._wake)
-        self._epoll = select.epoll()
-        for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
-            self._epoll.register(fd, select.EPOLLIN)
-        if router:
-            self._epoll.register(int(router.FD), select.EPOLLIN)
-        if bulk:
-            self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
-
-    def mind(self, door: TcpPort) -> None:
-        """Checks a port at once when a process connects to it."""
-        self._doors[door.listener.fileno()] = door
-        self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
-
-    def look_at_doors(self) -> None:
-        """Shuts the ports where the process has too few descriptors left, and opens them again."""
-        shut_where_crowded(self._doors.values())
-
-    def post(self, peer: Peer, frames: list[Any]) -> None:
-        """Queues a message to be sent at the end of an iteration."""
-        self._outbox.append((peer, frames))
-
-    def wake(self) -> None:
-        """Wakes the thread that waits in `turn`."""
-        os.eventfd_write(self._wake, 1)
-
-    def turn(self, timeout: float) -> bool:
-        """Receives arrived messages and sends queued ones; waits at most `timeout` seconds. Returns False if nothing
-        happened.
-        """
-        events = self._epoll.poll(timeout)
-        for fd, event in events:
-            if fd in self._connections:
-                self._serve(fd, event)
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
-            elif fd == self._listener.sock.fileno():
-                while (accepted := self._listener.accept(self._token)) is not None:
-                    self._connections[accepted.sock.fileno()] = accepted
-                    self._epoll.register(accepted.sock.fileno(), select.EPOLLIN)
-            elif self._bulk and fd == self._bulk.sock.fileno():
-                self._bulk.accept()
-            elif fd in self._doors:
-                self.look_at_doors()
-            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
-            elif self._router and fd == self._router.FD:
-                pass
-            else:
-                while readable(self._zap.socket):
-                    self._zap.answer()
-        self._exchange()
-        return bool(events)
-
-    def _serve(self, fd: int, event: int) -> None:
-        connection = self._connections[fd]
-        if event & select.EPOLLOUT and not connection.flush():
-            self._epoll.modify(fd, select.EPOLLIN)
-        if event & ~select.EPOLLOUT:
-            for message in connection.receive():
-                self._handle(connection, message)
-        if connection.closed:
-            self._epoll.unregister(fd)
-            del self._connections[fd]
-            connection.sock.close()
-            self._on_close(connection.name)
-
-    def _exchange(self) -> None:
-        """Receives messages of other hosts, and sends all queued ones."""
-        router = self._router
-        while True:
-            while router and readable(router):
-                identity, *message = router.recv_multipart()
-                self._handle(identity, join_pieces(message))
-            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
-            if not self._outbox:
-                return
-            while self._outbox:
-                peer, frames = self._outbox.popleft()
-                if isinstance(peer, bytes):
-                    assert router is not None
-                    router.send_multipart([peer, *divided(frames)])
-                elif not peer.closed and peer.send(frames):
-                    self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-
-    def close(self) -> None:
-        """Closes all sockets."""
-        for connection in self._connections.values():
-            connection.sock.close()
-        self._listener.sock.close()
-        self._epoll.close()
-        for port in self._doors.values():
-            port.listener.close()
-        if self._router:
-            self._router.close()
-        if self._bulk:
-            self._bulk.close()
-        self._zap.socket.close()
-
 
 log = logging.getLogger(__name__)
 INBOX = "\0inbox"
@@ -188,6 +46,61 @@ DEFAULT_MAX_BYTES = 2 << 30
 _PARK_S = 0.002
 _LONG_LEAD_S = 0.005
 _numbers = itertools.count()
+
+
+class KeyValueStore:
+    """Key-value store of a process group. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, list[Callable[[bytes], None]]] = {}
+        self._changed = threading.Condition()
+
+    def execute(self, op: bytes, key: bytes, *arguments: bytes) -> bytes:
+        """Executes one of the store's operations, by torch's names; returns its result.
+
+        Raises:
+            KeyError: The key has not been set.
+            ValueError: There is no such operation.
+        """
+        with self._changed:
+            values = self._values
+            if op == b"get":
+                return values[key]
+            if op == b"has":
+                return b"1" if key in values else b"0"
+            if op == b"del":
+                return b"0" if values.pop(key, None) is None else b"1"
+            if op == b"count":
+                return b"%d" % sum(stored_key.startswith(key) for stored_key in values)
+            if (
+                op == b"swap" and values.get(key, b"") != arguments[0]
+            ):  # torch's compare_set: an absent key counts as empty
+                return values.get(key, arguments[0])
+            if op == b"add":
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(arguments[0]))
+            elif op in (b"set", b"swap"):
+                values[key] = arguments[-1]
+            else:
+                raise ValueError(f"no store operation {op!r}")
+            self._changed.notify_all()
+            for answer in self._waiting.pop(key, ()):
+                answer(values[key])
+            return values[key]
+
+    def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
+        """Calls `answer` with the value of a key: now, or once it has been set."""
+        with self._changed:
+            if key in self._values:
+                answer(self._values[key])
+            else:
+                self._waiting.setdefault(key, []).append(answer)
+
+    def wait(self, key: bytes, timeout: float) -> bytes | None:
+        """Returns the value of a key; None if it is not set within `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, timeout)
+            return self._values.get(key)
 
 
 class Service:
@@ -230,7 +143,7 @@ class Service:
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self.loans, self.offers = Loans(self.pool), Offers()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
-        self.held = HeldValues()
+        self.store = KeyValueStore()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
         #: Number of the last recovery that has ended. The request to give up comes by another way than calls: it may come
@@ -254,7 +167,7 @@ class Service:
         self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
-        self._traffic = Traffic(
+        self._sockets = ServiceSockets(
             listener, token_of(keys), zap, router, self._bulk, handle=self._handle, on_close=self.consumer_died
         )
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
@@ -266,15 +179,15 @@ class Service:
         self._unparked = threading.Event()
         self._next_tick = time.monotonic()
         if router:
-            self.mind(tcp_port)
+            self.watch_port(tcp_port)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
     # -- called by any thread -------------------------------------------------------------------------------------
 
-    def mind(self, door: TcpPort) -> None:
+    def watch_port(self, port: TcpPort) -> None:
         """Keeps a port shut while the process has too few descriptors left for its own files."""
-        self._traffic.mind(door)
+        self._sockets.watch_port(port)
 
     @property
     def stopped(self) -> bool:
@@ -296,9 +209,9 @@ class Service:
 
     def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
-        self._traffic.post(peer, frames)
+        self._sockets.queue(peer, frames)
         if threading.get_ident() != self._leader:
-            self._traffic.wake()
+            self._sockets.wake()
 
     def channel(self, name: str) -> ChannelState:
         try:
@@ -356,7 +269,7 @@ class Service:
                 if remaining_s <= 0:
                     return
                 if self._leader == self._thread.ident:
-                    self._traffic.wake()  # ask the service thread to step aside
+                    self._sockets.wake()  # ask the service thread to step aside
                 if self._loop.acquire(timeout=min(0.002, remaining_s)):
                     try:
                         self._leader = threading.get_ident()
@@ -419,7 +332,7 @@ class Service:
         with self.lock:
             for state in self.channels.values():
                 state.consumer_died(consumer)
-        self._traffic.wake()
+        self._sockets.wake()
 
     def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None:
         """Registers that ranks have come, or have ended (`host.process_key`); the driver counts these changes by `epoch`."""
@@ -481,7 +394,7 @@ class Service:
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""
         self._stopping = True
-        self._traffic.wake()
+        self._sockets.wake()
         self._thread.join(timeout=2)
         if threading.current_thread() is not self._thread:
             self.peers.close()
@@ -517,15 +430,15 @@ class Service:
                     self._iterate(max(0.0, self._next_tick - time.monotonic()))
                 self._leader = None
         with self._loop:
-            self._traffic.close()
+            self._sockets.close()
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
         """Runs one iteration of the event loop, on the thread that runs it; returns False if nothing happened."""
-        was_active = self._traffic.turn(timeout)
+        was_active = self._sockets.run_once(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
-            self._traffic.look_at_doors()
+            self._sockets.check_ports()
             self.lane.settle()
             if self._on_tick:
                 self._on_tick(self)
@@ -538,7 +451,7 @@ class Service:
             self.reply(peer, [request_id, b"error", refusal])
             return
         try:
-            OPERATIONS[op](self, answer, frames)
+            _OPERATIONS[op](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:
             error_text = f"{type(error).__name__}: {error}".encode()
             if request_id:
@@ -547,3 +460,102 @@ class Service:
                 op == b"PUT"
             ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
                 self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + error_text)
+
+    # -- requests of other processes, on the thread that runs the loop --------------------------------------------
+
+    def _on_put(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        name, key, nbytes, weight, segment, should_wait = pickle.loads(frames[0])
+        with self.lock:
+            state = self.channel(name)
+            answer.outlook = state.outlook(key)
+            state.put(key, frames[1:], nbytes, weight, segment, answer)
+            if not should_wait and state.cancel(lambda a: a is answer):
+                answer(Refusal("full"))
+
+    def _on_get(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        name, key, target, should_wait, taker, owner = pickle.loads(frames[0])
+        with self.lock:
+            state = self.channel(name)
+            state.note_taker(key, Taker(*taker))
+            if not should_wait and not state.count(key):
+                answer(Refusal("empty"))
+            else:
+                state.get(key, (owner, answer.connection_name, answer.request_name), target, answer)
+
+    def _on_ack(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        name, item_ids = pickle.loads(frames[0])
+        with self.lock:
+            self.channel(name).acknowledge(item_ids)
+
+    def _on_stat(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        name, key = pickle.loads(frames[0])
+        with self.lock:
+            state = self.channel(name)
+            answer.frames(pickle.dumps((state.count(key), state.full(key))))
+
+    def _on_open(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        self.open_channel(*pickle.loads(frames[0]))
+        answer([])
+
+    def _on_cancel(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        name = RemoteAnswer(answer.reply, answer.peer, frames[0]).request_name
+        with self.lock:
+            self.withdraw(lambda a: isinstance(a, RemoteAnswer) and a.request_name == name)
+            for state in self.channels.values():
+                state.consumer_died(name)  # an answer that crossed this: its items go back to the front
+
+    def _on_store(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        op, key, *arguments = (bytes(frame) for frame in frames)
+        if op == b"wait":  # answered once it has been set
+            self.store.when_set(key, answer.frames)
+        else:
+            answer.frames(self.store.execute(op, key, *arguments))
+
+    def _on_to_host(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no
+        other operation here copies.
+        """
+        path, spans = self.pool.write([memoryview(self.lane.pool.to_host(*pickle.loads(frames[0])).numpy())])
+        answer.frames(pickle.dumps((path, spans[0][0])))
+
+    def _on_doing(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        answer.frames(pickle.dumps(self.doing()))
+
+    def _on_abort(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        self.aborted = int(frames[0])
+
+    def _on_sync(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        answer.frames()  # all that the same connection has brought before has been handled
+
+    def _on_members(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        self.members_changed(*pickle.loads(frames[0]))
+        answer.frames()
+
+    def _on_note(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        if self.on_note:
+            self.on_note(pickle.loads(frames[0]))
+        if answer.number:
+            answer.frames()
+
+    def _on_join(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        if self.on_join is None:
+            raise ChannelError(f"{self.name} is no driver: nobody joins a run there")
+        answer.frames(self.on_join(pickle.loads(frames[0])))
+
+
+_OPERATIONS: dict[bytes, Callable[[Service, RemoteAnswer, list[bytes]], None]] = {
+    b"PUT": Service._on_put,
+    b"GET": Service._on_get,
+    b"ACK": Service._on_ack,
+    b"STAT": Service._on_stat,
+    b"OPEN": Service._on_open,
+    b"CANCEL": Service._on_cancel,
+    b"MEMBERS": Service._on_members,
+    b"SYNC": Service._on_sync,
+    b"NOTE": Service._on_note,
+    b"JOIN": Service._on_join,
+    b"STORE": Service._on_store,
+    b"ABORT": Service._on_abort,
+    b"DOING": Service._on_doing,
+    b"TO_HOST": Service._on_to_host,
+}

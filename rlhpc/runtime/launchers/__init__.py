@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhpc.runtime.imports import python_path
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
     from rlhpc.runtime.errors import RlhpcError
     from rlhpc.runtime.worker_spec import WorkerSpec
+
+
+def rank_environment(environ: Mapping[str, str], threads: int, *, foreign: bool = False) -> dict[str, str]:
+    """Returns the environment in which a rank's interpreter starts.
+
+    Args:
+        environ: Environment to extend; its own settings of libraries stay.
+        threads: Number of OpenMP threads.
+        foreign: Whether it is another Python than this one (`imports.import_paths`).
+    """
+    return {
+        # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
+        "GOMP_SPINCOUNT": "1000",
+        # A look for GPUs then leaves a process that can be forked.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": python_path(foreign),
+    }
 
 
 @dataclass(eq=False)

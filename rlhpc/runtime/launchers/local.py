@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
-from rlhpc.runtime.imports import python_path, run_module
-from rlhpc.runtime.launchers import Member, Reports
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.launchers import Member, Reports, rank_environment
 from rlhpc.runtime.os_resources import raise_limit
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.text import tail
@@ -73,12 +73,7 @@ class ForkServerProcess:
         raise_limit()  # the driver's own, which the server and its ranks inherit
         self.scratch = Scratch.create()
         self.control, server_end = socket.socketpair()
-        # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
-        environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # A look for GPUs then leaves a process that can be forked.
-        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        environment["PYTHONPATH"] = python_path()
+        environment = rank_environment(os.environ, 1) | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with self.words_file.open("ab") as err:
             self.process = subprocess.Popen(
                 run_module("rlhpc.runtime.launchers.fork_server", str(server_end.fileno()), self.scratch.token,

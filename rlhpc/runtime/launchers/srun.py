@@ -16,8 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
-from rlhpc.runtime.imports import python_path
-from rlhpc.runtime.launchers import Member, Reports
+from rlhpc.runtime.launchers import Member, Reports, rank_environment
 from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.os_resources import start_bound_to_parent
 from rlhpc.runtime.reporting import logged
@@ -81,19 +80,17 @@ class SteppedStarter:
         components = [node.het_group or 0 for node in cluster.nodes]
         self._components = len(set(components))
         member_by_rank = {member.spec.rank: member for member in members}
-        spec = members[0].spec
-        steps = []
+        spec, steps = members[0].spec, []
         try:
             for step_plan in job_steps(
                 spec.group, [member.spec for member in members], cluster, components,
                 [node.name for node in cluster.nodes], spec.interpreter or None,
             ):  # fmt: skip
                 name = f"{spec.group}-{step_plan.component}" if self._components > 1 else spec.group
-                step = JobStep(
+                steps.append(JobStep(
                     step_plan, [member_by_rank[rank] for rank in step_plan.ranks], self._log_dir / f"{name}.step.err",
                     self._exited, self._on_step_end,
-                )  # fmt: skip
-                steps.append(step)
+                ))  # fmt: skip
         except OSError as error:
             self._reports.fail(StepFailed(f"cannot start srun: {error}", node=spec.node))
             return
@@ -223,17 +220,14 @@ class JobStep:
         self._killed = False
         self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
-        environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
-        environment["PYTHONPATH"] = python_path(foreign=bool(members[0].spec.interpreter))
-        environment["OMP_NUM_THREADS"] = str(members[0].spec.threads)
-        environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
-        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
-        environment["RLHPC_STEP_JOB"] = job
+        mark = f"{planned.group}-{time.time_ns():x}"
         #: A variable that the processes of this step alone have.
-        self.mark = f"RLHPC_STEP={planned.group}-{time.time_ns():x}"
-        environment |= dict([self.mark.split("=")])
+        self.mark = f"RLHPC_STEP={mark}"
+        spec = members[0].spec
+        environment = rank_environment(step_environment(os.environ), spec.threads, foreign=bool(spec.interpreter))
+        environment |= {"SLURM_HOSTFILE": str(self._hosts), "RLHPC_STEP_JOB": job, "RLHPC_STEP": mark}
         self.process = start_bound_to_parent(
             planned.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=environment, start_new_session=True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rlhpc.runtime.errors import RlhpcError, StaleGeneration, StepFailed, WorkerFailed
-from rlhpc.runtime.failure_detection import FailurePolicy, by_group
+from rlhpc.runtime.failure_detection import FailurePolicy, group_by
 from rlhpc.runtime.policies import NEXT_PHASES, GroupPolicy, SessionPhase, SessionPolicies
 from rlhpc.runtime.worker_spec import WorkerSpec
 
@@ -104,7 +104,11 @@ def test_the_first_failure_counts() -> None:
 
 
 def test_ranks_by_group() -> None:
-    assert by_group(ranks("env-1:ended env-0:ended actor-0:ended")) == {"actor": [0], "env": [0, 1]}
+    groups = group_by(ranks("env-1:ended actor-0:ended env-0:ended"), lambda rank: rank.spec.group)
+    assert {name: [rank.spec.rank for rank in members] for name, members in groups.items()} == {
+        "env": [1, 0],
+        "actor": [0],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Sockets of a service, and one iteration of its event loop."""
+
+from __future__ import annotations
+
+import collections
+import os
+import select
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from rlhpc.runtime.comm.bulk_transfer import BulkServer
+from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection
+from rlhpc.runtime.comm.zmq_sockets import TcpPort, ZapDoor, divided, join_pieces, readable, shut_where_crowded
+
+#: Sender of a message: a connection on this host, or the ZeroMQ identity of a process of another host.
+Peer = UnixConnection | bytes
+
+
+class ServiceSockets:
+    """The sockets of a service.
+
+    Args:
+        listener: Listening socket for processes of this host.
+        token: Secret that connecting processes prove to know.
+        zap: Authenticator of ZeroMQ's connections.
+        router: Socket for processes of other hosts, if there are any.
+        bulk: Server of large data for other hosts.
+        handle: Called with each message and its sender.
+        on_close: Called with the name of a connection that has closed.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        token: bytes,
+        zap: ZapDoor,
+        router: zmq.Socket[Any] | None,
+        bulk: BulkServer | None,
+        *,
+        handle: Callable[[Peer, list[bytes]], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self._listener, self._token, self._zap, self._router, self._bulk = listener, token, zap, router, bulk
+        self._handle = handle
+        self._on_close = on_close
+        self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
+        self._connections: dict[int, UnixConnection] = {}
+        self._ports: dict[int, TcpPort] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # not by `close`: another thread may be about to write to it, and its number may be a file's by then
+        weakref.finalize(self, os.close, self._wake)
+        self._epoll = select.epoll()
+        for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
+            self._epoll.register(fd, select.EPOLLIN)
+        if router:
+            self._epoll.register(int(router.FD), select.EPOLLIN)
+        if bulk:
+            self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
+
+    def watch_port(self, port: TcpPort) -> None:
+        """Checks a port at once when a process connects to it."""
+        self._ports[port.listener.fileno()] = port
+        self._epoll.register(port.listener.fileno(), select.EPOLLIN | select.EPOLLET)
+
+    def check_ports(self) -> None:
+        """Shuts the ports where the process has too few descriptors left, and opens them again."""
+        shut_where_crowded(self._ports.values())
+
+    def queue(self, peer: Peer, frames: list[Any]) -> None:
+        """Queues a message to be sent at the end of an iteration."""
+        self._outbox.append((peer, frames))
+
+    def wake(self) -> None:
+        """Wakes the thread that waits in `run_once`."""
+        os.eventfd_write(self._wake, 1)
+
+    def run_once(self, timeout: float) -> bool:
+        """Receives arrived messages and sends queued ones; waits at most `timeout` seconds. Returns False if nothing
+        happened.
+        """
+        events = self._epoll.poll(timeout)
+        for fd, event in events:
+            if fd in self._connections:
+                self._serve(fd, event)
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+            elif fd == self._listener.sock.fileno():
+                while (accepted := self._listener.accept(self._token)) is not None:
+                    self._connections[accepted.sock.fileno()] = accepted
+                    self._epoll.register(accepted.sock.fileno(), select.EPOLLIN)
+            elif self._bulk and fd == self._bulk.sock.fileno():
+                self._bulk.accept()
+            elif fd in self._ports:
+                self.check_ports()
+            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
+            elif self._router and fd == self._router.FD:
+                pass
+            else:
+                while readable(self._zap.socket):
+                    self._zap.answer()
+        self._exchange()
+        return bool(events)
+
+    def _serve(self, fd: int, event: int) -> None:
+        connection = self._connections[fd]
+        if event & select.EPOLLOUT and not connection.flush():
+            self._epoll.modify(fd, select.EPOLLIN)
+        if event & ~select.EPOLLOUT:
+            for message in connection.receive():
+                self._handle(connection, message)
+        if connection.closed:
+            self._epoll.unregister(fd)
+            del self._connections[fd]
+            connection.sock.close()
+            self._on_close(connection.name)
+
+    def _exchange(self) -> None:
+        """Receives messages of other hosts, and sends all queued ones."""
+        router = self._router
+        while True:
+            while router and readable(router):
+                identity, *message = router.recv_multipart()
+                self._handle(identity, join_pieces(message))
+            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
+            if not self._outbox:
+                return
+            while self._outbox:
+                peer, frames = self._outbox.popleft()
+                if isinstance(peer, bytes):
+                    assert router is not None
+                    router.send_multipart([peer, *divided(frames)])
+                elif not peer.closed and peer.send(frames):
+                    self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._listener.sock.close()
+        self._epoll.close()
+        for port in self._ports.values():
+            port.listener.close()
+        if self._router:
+            self._router.close()
+        if self._bulk:
+            self._bulk.close()
+        self._zap.socket.close()
