@@ -6,7 +6,7 @@ import threading
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.shared_memory import SegmentPool
-from rlhpc.runtime.comm.zero_copy import Loans, Offers
+from rlhpc.runtime.comm.zero_copy import ForwardedData, Lender
 from rlhpc.runtime.os_resources import readable
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
@@ -16,10 +16,10 @@ class Serving:
     """Accepts in a thread, until it is closed."""
 
     def __init__(self, scratch: Scratch, keys: CurveKeys, name: str) -> None:
-        self.pool, self.offers = SegmentPool(scratch), Offers()
-        self.loans = Loans(self.pool)
+        self.pool, self.forwarded_data = SegmentPool(scratch), ForwardedData()
+        self.lender = Lender(self.pool)
         folders = (scratch.shm, scratch.spill)
-        self.server = BulkServer(name, keys, "127.0.0.1", folders, self.loans, self.offers)
+        self.server = BulkServer(name, keys, "127.0.0.1", folders, self.lender, self.forwarded_data)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()

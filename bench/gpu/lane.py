@@ -28,7 +28,7 @@ class Ends(Worker):
         self, outward: Channel, back: Channel, shape: list[int], steps: int, stays: bool
     ) -> tuple[list[float], int]:
         """Returns the seconds of each step, and the number of messages that stayed on the accelerator."""
-        device, crossed_before = own_device(self), current().service.lane.crossed
+        device, crossed_before = own_device(self), current().service.lane.num_device_messages
         dtype = torch.uint8 if len(shape) > 2 else torch.float32
         obs = torch.randint(0, 255, shape, device=device).to(dtype)
         durations = []
@@ -41,7 +41,7 @@ class Ends(Worker):
             back.get()
             durations.append(time.perf_counter() - started_at)
             obs.add_(1)
-        return durations, current().service.lane.crossed - crossed_before
+        return durations, current().service.lane.num_device_messages - crossed_before
 
     def act(self, outward: Channel, back: Channel, steps: int) -> bool:
         """Answers each observation with actions computed from it; returns whether all observations arrived unchanged."""

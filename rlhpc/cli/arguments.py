@@ -132,9 +132,9 @@ def require_driver(paths: RunPaths) -> Path:
         ConfigError: The run has no running driver.
     """
     from rlhpc.jobs.state import states
-    from rlhpc.runtime.joining import JoinPoint
+    from rlhpc.runtime.joining import DriverConnection
 
-    join_point = JoinPoint(paths.registry)
+    join_point = DriverConnection(paths.registry)
     try:
         # A driver whose ranks are all on its host listens only there; from other hosts, files and Slurm show its state.
         if not (join_point.lives() if join_point.is_reachable else states([paths])[0][1].state == "running"):

@@ -30,7 +30,7 @@ _REASONS: dict[int, str] = {
 def _join(args: argparse.Namespace) -> int:
     from rlhpc.jobs.state import Ending
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
-    from rlhpc.runtime.joining import Leaving, stay, wish_of
+    from rlhpc.runtime.joining import LeaveEvent, join_request, stay
 
     for name, value in (("--patience", args.patience), ("--accelerators", args.accelerators)):
         if value is not None and value < 0:
@@ -41,10 +41,10 @@ def _join(args: argparse.Namespace) -> int:
     if accelerators > num_visible:
         raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
-    leaving = Leaving()
+    leaving = LeaveEvent()
     for number in _REASONS:
         signal.signal(number, lambda signum, _: leaving.because(_REASONS[signum]))
-    request, ending = wish_of(args.group, threads, accelerators), Ending(paths)
+    request, ending = join_request(args.group, threads, accelerators), Ending(paths)
     stay(paths.registry, request, leaving, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
     return 0
 

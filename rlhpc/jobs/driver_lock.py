@@ -16,7 +16,7 @@ from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.allocation import in_slurm_job, steps_possible
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, UserError
-from rlhpc.runtime.network import own_address
+from rlhpc.runtime.network import job_address
 
 
 @contextlib.contextmanager
@@ -119,4 +119,4 @@ def require_hosts(cluster: Cluster) -> None:
             "in this shell or container? Put them on its PATH. Nothing was written"
         )
     if cluster.source == "slurm" and steps_possible():
-        own_address(cluster.interface)
+        job_address(cluster.interface)

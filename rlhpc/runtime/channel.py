@@ -18,7 +18,7 @@ from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed, owned
-from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
+from rlhpc.runtime.comm.queues import ChannelRefused, ConsumerLocation, Item, PutEstimate
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import ChannelError, RegistryError
@@ -60,7 +60,7 @@ class Channel:
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
         self._posted = 0
-        self._takers: dict[str, Taker] = {}  # each key's last consumer
+        self._consumers: dict[str, ConsumerLocation] = {}  # each key's last consumer
 
     @classmethod
     def create(
@@ -155,12 +155,12 @@ class Channel:
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
-        taker, holders = self._takers.get(key), [process_key(self._home(key))]
-        if taker is None:
+        consumer, holders = self._consumers.get(key), [process_key(self._home(key))]
+        if consumer is None:
             packed = context.service.pack(item, holders=holders)
         else:
-            lend = not async_op and taker.host != context.host
-            packed = context.service.pack(item, lend=lend, takers=[taker], holders=holders)
+            lend = not async_op and consumer.host != context.host
+            packed = context.service.pack(item, lend=lend, consumers=[consumer], holders=holders)
         if async_op:
             packed.owned()
             return in_background(
@@ -204,12 +204,12 @@ class Channel:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = owned(packed.frames())
 
-                outlook = PutEstimate("", "", False)
+                estimate = PutEstimate("", "", False)
 
                 def act(answer: Any) -> bool:
-                    nonlocal outlook
+                    nonlocal estimate
                     state = service.channel(self.name)
-                    outlook = state.outlook(key)
+                    estimate = state.estimate(key)
                     return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
 
                 if wait:
@@ -220,7 +220,7 @@ class Channel:
                     if not is_admitted:
                         context.check()
                         raise QueueFull(purpose)
-                self._sent(context, packed, key, outlook)
+                self._sent(context, packed, key, estimate)
                 return
             header = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
             self._posted += 1
@@ -242,10 +242,10 @@ class Channel:
                 raise QueueFull(purpose) from None
             raise
 
-    def _sent(self, context: Context, packed: Packed, key: str, outlook: PutEstimate) -> None:
-        if outlook.host:
-            self._takers[key] = outlook.taker
-        packed.settle(outlook.waiting, context.check)
+    def _sent(self, context: Context, packed: Packed, key: str, estimate: PutEstimate) -> None:
+        if estimate.host:
+            self._consumers[key] = estimate.consumer
+        packed.settle(estimate.waiting, context.check)
 
     # -- get ------------------------------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ class Channel:
             QueueEmpty: The channel is empty.
         """
         context = current()
-        taker, patience = Taker(context.host, address()), context.wait_deadline
-        ((item, item_id),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
+        consumer, patience = ConsumerLocation(context.host, address()), context.wait_deadline
+        ((item, item_id),) = self._fetch(context, str(key), None, False, patience, consumer, keep=True)
         return LeasedItem(item, item_id, str(key))
 
     @former_keywords(taken="lease")
@@ -295,14 +295,14 @@ class Channel:
     def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
         service, home = context.service, self._home(key)
         timeout = context.wait_deadline if timeout is None else timeout
-        taker = Taker(context.host, address())
+        consumer = ConsumerLocation(context.host, address())
         service.lane.settle()
         if home["ipc"] == service.endpoint["ipc"]:
             purpose = f"an item in channel {self.name!r}, key {key!r}"
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
-                state.note_taker(key, taker)
+                state.record_consumer(key, consumer)
                 return bool(wait or state.count(key)) and state.get(key, (), target, answer)
 
             try:
@@ -311,7 +311,7 @@ class Channel:
                 context.check()  # a polling loop waits for another process, too
                 raise QueueEmpty(purpose) from None
             return [service.unpack(item.frames) for item in items]
-        return [item for item, _ in self._fetch(context, key, target, wait, timeout, taker)]
+        return [item for item, _ in self._fetch(context, key, target, wait, timeout, consumer)]
 
     def _fetch(
         self,
@@ -320,7 +320,7 @@ class Channel:
         target: float | None,
         wait: bool,
         timeout: float,
-        taker: Taker,
+        consumer: ConsumerLocation,
         keep: bool = False,
     ) -> list[tuple[Any, int]]:
         """Returns items with their numbers from a channel whose home is another process; with `keep` they are not
@@ -328,7 +328,7 @@ class Channel:
         """
         service, home = context.service, self._home(key)
         purpose = f"an item in channel {self.name!r}, key {key!r}"
-        header = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
+        header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))
         try:
             reply = service.peers.request(choose(home), b"GET", [header], timeout, purpose)
         except ChannelRefused:

@@ -69,7 +69,7 @@ def pci_addresses() -> list[str]:
     ]
 
 
-def landing_device(sent: str) -> str:
+def receiving_device(sent: str) -> str:
     """Returns the device for a tensor that was on the device `sent` of another process: the CPU if it was there; otherwise
     this process's accelerator, whatever the sender's index was, or the CPU if this process has none.
     """
@@ -94,7 +94,7 @@ def computes_bfloat16(device: str) -> bool:
     return device != "cpu" and bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
 
 
-def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_segment_attention(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Returns whether torch has a kernel for attention within the samples of one packed row, for tensors like these, `[1,
     heads, T, d]`.
     """
@@ -248,14 +248,16 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
         return device_type
     if environ.get(VIRTUAL):
         return device_type or "cpu"
-    reason, remedy = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+    reason, remedy = explain_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
         f"{torch.__version__}, which {reason}; {remedy}; or do without them: cluster.accelerators_per_node=0"
     )
 
 
-def why_unseen(visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
+def explain_unseen(
+    visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = ""
+) -> tuple[str, str]:
     """Returns why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
 
     Args:

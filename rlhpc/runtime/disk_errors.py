@@ -90,7 +90,9 @@ def explained(error: BaseException, operation: str, *, anyway: bool = True) -> B
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         if isinstance(cause, OSError) and cause.errno in _FULL:
-            path = cause.filename or full_among(_likely())  # a failed write does not always say which file it was
+            path = cause.filename or first_full_filesystem(
+                _likely()
+            )  # a failed write does not always say which file it was
             if path is None and not anyway:
                 return error
             if path is None:
@@ -109,7 +111,7 @@ def _likely() -> list[str]:
     return [*folders, tempfile.gettempdir(), "/tmp", "/dev/shm"]
 
 
-def full_among(folders: Iterable[str | Path]) -> Path | None:
+def first_full_filesystem(folders: Iterable[str | Path]) -> Path | None:
     """Returns the first folder whose filesystem has no capacity left for ordinary users: a failed write does not name it."""
     for folder in folders:
         with contextlib.suppress(OSError):

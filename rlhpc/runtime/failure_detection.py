@@ -157,7 +157,7 @@ _AWAY_S = 5.0
 _NAMED = 5
 
 
-class Leases:
+class HeartbeatMonitor:
     """Heartbeat monitor of the ranks that are ready.
 
     Args:

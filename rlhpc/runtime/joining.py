@@ -54,7 +54,7 @@ class NotYet(JoinRefused):
     """Error: the driver accepts ranks, but not at this moment."""
 
 
-class JoinPoint:
+class DriverConnection:
     """Connection of a joining process to a run's driver.
 
     Args:
@@ -136,7 +136,7 @@ class JoinPoint:
                 f"{short_repr(path)} is {owner(status)}'s: a driver of another user gives no place in a run"
             )
 
-    def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
+    def ask(self, request: Mapping[str, Any]) -> WorkerSpec:
         """Requests a place. The answer is read as JSON: only the rank's process executes what the run sends.
 
         Raises:
@@ -144,7 +144,7 @@ class JoinPoint:
         """
         try:
             (spec_json,) = self._peers.request(
-                self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
+                self._endpoint(), b"JOIN", [pickle.dumps(dict(request))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
             raise (NotYet if isinstance(error, TooEarly) else JoinRefused)(str(error)) from error
@@ -185,7 +185,7 @@ class JoinPoint:
         self._context.destroy(linger=0)
 
 
-class Leaving(threading.Event):
+class LeaveEvent(threading.Event):
     """Event that is set when a process has to leave.
 
     Attributes:
@@ -248,7 +248,7 @@ class JoinedRank:
         return self.status or 0
 
 
-def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
+def join_request(group: str, threads: int, accelerators: int) -> dict[str, Any]:
     """Returns this process's request: a place in a group, for one rank."""
     return {
         "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
@@ -258,8 +258,8 @@ def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
 
 def stay(
     registry_root: Path,
-    wish: Mapping[str, Any],
-    stopped: Leaving,
+    request: Mapping[str, Any],
+    stopped: LeaveEvent,
     report: Callable[[str], None],
     over: Callable[[], bool],
     *,
@@ -271,7 +271,7 @@ def stay(
 
     Args:
         registry_root: The run's registry folder.
-        wish: See `wish_of`.
+        request: See `join_request`.
         stopped: Set when this process has to leave, as before its walltime ends; `why` has the reason.
         report: Called with messages on the progress.
         over: Returns whether the run has ended, so that no driver will continue it.
@@ -296,7 +296,9 @@ def stay(
         generation, silent = join_point.registry.generation, True
         try:
             try:
-                status = _take_part(join_point, _place(join_point, wish, stopped, patience_s), stopped, report, grace_s)
+                status = _take_part(
+                    join_point, _place(join_point, request, stopped, patience_s), stopped, report, grace_s
+                )
             except RlhpcError:
                 if not may_wait or join_point.lives():
                     raise
@@ -314,18 +316,18 @@ def stay(
 
 def _door(
     registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
-) -> JoinPoint | None:
+) -> DriverConnection | None:
     """Returns the connection to a driver; None if none arrives in time. The previous driver is accepted if it was only
     `silent` and answers.
     """
     deadline = time.monotonic() + patience_s
     while True:
         if not before and not patience_s:
-            return JoinPoint(registry_root)
+            return DriverConnection(registry_root)
         with contextlib.suppress(ConfigError, OSError):
             is_new = (registry_root / CURRENT).read_text() != before
             if is_new or silent:
-                join_point = JoinPoint(registry_root)
+                join_point = DriverConnection(registry_root)
                 if is_new or (join_point.lives(over) and not over()):
                     return join_point
                 join_point.close()
@@ -334,7 +336,9 @@ def _door(
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
+def _place(
+    door: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
+) -> WorkerSpec | None:
     """Returns the specification of a rank as soon as a place is free; None if this process has to leave before.
 
     Raises:
@@ -344,7 +348,7 @@ def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return door.ask(wish)
+            return door.ask(request)
         except NotYet:
             if time.monotonic() > deadline:
                 raise
@@ -354,7 +358,7 @@ def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_
             raise RlhpcError("the run's driver has ended before a rank could join")
 
 
-def _without(door: JoinPoint, spec: WorkerSpec) -> str:
+def _without(door: DriverConnection, spec: WorkerSpec) -> str:
     """Returns a message if the driver continues without the rank, else ""."""
     reason = door.why_left(spec)
     door.has_departed = bool(reason)
@@ -362,7 +366,7 @@ def _without(door: JoinPoint, spec: WorkerSpec) -> str:
 
 
 def _take_part(
-    door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, report: Callable[[str], None], grace_s: float
+    door: DriverConnection, spec: WorkerSpec | None, stopped: LeaveEvent, report: Callable[[str], None], grace_s: float
 ) -> int:
     """Takes part under one driver, until the driver or the rank has ended or this process has to leave; returns the rank's
     wait status.

@@ -23,7 +23,7 @@ from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, User
 from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
-from rlhpc.runtime.launchers import JoinedStarter, Member
+from rlhpc.runtime.launchers import JoinedLauncher, Member
 from rlhpc.runtime.policies import SessionPhase
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.reporting import logged
@@ -46,14 +46,14 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
     return answer
 
 
-def said_before_its_log(member: Member) -> str:
+def early_output_text(member: Member) -> str:
     """Returns the output of a rank that died before it opened its log, as the end of a message; saved in that log if
     possible.
     """
     output, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
         if not log_err.exists():
-            output = member.starter.early_output(member)
+            output = member.launcher.early_output(member)
             log_err.write_text(output + "\n")
     return last_lines(output)
 
@@ -201,7 +201,7 @@ class RankTable:
         ended."""
         with self.changed:
             self.changed.wait_for(lambda: all(member.state != "starting" for member in self.all()), arrival_s)
-        limit = max((member.starter.limit_s for member in self.all()), default=0.0)
+        limit = max((member.launcher.limit_s for member in self.all()), default=0.0)
         self.await_ended([member for member in self.all() if member.state != "ready"], limit)
 
 
@@ -252,7 +252,7 @@ class Membership:
     ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
-        self._joined, self._host = JoinedStarter(), host_id()
+        self._joined, self._host = JoinedLauncher(), host_id()
         self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         threading.Thread(target=self._conclude, name="rlhpc-departures", daemon=True).start()
         self._jobs: dict[str, tuple[str, Member]] = {}
@@ -317,8 +317,8 @@ class Membership:
         member = departure.member
         if not member.has_exited:
             with logged(f"{member.spec.name} has left, and could not be killed"):
-                member.starter.kill([member])
-        if member.starter is self._joined:
+                member.launcher.kill([member])
+        if member.launcher is self._joined:
             self._tell(
                 {
                     "event": "left",
@@ -330,7 +330,7 @@ class Membership:
     def _record(self, departure: _Departure) -> bool:
         """Writes the departure for the ranks that wait for this one; returns False if the write has to be repeated."""
         member, spec = departure.member, departure.member.spec
-        if not member.record and member.starter is not self._joined:
+        if not member.record and member.launcher is not self._joined:
             return True
         try:
             self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
@@ -376,7 +376,7 @@ class Membership:
     def takes_part(self, group: str, rank: int) -> None:
         """Registers that a joined or restarted rank is set up and works from now on."""
         for member in self._ranks.alive(group):
-            if member.spec.rank == rank and member.starter is self._joined:
+            if member.spec.rank == rank and member.launcher is self._joined:
                 if member.spec.incarnation in self._jobs:
                     self._at_work[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
                 self._tell({"event": "works", "incarnation": member.spec.incarnation})
@@ -403,39 +403,39 @@ class Membership:
         return [
             member
             for member in self._ranks.all()
-            if member.spec.group == group and member.state == "ended" and member.starter is not self._joined
+            if member.spec.group == group and member.state == "ended" and member.launcher is not self._joined
         ]
 
-    def join(self, wish: Mapping[str, Any]) -> bytes:
+    def join(self, request: Mapping[str, Any]) -> bytes:
         """Assigns a process a place in a group; returns its specification as JSON. Called on the service's thread.
 
         Raises:
             ChannelError: It may not join; the message has the reason. `TooEarly` if it may join later.
         """
-        group = wish["group"]
-        self._allow(group, wish)
+        group = request["group"]
+        self._allow(group, request)
         with self._ranks.changed:
             members = [m for m in self._ranks.all() if m.spec.group == group]  # those that have ended, too
-            template, rank = members[0].spec, self._place_in(group, members, wish)
+            template, rank = members[0].spec, self._place_in(group, members, request)
             stem = self._log_dir / f"{group}-{rank}"
             env = {name: value for name, value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"}
             spec = replace(
-                template, rank=rank, node=wish["node"], node_rank=rank, local_rank=0, local_world_size=1,
-                accelerators=tuple(range(wish["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
-                threads=wish["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
+                template, rank=rank, node=request["node"], node_rank=rank, local_rank=0, local_world_size=1,
+                accelerators=tuple(range(request["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+                threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
             member = Member(spec, self._joined)
             self._ranks.add([member])
-            if wish["job"]:
-                self._jobs[spec.incarnation] = wish["job"], member
+            if request["job"]:
+                self._jobs[spec.incarnation] = request["job"], member
         self._tell({
             "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": rank, "node": spec.node,
-            "job": wish["job"], "accelerators": wish["accelerators"],
+            "job": request["job"], "accelerators": request["accelerators"],
         })  # fmt: skip
-        log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
+        log.info("%s joins from node %s (job %s)", spec.name, spec.node, request["job"] or "none")
         return spec.to_json()
 
-    def _place_in(self, group: str, members: Sequence[Member], wish: Mapping[str, Any]) -> int:
+    def _place_in(self, group: str, members: Sequence[Member], request: Mapping[str, Any]) -> int:
         """Returns the number of a joining rank: next to ranks of its job, or of its node, whose replica is not complete
         yet.
         """
@@ -449,13 +449,15 @@ class Membership:
             replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
             jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}
             is_neighbour = (
-                jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in replica_members} == {wish["node"]}
+                jobs == {request["job"]}
+                if request["job"]
+                else {m.spec.node for m in replica_members} == {request["node"]}
             )
             if free_ranks and is_neighbour and all(m.state != "ended" for m in replica_members):
                 return free_ranks[0]
         return self._failures.replica_of(group, next_rank - 1).stop
 
-    def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
+    def _allow(self, group: str, request: Mapping[str, Any]) -> None:
         policies = self._failures.policies
         if self._failures.phase not in (SessionPhase.RUNNING, SessionPhase.RECOVERING):
             raise TooEarly("the ranks that the run starts with are starting or ending")
@@ -464,9 +466,9 @@ class Membership:
             elastic_text = f"groups that take some: {', '.join(elastic) or 'none'}"
             reason = f"; {policies.closed_reason}" if policies.closed_reason else ""
             raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{reason}")
-        if wish["code"] != fingerprint():
+        if request["code"] != fingerprint():
             raise ChannelError(
                 "this is another rlhpc than the run's own: use the environment that the run was started with"
             )
-        if wish["host"] != self._host and not self._listens:
+        if request["host"] != self._host and not self._listens:
             raise ChannelError("this run listens to processes of its own host only")

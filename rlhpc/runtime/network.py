@@ -99,7 +99,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
 
 
-def own_address(interface: str | None) -> str | None:
+def job_address(interface: str | None) -> str | None:
     """Returns this host's address for the other hosts of its Slurm job; None if there are no other hosts."""
     remote_nodes = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
     if not remote_nodes:

@@ -43,7 +43,7 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
     return cores
 
 
-def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
+def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     """Binds the calling thread, and with it all threads and processes that it starts later, to the granted cores near devices.
 
     Ranks whose devices are near the same cores share these cores, as the kernel schedules them. A rank that would get fewer
@@ -109,7 +109,7 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
     return {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
-def crowded() -> bool:
+def is_short_of_descriptors() -> bool:
     """Returns whether three quarters of this process's descriptors are in use: the kernel always assigns the lowest free
     one.
     """

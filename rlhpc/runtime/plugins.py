@@ -84,7 +84,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
     entry_points_by_name: dict[str, EntryPoint] = {}
     packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
-        for package, entry_points in _list_installed(*_as_it_is(folder)):
+        for package, entry_points in _list_installed(*_folder_and_mtime(folder)):
             if package not in packages:
                 packages.add(package)
                 entry_points_by_name |= {
@@ -93,7 +93,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
     return entry_points_by_name
 
 
-def _as_it_is(folder: str) -> tuple[str, int]:
+def _folder_and_mtime(folder: str) -> tuple[str, int]:
     """Returns a folder and the time at which its content last changed."""
     try:
         return folder, os.stat(folder or ".").st_mtime_ns

@@ -185,7 +185,7 @@ class GenerationFolder:
         (self.root / kind / f"{name}.json").unlink(missing_ok=True)
 
     def wait_for(
-        self, kind: str, name: str, timeout: float, whom: str, check: Callable[[], None] = lambda: None
+        self, kind: str, name: str, timeout: float, purpose: str, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
         """Waits for a record, polling with growing intervals, and returns it.
 
@@ -196,7 +196,9 @@ class GenerationFolder:
         while (record := self.get(kind, name)) is None:
             check()
             if time.monotonic() > deadline:
-                raise RegistryError(f"waited {timeout:.0f} s for {whom}; {self.root / kind / name}.json never appeared")
+                raise RegistryError(
+                    f"waited {timeout:.0f} s for {purpose}; {self.root / kind / name}.json never appeared"
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)
         return record

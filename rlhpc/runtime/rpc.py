@@ -264,11 +264,11 @@ class CallServer:
 
     def run(self) -> int:
         """Executes calls until the rank ends; returns its exit status."""
-        farewell = self._context.farewell
+        graceful_leave = self._context.graceful_leave
         while True:
-            if farewell.has_notice:
-                farewell.say()
-            if farewell.over:
+            if graceful_leave.has_notice:
+                graceful_leave.say()
+            if graceful_leave.over:
                 return 1  # its run continues: a status different from an end that the driver requested
             call = self._receiver.next()
             if call is None:  # it has just got a notice to leave

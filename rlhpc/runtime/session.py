@@ -21,19 +21,19 @@ from rlhpc.runtime.comm.payload import pickled
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
-from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, Leases, group_by
+from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, HeartbeatMonitor, group_by
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.launchers import Member, Starter
-from rlhpc.runtime.launchers.local import ForkedStarter, ForkServerProcess
-from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.launchers import Launcher, Member
+from rlhpc.runtime.launchers.local import ForkLauncher, ForkServerProcess
+from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.membership import (
     Membership,
     RankTable,
     all_in,
     death,
-    said_before_its_log,
+    early_output_text,
 )
-from rlhpc.runtime.network import own_address
+from rlhpc.runtime.network import job_address
 from rlhpc.runtime.policies import SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import MEMBERS, CurveKeys, GenerationFolder, RegistryWatch
 from rlhpc.runtime.reporting import guarded, logged
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_starter_of, _group_of = operator.attrgetter("starter"), operator.attrgetter("spec.group")
+_launcher_of, _group_of = operator.attrgetter("starter"), operator.attrgetter("spec.group")
 _SETTLE_S = 0.3
 #: Seconds until killed ranks are gone.
 _KILLED_S = 5.0
@@ -86,7 +86,7 @@ class Session:
     ) -> None:
         steps = steps_possible()
         if tcp_address is None and steps:
-            tcp_address = own_address(interface)
+            tcp_address = job_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server = ForkServerProcess.take(None if steps else preload)
@@ -109,7 +109,7 @@ class Session:
         self.membership = Membership(
             self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address), on_membership
         )
-        self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record), self.failures)
+        self.leases = HeartbeatMonitor(self.fail, lambda record: self.service.peers.knows_ended(record), self.failures)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
             check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
@@ -120,8 +120,8 @@ class Session:
         self.context = contexts.Context("driver", self.registry, self.service, self.check, limit_s)
         contexts.install(self.context)
         self.rpc = RpcClient(self.context, self.fail, self.check)
-        self._forked = ForkedStarter(server, self.log_dir, self)
-        self._stepped = SteppedStarter(self.log_dir, self.scratch, self) if steps else None
+        self._fork_launcher = ForkLauncher(server, self.log_dir, self)
+        self._srun_launcher = SrunLauncher(self.log_dir, self.scratch, self) if steps else None
         self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
         self.registry.put(
             MEMBERS, "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": node_name(),
@@ -176,7 +176,7 @@ class Session:
     def exited(self, member: Member, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
         if self.ranks.processes_ended([member]):
-            self.fail(death(member.spec, status, said_before_its_log(member)))
+            self.fail(death(member.spec, status, early_output_text(member)))
 
     def job_gone(self, job: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
@@ -222,19 +222,19 @@ class Session:
                 return
             doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
             self.ranks.stopping(doomed)
-        for starter, members in group_by(doomed, _starter_of).items():
+        for launcher, members in group_by(doomed, _launcher_of).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
-                starter.end(members)
-            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for ranks that had no process yet
-                timer = threading.Timer(delay, self._kill, [starter, members])
+                launcher.end(members)
+            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # again for ranks that had no process yet
+                timer = threading.Timer(delay, self._kill, [launcher, members])
                 timer.daemon = True
                 timer.start()
         self.rpc.interrupt()
 
-    def _kill(self, starter: Starter, members: Sequence[Member]) -> None:
+    def _kill(self, launcher: Launcher, members: Sequence[Member]) -> None:
         if self.failure is not None:
             with logged(f"ranks of {members[0].spec.group} could not be killed"):
-                starter.kill(members)
+                launcher.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
         """Recovers from the failure of a restartable group or of an independent rank: ends the failed ranks and frees the
@@ -349,7 +349,11 @@ class Session:
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
         class_pickle, incarnation = pickled(payload), f"{time.time_ns():x}"
-        starter = self._stepped if self._stepped is not None and cluster.source == "slurm" else self._forked
+        launcher = (
+            self._srun_launcher
+            if self._srun_launcher is not None and cluster.source == "slurm"
+            else self._fork_launcher
+        )
         sharing = Counter(p.node_rank for p in placements) + Counter(m.spec.node_rank for m in self.ranks.alive())
         started = []
         for placement in placements:
@@ -359,11 +363,11 @@ class Session:
                 driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, tcp_address=self.tcp_address,
                 interface=self.interface,
             )  # fmt: skip
-            starter.prepare(spec, cluster.nodes[placement.node_rank], fork)
-            started.append(Member(spec, starter))
+            launcher.prepare(spec, cluster.nodes[placement.node_rank], fork)
+            started.append(Member(spec, launcher))
         self.ranks.add(started)
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
-        starter.start(started, cluster)
+        launcher.start(started, cluster)
         return started
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
@@ -373,17 +377,17 @@ class Session:
         """
         ended_members = self.membership.startable(name)
         running_members = self.ranks.await_exit(ended_members, patience_s)
-        for starter, members in group_by(running_members, _starter_of).items():
-            starter.kill(members)
+        for launcher, members in group_by(running_members, _launcher_of).items():
+            launcher.kill(members)
         incarnation = f"{time.time_ns():x}"
         started = [
-            Member(replace(m.spec, incarnation=incarnation), m.starter)
+            Member(replace(m.spec, incarnation=incarnation), m.launcher)
             for m in ended_members
             if m not in running_members
         ]
         self.ranks.add(started)
         if started:
-            started[0].starter.start(started, cluster)
+            started[0].launcher.start(started, cluster)
         return started
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
@@ -408,7 +412,7 @@ class Session:
                 f"  {member.spec.name} on {member.spec.node} (pid {member.pid or '?'}, log {member.spec.log_err})"
                 for member in missing
             ]
-            lines += [f"  {line}" for line in missing[0].starter.arrival_report(missing)]
+            lines += [f"  {line}" for line in missing[0].launcher.arrival_report(missing)]
             message = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
             self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
@@ -426,9 +430,9 @@ class Session:
         if alive and self.failure is None:
             self.rpc.call(alive, EXIT, (), {})
         if members:
-            starter = members[0].starter
-            starter.end([m for m in members if not m.record])
-            for act, patience in ((starter.end, starter.grace_s), (starter.kill, _KILLED_S)):
+            launcher = members[0].launcher
+            launcher.end([m for m in members if not m.record])
+            for act, patience in ((launcher.end, launcher.grace_s), (launcher.kill, _KILLED_S)):
                 if self.ranks.await_ended(members, grace):
                     break
                 act(members)
@@ -450,14 +454,14 @@ class Session:
         self._registry_watch.stop()
         with self.ranks.changed:
             starting_members = [m for m in self.ranks.alive() if m.state == "starting"]
-            if self._forked.cut_short():
+            if self._fork_launcher.cut_short():
                 self.ranks.stopping(starting_members)
         with contextlib.suppress(Exception):
             for name in {m.spec.group for m in self.ranks.alive()}:
                 self.shutdown_group(name, self.ranks.alive(name), 2.0)
-        for starter in (self._stepped, self._forked):
-            if starter is not None:
-                starter.close(clear=self.failure is not None and bool(self.tcp_address))
+        for launcher in (self._srun_launcher, self._fork_launcher):
+            if launcher is not None:
+                launcher.close(clear=self.failure is not None and bool(self.tcp_address))
         self.membership.close()
         self.rpc.close()
         self.service.stop()

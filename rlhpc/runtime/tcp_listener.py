@@ -200,7 +200,7 @@ class ConnectionTable(Generic[T]):
             if not self._by_owner[owner]:
                 del self._by_owner[owner]
 
-    def most_of_one(self) -> int:
+    def max_per_owner(self) -> int:
         """Returns the largest number of connections of one owner."""
         return max(map(len, self._by_owner.values()), default=0)
 

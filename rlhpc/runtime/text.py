@@ -117,10 +117,12 @@ def tail(path: str) -> str:
 def last_lines(text: str) -> str:
     """Returns the informative last lines of a log's text, as the end of a message; "" if there are none."""
     lines = text.strip().splitlines()
-    return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(lines)) if lines else ""
+    return (
+        "\n  last lines of its log:\n" + "\n".join("    " + line for line in _informative_lines(lines)) if lines else ""
+    )
 
 
-def _telling(lines: list[str]) -> list[str]:
+def _informative_lines(lines: list[str]) -> list[str]:
     """Returns the last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
     fatal_lines = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not fatal_lines or not lines[-1].startswith(

@@ -86,7 +86,7 @@ class Worker:
         that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
         if (context := installed()) is not None:
-            context.farewell.first(act)
+            context.graceful_leave.first(act)
 
     @staticmethod
     def stay_until_let_go() -> None:
@@ -96,13 +96,13 @@ class Worker:
         other ranks cannot do without at any moment. The rank is killed if this takes longer than its job allows.
         """
         if (context := installed()) is not None:
-            context.farewell.stay()
+            context.graceful_leave.stay()
 
     @property
     def told_to_leave(self) -> bool:
         """True if this rank has to leave the run and may finish work first (`before_leaving`)."""
         context = installed()
-        return context is not None and context.farewell.has_notice
+        return context is not None and context.graceful_leave.has_notice
 
     # -- channels -------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rlhpc.runtime.comm.context import Context, Farewell, install
+from rlhpc.runtime.comm.context import Context, GracefulLeave, install
 from rlhpc.runtime.devices import pci_addresses
 from rlhpc.runtime.disk_errors import explained, log_stream
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.os_resources import die_with_parent, raise_limit, stay_near
+from rlhpc.runtime.os_resources import bind_near, die_with_parent, raise_limit
 from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.worker_spec import WorkerSpec
@@ -124,7 +124,7 @@ def _environment(spec: WorkerSpec) -> None:
 def _stay_near_devices(spec: WorkerSpec) -> None:
     """Binds the rank to cores near its accelerators, before it starts threads; see `cluster.bind_cores`."""
     if spec.accelerators and spec.bind_cores and (addresses := pci_addresses()):
-        logging.getLogger(__name__).info("cores: %s", stay_near(addresses, spec.threads))
+        logging.getLogger(__name__).info("cores: %s", bind_near(addresses, spec.threads))
 
 
 class _Rank:
@@ -132,7 +132,7 @@ class _Rank:
 
     Args:
         spec: Specification of the rank.
-        farewell: Graceful leave of the rank.
+        graceful_leave: Graceful leave of the rank.
 
     Attributes:
         context: Context of the process.
@@ -140,7 +140,7 @@ class _Rank:
         record: Entry in the registry: endpoints, process and log files.
     """
 
-    def __init__(self, spec: WorkerSpec, farewell: Farewell) -> None:
+    def __init__(self, spec: WorkerSpec, graceful_leave: GracefulLeave) -> None:
         # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
         from rlhpc.runtime.comm.service import Service
         from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
@@ -158,11 +158,11 @@ class _Rank:
             on_broken=lambda _: os._exit(1), doing=main_stack,
         )  # fmt: skip
         self.receiver = CallReceiver(self._service, spec.tcp_address)
-        farewell.wake = self.receiver.interrupt
-        farewell.announce = lambda: self._tell_driver("leaving", spec.name, spec.incarnation)
+        graceful_leave.wake = self.receiver.interrupt
+        graceful_leave.announce = lambda: self._tell_driver("leaving", spec.name, spec.incarnation)
         self.context = Context(
             spec.name, registry, self._service, check=self._service.check, wait_deadline=spec.wait_deadline,
-            farewell=farewell, tell_driver=self._tell_driver,
+            graceful_leave=graceful_leave, tell_driver=self._tell_driver,
         )  # fmt: skip
         self.record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
@@ -196,13 +196,15 @@ class _Rank:
             service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._note("alive"))], timeout=0.0)
 
 
-def _prepare_process(spec: WorkerSpec, on_sigterm: Callable[[], None] | None, farewell: Farewell | None) -> None:
+def _prepare_process(
+    spec: WorkerSpec, on_sigterm: Callable[[], None] | None, graceful_leave: GracefulLeave | None
+) -> None:
     """Prepares log files, signals, environment and limits of a rank's process."""
     _redirect(spec)
     faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
     if on_sigterm is not None:
-        before_sigterm(on_sigterm, farewell.tell if farewell is not None else lambda: False)
+        before_sigterm(on_sigterm, graceful_leave.tell if graceful_leave is not None else lambda: False)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     quiet_known_warnings()
@@ -228,21 +230,23 @@ def _close(instance: Any, name: str) -> None:
             logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", name)
 
 
-def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
+def run_worker(
+    spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
+) -> int:
     """Runs a worker from start to end; returns its exit status.
 
     Args:
         spec: Specification of the rank.
         on_sigterm: Called before SIGTERM ends the process.
-        farewell: Has the action of a joined rank before it leaves, after SIGTERM or another notice.
+        graceful_leave: Has the action of a joined rank before it leaves, after SIGTERM or another notice.
     """
-    _prepare_process(spec, on_sigterm, farewell)
+    _prepare_process(spec, on_sigterm, graceful_leave)
     # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime.comm.gloo_auth import guard
     from rlhpc.runtime.rpc import CallServer, describe_error
 
     guard()
-    rank = _Rank(spec, farewell or Farewell())
+    rank = _Rank(spec, graceful_leave or GracefulLeave())
     rank.publish()
     try:
         instance = _build_instance(spec)
@@ -257,10 +261,12 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     return status
 
 
-def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
+def live(
+    spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
+) -> int:
     """Calls `run_worker`. If that fails before it has opened its log, the log and this process's own output still say why."""
     try:
-        return run_worker(spec, on_sigterm, farewell)
+        return run_worker(spec, on_sigterm, graceful_leave)
     except BaseException as error:
         reason = explained(error, "this rank")
         message = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
@@ -280,23 +286,25 @@ def _step_id() -> str:
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
-def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
+def _task(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
     """Returns the specification of a rank that is a task of a job step, or has joined, with its devices and its address for
     the other hosts.
 
     Args:
         number: Index of its specification on stdin.
-        farewell: Graceful leave of a joined rank.
+        graceful_leave: Graceful leave of a joined rank.
     """
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
     from rlhpc.runtime.scratch import Scratch, remove_stale
-    from rlhpc.runtime.worker_spec import end_with_input, own_devices, read_specs
+    from rlhpc.runtime.worker_spec import exit_on_input_end, read_specs, step_devices
 
     stream = os.dup(0)
     spec = read_specs(stream)[number]
-    end_with_input(stream, Scratch(spec.token).leave, farewell.tell if farewell is not None else lambda: True)
-    spec.env.setdefault("CUDA_VISIBLE_DEVICES", own_devices(spec, os.environ, visible_accelerators(os.environ)))
+    exit_on_input_end(
+        stream, Scratch(spec.token).leave, graceful_leave.tell if graceful_leave is not None else lambda: True
+    )
+    spec.env.setdefault("CUDA_VISIBLE_DEVICES", step_devices(spec, os.environ, visible_accelerators(os.environ)))
     if spec.local_rank == 0:
         remove_stale()
     if spec.tcp_address:
@@ -312,14 +320,14 @@ def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
 def main() -> None:
     """Runs a rank in a separate interpreter, which reads its specification from stdin."""
     by_step = sys.argv[1] in ("step", "joined")
-    farewell = Farewell() if sys.argv[1] == "joined" else None
+    graceful_leave = GracefulLeave() if sys.argv[1] == "joined" else None
     try:
         match sys.argv[1:]:
             case ["step"]:
                 spec = _task(int(os.environ["SLURM_PROCID"]))
             case ["joined", parent]:
                 die_with_parent(int(parent))
-                spec = _task(0, farewell)
+                spec = _task(0, graceful_leave)
             case [parent]:  # started by the fork server
                 die_with_parent(int(parent))
                 spec = pickle.loads(sys.stdin.buffer.read())
@@ -331,7 +339,7 @@ def main() -> None:
     from rlhpc.runtime.scratch import Scratch
 
     leave = Scratch(spec.token).leave if by_step else None  # of the others, the fork server removes the folders
-    status = live(spec, leave, farewell)
+    status = live(spec, leave, graceful_leave)
     if leave is not None:
         leave()
     sys.stdout.flush()

@@ -179,7 +179,7 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     return specs
 
 
-def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
+def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
     """Ends this process as soon as its input ends, because the driver or srun has ended; calls `leave` before.
 
     Args:
@@ -205,7 +205,7 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
     threading.Thread(target=watch, name="rlhpc-lifeline", daemon=True).start()
 
 
-def own_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
+def step_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
     """Returns the rank's `CUDA_VISIBLE_DEVICES`: index i is the i-th device that this step was granted on this node.
 
     Raises:

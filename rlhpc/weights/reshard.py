@@ -32,7 +32,7 @@ from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.context import current
-from rlhpc.runtime.comm.payload import dtype_name
+from rlhpc.runtime.comm.device_memory import dtype_name
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
 from rlhpc.weights.process_group import RankAddress, group_ranks

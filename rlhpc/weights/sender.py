@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.comm.device_memory import Crossing
-from rlhpc.runtime.comm.payload import dtype_name
+from rlhpc.runtime.comm.device_memory import DeviceMessage
+from rlhpc.runtime.comm.device_memory import dtype_name
 from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, SegmentPool, ShmSegment, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -412,7 +412,7 @@ class Publisher:
         )
         if payload is not None:
             self._serial += 1
-            path = payload.path if isinstance(payload, Crossing) else ""
+            path = payload.path if isinstance(payload, DeviceMessage) else ""
             names = tuple(tensor_entry[0] for tensor_entry in bucket.entries)
             return WeightChunk(
                 self._stream, self._serial, path, (0, 0), False, bucket.nbytes, payload=(payload, names)

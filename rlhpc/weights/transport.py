@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import Context, current
-from rlhpc.runtime.comm.payload import Above, Origin, Share
+from rlhpc.runtime.comm.payload import ForwardingProcess, Origin, HostReader
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
@@ -253,7 +253,7 @@ class WeightReceiver:
         self._address, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(complete_updates)
         self._slot, self._origin = ReaderSlot(0, 0, 1), Origin("", "")
-        self._upstream = Above("")
+        self._upstream = ForwardingProcess("")
         self._prefetcher = Prefetcher(on_end=lambda: current().service.peers.close())
         self._check_abort: Callable[[], None] = lambda: None
         self._transport = TransportReceiver(self._address, transport)
@@ -282,7 +282,7 @@ class WeightReceiver:
         self._origin = Origin(*origin)
         if slots is not None:
             self._slot = slots[self._address]
-            self._upstream = Above(self._slot.upstream)
+            self._upstream = ForwardingProcess(self._slot.upstream)
         return announcement
 
     def _skip(self, chunk: WeightChunk) -> None:
@@ -310,7 +310,7 @@ class WeightReceiver:
         if self._origin.host != service.endpoint["host"]:
             shares_fetch = slot.num_host_readers > 1 and not is_late
             share = (
-                Share(f"{chunk.name}-{slot.reader - slot.host_index}", slot.host_index, slot.num_host_readers)
+                HostReader(f"{chunk.name}-{slot.reader - slot.host_index}", slot.host_index, slot.num_host_readers)
                 if shares_fetch
                 else None
             )
@@ -326,14 +326,14 @@ class WeightReceiver:
                 share,
                 in_place=not chunk.retained,
                 later=[],
-                above=upstream,
+                forwarder=upstream,
                 lock=not chunk.retained,
             )
             if is_forwarded and slot.num_downstream and not slot.host_index:
                 chunk_bytes = memory[HEADER : HEADER + chunk.size]
                 if chunk.retained and not chunk.fixed:  # it changes in place after its arrival, so a copy is forwarded
                     chunk_bytes = np.frombuffer(chunk_bytes, np.uint8).copy().data
-                service.offers.put(chunk.name, chunk_bytes, slot.num_downstream)
+                service.forwarded_data.put(chunk.name, chunk_bytes, slot.num_downstream)
             service.peers.release(self._origin.bulk, chunk.path, slot.reader)
             return memory
         try:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlhpc.runtime.comm import device_memory as crossings
 from rlhpc.runtime.comm.context import Context, current
-from rlhpc.runtime.comm.device_memory import Crossing, current_device
-from rlhpc.runtime.comm.payload import Origin, dtype_name
+from rlhpc.runtime.comm.device_memory import DeviceMessage, current_device, dtype_name
+from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
 from rlhpc.weights.process_group import GroupLost, RankAddress, WeightProcessGroup
@@ -98,7 +98,7 @@ class Bucket(NamedTuple):
 
 
 #: Location of a chunk that is in no segment, as an announcement gives it.
-DevicePayload = Crossing | Bucket
+DevicePayload = DeviceMessage | Bucket
 
 
 def choose(
@@ -276,7 +276,7 @@ class TransportReceiver:
         Raises:
             GroupLost: The chunk did not arrive. If the other ranks continue, it is announced again.
         """
-        if isinstance(payload, Crossing):
+        if isinstance(payload, DeviceMessage):
             return current().service.lane.land(payload, origin, reader)
         if payload.group == self._left_group:
             self.refuse(payload)

@@ -498,7 +498,7 @@ class _Bomb:
 def answer_a_join(answer: Callable[[str], bytes]) -> str:
     """A driver of somebody else answers one that joins."""
     from rlhpc.runtime.errors import RlhpcError
-    from rlhpc.runtime.joining import JoinPoint
+    from rlhpc.runtime.joining import DriverConnection
     from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-t-") as name:
@@ -510,7 +510,7 @@ def answer_a_join(answer: Callable[[str], bytes]) -> str:
             "driver",
             {"node": "n", "data": {"host": "h", "ipc": "ipc:///nowhere", "tcp": "tcp://h:1", "bulk": ""}},
         )
-        door: Any = JoinPoint(top / "run/registry")
+        door: Any = DriverConnection(top / "run/registry")
         door._peers.request = lambda *_: [answer(mark)]
         try:
             door.ask({"group": "rollout"})

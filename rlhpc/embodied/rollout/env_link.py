@@ -17,7 +17,7 @@ from rlhpc.embodied.rollout.slot_map import ACTIONS, OBSERVATIONS, SlotMap
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
-from rlhpc.runtime.comm.queues import Taker
+from rlhpc.runtime.comm.queues import ConsumerLocation
 from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -287,7 +287,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
     if is_env:
-        local_taker = Taker(current().host, address())
+        local_taker = ConsumerLocation(current().host, address())
         for stage in stages:
             peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
             devices = [
@@ -296,7 +296,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
             is_near = bool(
                 local_taker.device
                 and made_there[stage]
-                and all(device_taker and Taker(*device_taker) == local_taker for device_taker in devices)
+                and all(device_taker and ConsumerLocation(*device_taker) == local_taker for device_taker in devices)
             )
             for peer in peers:
                 with contextlib.suppress(PeerLeft):  # the link detects it, too

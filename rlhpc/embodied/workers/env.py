@@ -127,7 +127,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
         if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
-        episodes, num_crossed_before = EpisodeLog(), current().service.lane.crossed
+        episodes, num_crossed_before = EpisodeLog(), current().service.lane.num_device_messages
         for stage in stages:
             if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
                 self.obs[stage] = refreshed_obs
@@ -149,7 +149,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     )
         for stage in stages:
             self._send_outcomes(stage, outcomes[stage], turn.decisions)
-        num_crossed = current().service.lane.crossed - num_crossed_before
+        num_crossed = current().service.lane.num_device_messages - num_crossed_before
         on_accelerator = sum(
             len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
         )

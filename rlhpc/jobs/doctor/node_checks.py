@@ -12,7 +12,7 @@ from typing import Any
 from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob
 from rlhpc.jobs.doctor.slurm_facts import Finding, Level, Site, decide, names
 from rlhpc.runtime.allocation import visible_accelerators
-from rlhpc.runtime.devices import VIRTUAL, why_unseen
+from rlhpc.runtime.devices import VIRTUAL, explain_unseen
 from rlhpc.runtime.text import format_bytes
 
 _LEAST_FILES = 4096
@@ -209,7 +209,7 @@ def _torch_problem(report: Mapping[str, Any], granted: int, mask: str | None) ->
     """Returns the problem in torch's report on a node, with advice; None if everything works."""
     num_seen, error, driver = report.get("seen", granted), report.get("error"), report.get("driver", "")
     if num_seen < granted:
-        reason, advice = why_unseen(num_seen, report["cuda"], report["hip"], mask, driver)
+        reason, advice = explain_unseen(num_seen, report["cuda"], report["hip"], mask, driver)
         driver_text = f"the driver takes CUDA up to {driver}" if driver else "there is no libcuda.so.1"
         warning_text = f" ({report['warning']})" if report["warning"] else ""
         problem = (

@@ -305,7 +305,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 steps[-1].send({**plan, **torch} if job.gpus else plan)
             _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
             _look_for_files(probes, canary, token)
-            _introduce(steps, site, canary, token)
+            _open_socket(steps, site, canary, token)
             _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
             if tests_torch:
                 with_torch = [step for step in steps if step.job.gpus]
@@ -371,7 +371,7 @@ def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
                 job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _FILE_S)
 
 
-def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
+def _open_socket(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
     """Sends every node the addresses of the others, and writes a second file for it to see."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}

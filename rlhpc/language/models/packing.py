@@ -23,7 +23,7 @@ from rlhpc.language.models.context_parallel import Heads, RowShare, to_heads, to
 from rlhpc.language.models.loading import pretrained_in
 from rlhpc.language.models.token_batch import Segments, TokenBatch
 from rlhpc.language.models.vision import sub_attention
-from rlhpc.runtime.devices import attends_by_segments
+from rlhpc.runtime.devices import has_segment_attention
 from rlhpc.runtime.errors import ConfigError
 
 #: Name under which the function is registered with transformers.
@@ -204,7 +204,7 @@ def attend(
         head_module, local_segments = Heads(module, q, k), replace(segments, group=None)
         outputs, _ = attend(head_module, q, k, v, None, scaling, dropout, sliding_window, local_segments)  # type: ignore[arg-type]
         return to_tokens(outputs, segments.group), None
-    if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
+    if not dropout and has_segment_attention(query, value) and (kernel := _kernel()):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         outputs_by_row: Any = kernel(
             q,

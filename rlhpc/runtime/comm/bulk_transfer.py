@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhpc.runtime.comm.unix_sockets import send_all
-from rlhpc.runtime.comm.zero_copy import PREFIX, Loans, Offers, Withdrawn
+from rlhpc.runtime.comm.zero_copy import PREFIX, ForwardedData, Lender, Withdrawn
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
@@ -150,8 +150,8 @@ class BulkServer:
         keys: Keys of the generation.
         address: Address to listen on.
         folders: The folders of segments; nothing else is served.
-        loans: The loans of this process.
-        offers: Data that this process forwards.
+        lender: Buffers that this process lends.
+        forwarded_data: Data that this process forwards.
 
     Attributes:
         sent: Bytes of data that were sent or are about to be sent: bytes that a receiver has are always counted.
@@ -163,10 +163,16 @@ class BulkServer:
         keys: CurveKeys,
         address: str,
         folders: tuple[Path, ...],
-        loans: Loans,
-        offers: Offers,
+        lender: Lender,
+        forwarded_data: ForwardedData,
     ) -> None:
-        self._name, self._keys, self._folders, self._loans, self._offers = name, keys, folders, loans, offers
+        self._name, self._keys, self._folders, self._lender, self._forwarded_data = (
+            name,
+            keys,
+            folders,
+            lender,
+            forwarded_data,
+        )
         self.sent = 0
         self._listener = TcpListener(address)
         self.sock = self._listener.sock
@@ -235,26 +241,26 @@ class BulkServer:
     def _answer(self, link: BulkConnection, request: bytes) -> None:
         operation, arguments = request[:1], request[1:]
         if operation == _RELEASE:
-            self._loans.release(os.fsdecode(arguments[_READER.size :]), *_READER.unpack_from(arguments))
+            self._lender.release(os.fsdecode(arguments[_READER.size :]), *_READER.unpack_from(arguments))
             return
         (start, count), path = _RANGE.unpack_from(arguments), os.fsdecode(arguments[_RANGE.size :])
         if operation == _OFFERED:
             self._send_offer(link, path, start, count)
             return
-        loan = self._loans.find(path)
-        if loan is None:
+        lent = self._lender.find(path)
+        if lent is None:
             self._send_file(link, path, start, count)
             return
-        with loan.reading() as views:
+        with lent.reading() as views:
             if views is not None:
                 with self._begin_transfer(link, count):
-                    send_all(link.sock, loan.pieces(views, start, count))
+                    send_all(link.sock, lent.pieces(views, start, count))
         if views is None:
-            self._send_file(link, str(loan.segment), start, count)
+            self._send_file(link, str(lent.segment), start, count)
 
     def _send_offer(self, link: BulkConnection, name: str, start: int, count: int) -> None:
         try:
-            memory = self._offers.find(name, _OFFER_S)
+            memory = self._forwarded_data.find(name, _OFFER_S)
         except Withdrawn:
             link.say(_WITHDRAWN)
             return
@@ -265,7 +271,7 @@ class BulkServer:
         else:
             with self._begin_transfer(link, count):
                 link.sock.sendall(memory[start : start + count])
-            self._offers.finish_read(name)
+            self._forwarded_data.finish_read(name)
 
     @contextlib.contextmanager
     def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
@@ -289,7 +295,7 @@ class BulkServer:
             if start + count > os.fstat(fd).st_size:
                 link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
                 return
-            memory = self._loans.memory(path)
+            memory = self._lender.memory(path)
             with self._begin_transfer(link, count):
                 if memory is not None:
                     # quicker than sendfile, which hands over one small page at a time: half the time between namespaces
@@ -372,14 +378,14 @@ class BulkClient:
         connection.agree(transcript)
         return connection
 
-    def fetch(self, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
+    def fetch(self, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
         """Fills `target` with the bytes of a segment from `start` on.
 
         Args:
             path: The segment, or the name of the offered data.
             start: Offset.
             target: Memory of this process.
-            offered: Request offered data rather than a segment.
+            forwarded: Request offered data rather than a segment.
 
         Returns:
             Whether the data was there; an offer may not have been made yet.
@@ -390,7 +396,7 @@ class BulkClient:
             ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False
-        self._link.say((_OFFERED if offered else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path))
+        self._link.say((_OFFERED if forwarded else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path))
         reply = self._link.hear(self._check)
         if reply[:1] != _OK:
             self.in_step = True

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
 
 
-class Farewell:
+class GracefulLeave:
     """Graceful leave of a rank: the steps between the notice to leave and the rank's end.
 
     The notice arrives on a thread, or in a signal handler, and must not wait for the main thread; so it takes no lock.
@@ -86,7 +86,7 @@ class Context:
         service: This process's data plane.
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
-        farewell: Graceful leave of this process.
+        graceful_leave: Graceful leave of this process.
         tell_driver: Sends the driver a note about a member: event, name, incarnation.
     """
 
@@ -96,7 +96,7 @@ class Context:
     check: Callable[[], None] = lambda: None
     wait_deadline: float = field(default_factory=default_wait_deadline_s)
     host: str = field(default_factory=host_id)
-    farewell: Farewell = field(default_factory=Farewell)
+    graceful_leave: GracefulLeave = field(default_factory=GracefulLeave)
     tell_driver: Callable[[str, str, str], None] = lambda event, name, incarnation: None
     _looked: dict[str, float] = field(default_factory=dict)
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)

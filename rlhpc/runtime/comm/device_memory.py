@@ -153,7 +153,7 @@ class TensorView(NamedTuple):
     nbytes: int
 
 
-class Crossing(NamedTuple):
+class DeviceMessage(NamedTuple):
     """Descriptor of tensors in a buffer on the sender's accelerator.
 
     Attributes:
@@ -238,7 +238,7 @@ class DeviceMappings:
         self._opened: dict[str, _Opened] = {}
         self.reading: list[tuple[_Opened, int]] = []
 
-    def take(self, crossing: Crossing, reader: int) -> list[Any]:
+    def take(self, device_message: DeviceMessage, reader: int) -> list[Any]:
         """Returns copies of a message's tensors on this process's accelerator.
 
         Raises:
@@ -248,18 +248,18 @@ class DeviceMappings:
         import torch
 
         device = current_device()
-        if device is None or crossing.address not in device.reads:
+        if device is None or device_message.address not in device.reads:
             raise NotReadable
         self.settle()
         with self._lock:
-            mapping = self._open(device, crossing)
+            mapping = self._open(device, device_message)
             if mapping.lease[reader : reader + 1] == FREE:  # its sender no longer waits for this reader
-                raise SegmentGone(crossing.path)
+                raise SegmentGone(device_message.path)
             begin_use(mapping.lease, reader)
             try:
-                arrived = device.empty(crossing.size)
+                arrived = device.empty(device_message.size)
                 mapping.written.wait()
-                device.copy(arrived, mapping.memory[: crossing.size])
+                device.copy(arrived, mapping.memory[: device_message.size])
                 mapping.read.record()
             except BaseException:  # of a device that is full, say
                 end_use(mapping.lease, reader)
@@ -267,25 +267,25 @@ class DeviceMappings:
             self.reading.append((mapping, reader))
         return [
             arrived[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
-            for view in crossing.parts
+            for view in device_message.parts
         ]
 
-    def _open(self, device: _Device, crossing: Crossing) -> _Opened:
-        sender = _PROCESS.search(crossing.path)
+    def _open(self, device: _Device, device_message: DeviceMessage) -> _Opened:
+        sender = _PROCESS.search(device_message.path)
         # An event of a process that has ended must not be waited for.
         if sender is not None and has_ended(sender[1]):
-            raise SegmentGone(crossing.path)
-        if crossing.path in self._opened:
-            return self._opened[crossing.path]
+            raise SegmentGone(device_message.path)
+        if device_message.path in self._opened:
+            return self._opened[device_message.path]
         self._sweep()
-        lease = map_segment(crossing.path, mmap.MAP_SHARED)
-        buffer = self._local(crossing.path)
+        lease = map_segment(device_message.path, mmap.MAP_SHARED)
+        buffer = self._local(device_message.path)
         if buffer is None:
             try:
-                buffer = device.open(crossing.memory), device.open_event(crossing.event)
+                buffer = device.open(device_message.memory), device.open_event(device_message.event)
             except RuntimeError as error:
                 raise NotReadable(str(error) or type(error).__name__) from None
-        mapping = self._opened[crossing.path] = _Opened(device, lease, *buffer)
+        mapping = self._opened[device_message.path] = _Opened(device, lease, *buffer)
         return mapping
 
     def settle(self) -> None:
@@ -352,7 +352,7 @@ class DevicePool:
         endpoint: This process's service.
 
     Attributes:
-        crossed: Messages whose tensors stayed on the accelerator.
+        num_device_messages: Messages whose tensors stayed on the accelerator.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str]) -> None:
@@ -360,7 +360,7 @@ class DevicePool:
         self._lock = threading.Lock()
         self._buffers: dict[str, _SentBuffer] = {}
         self._shut = False
-        self.crossed = 0
+        self.num_device_messages = 0
 
     @property
     def bytes(self) -> int:
@@ -372,7 +372,7 @@ class DevicePool:
         device = None if self._shut or not address or host != self._endpoint["host"] else current_device()
         return device is not None and device.address == address
 
-    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
+    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> DeviceMessage | None:
         """Enqueues copies of this process's tensors into a buffer, and lends it to readers, numbered from 0.
 
         Returns:
@@ -395,9 +395,9 @@ class DevicePool:
             buffer.event.record()
             buffer.readers, buffer.size, buffer.holders = readers, size, holders
             await_readers(buffer.lease, readers)
-            self.crossed += 1
+            self.num_device_messages += 1
         handle = buffer.event.handle
-        return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
+        return DeviceMessage(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
 
     def awaited(self, path: str) -> list[bool]:
         """Returns for each reader of a buffer whether it is still awaited; empty for an unknown buffer."""

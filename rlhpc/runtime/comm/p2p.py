@@ -13,8 +13,8 @@ from typing import Any
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import address
-from rlhpc.runtime.comm.payload import Packed, Share, forgo, owned
-from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
+from rlhpc.runtime.comm.payload import HostReader, Packed, owned, release_unread
+from rlhpc.runtime.comm.queues import ChannelState, ConsumerLocation, Item, PutEstimate
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
 from rlhpc.runtime.comm.zmq_sockets import Pending, choose
@@ -51,7 +51,7 @@ class _Transfer:
         packed: Packed,
         key: str,
         reader: int = 0,
-        share: Share | None = None,
+        share: HostReader | None = None,
     ) -> None:
         self._context, self._target = context, target
         #: The request that the receiver's service has not answered yet; None for an inbox of this process.
@@ -87,7 +87,7 @@ class _Transfer:
         service, has_left = self._context.service, functools.partial(self._context.has_left, *self._target)
         estimate = PutEstimate(*pickle.loads(service.peers.reply_to(self._pending, timeout, has_left)[0]))
         if estimate.host:
-            service.lane.takers[self._target] = estimate.taker
+            service.lane.consumers[self._target] = estimate.consumer
         return estimate.waiting
 
     def wait_unless_left(self, timeout: float) -> bool | None:
@@ -100,10 +100,10 @@ class _Transfer:
             return None
 
 
-def _taker(context: Context, group: str, rank: int) -> Taker:
+def _consumer_of(context: Context, group: str, rank: int) -> ConsumerLocation:
     """Returns the known location of a rank; a rank that was restarted on another host has an unknown location."""
-    taker = context.service.lane.takers.get((group, rank), Taker())
-    return taker if taker.host == context.member(group, rank)["host"] else Taker()
+    consumer = context.service.lane.consumers.get((group, rank), ConsumerLocation())
+    return consumer if consumer.host == context.member(group, rank)["host"] else ConsumerLocation()
 
 
 def send(
@@ -112,9 +112,9 @@ def send(
     """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
     is_remote = context.member(dst_group, dst_rank)["host"] != context.host
-    taker = _taker(context, dst_group, dst_rank)
+    consumer = _consumer_of(context, dst_group, dst_rank)
     holders = [process_key(context.member(dst_group, dst_rank)["data"])]
-    packed = context.service.pack(obj, lend=is_remote and not async_op, takers=[taker], holders=holders)
+    packed = context.service.pack(obj, lend=is_remote and not async_op, consumers=[consumer], holders=holders)
     if async_op:
         packed.owned()
 
@@ -140,12 +140,12 @@ def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> A
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
     service, key = current().service, _key(tag, src_group, src_rank)
-    taker = Taker(current().host, address())
+    consumer = ConsumerLocation(current().host, address())
     service.lane.settle()
 
     def act(answer: Any) -> bool:
         state = service.channel(INBOX)
-        state.note_taker(key, taker)
+        state.record_consumer(key, consumer)
         return state.get(key, (), None, answer)
 
     return service.wait_local(act, timeout, f"a message from {src_group}-{src_rank}")[0]
@@ -167,7 +167,7 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
     return transfer.wait_unless_left(context.wait_deadline) is not None
 
 
-def await_post(key: str, timeout: float, whom: str) -> Any:
+def await_post(key: str, timeout: float, purpose: str) -> Any:
     """Waits for the next object that is posted here.
 
     Raises:
@@ -175,7 +175,7 @@ def await_post(key: str, timeout: float, whom: str) -> Any:
     """
     service = current().service
     items = service.wait_local(
-        lambda answer: bool(service.channel(INBOX).get(key, (), None, answer)), timeout, f"a message from {whom}"
+        lambda answer: bool(service.channel(INBOX).get(key, (), None, answer)), timeout, f"a message from {purpose}"
     )
     return service.unpack(items[0].frames)
 
@@ -266,10 +266,10 @@ def begin_broadcast(
     if not readers:
         return lambda: None
     is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
-    takers = [_taker(context, *target) for target in targets]
+    consumers = [_consumer_of(context, *target) for target in targets]
     # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
-    packed = context.service.pack(obj, len(readers), lend=is_remote, takers=takers, holders=holders)
+    packed = context.service.pack(obj, len(readers), lend=is_remote, consumers=consumers, holders=holders)
     key = _key("b", group, rank)
     transfers: list[_Transfer] = []
     num_started = 0
@@ -290,7 +290,7 @@ def begin_broadcast(
             name = secrets.token_hex(8) if len(sharers) > 1 else ""
             keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
             for index, target in enumerate(sharers):
-                share = Share(name, index, len(sharers), keys) if name else None
+                share = HostReader(name, index, len(sharers), keys) if name else None
                 transfers.append(_Transfer(context, target, packed, key, reader, share))
                 num_started = reader + 1
     except BaseException:
@@ -341,6 +341,6 @@ def clear_inbox(service: Service) -> None:
         service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
     for unread in [unread for queued in state.queues.values() for unread in queued.items]:
         # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
-        forgo(unread.frames)
+        release_unread(unread.frames)
         with contextlib.suppress(RlhpcError, SegmentGone, OSError):
             service.unpack(unread.frames, borrow=True)

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, current_device, dtype_name
+from rlhpc.runtime.comm.device_memory import DeviceMessage, DevicePool, current_device, dtype_name
 from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool, discard
-from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Loan, Loans
-from rlhpc.runtime.devices import landing_device
+from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Lender, LentBuffers
+from rlhpc.runtime.devices import receiving_device
 from rlhpc.runtime.errors import DeadlineExceeded
 
 Buffer = bytes | bytearray | memoryview
@@ -45,7 +45,7 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
     else:
         writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
         tensor = torch.frombuffer(writable, dtype=torch_dtype).reshape(shape)
-    tensor = tensor.to(landing_device(device))
+    tensor = tensor.to(receiving_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
     return tensor.requires_grad_(grad) if grad else tensor
@@ -90,7 +90,7 @@ class _ByValuePickler(cloudpickle.Pickler):
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child()
 
 
-def _know_torch() -> None:
+def _register_torch() -> None:
     """Registers the tensor reductions once torch has been imported; never imports it."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or torch.Tensor in _Pickler.dispatch_table:
@@ -100,18 +100,18 @@ def _know_torch() -> None:
         pickler.dispatch_table[torch.nn.Parameter] = _reduce_tensor
 
 
-class Apart:
+class TensorExtractor:
     """Tensors that stay in place while the object that contains them is pickled.
 
     Args:
-        stays: Selects the tensors that stay, among those that need no gradient.
+        is_extracted: Selects the tensors that stay, among those that need no gradient.
 
     Attributes:
         tensors: The selected tensors, each once.
     """
 
-    def __init__(self, stays: Callable[[Any], bool]) -> None:
-        self._stays, self._kind = stays, sys.modules["torch"].Tensor
+    def __init__(self, is_extracted: Callable[[Any], bool]) -> None:
+        self._is_extracted, self._tensor_class = is_extracted, sys.modules["torch"].Tensor
         self.tensors: list[Any] = []
         self._numbers: dict[int, int] = {}
 
@@ -122,7 +122,12 @@ class Apart:
 
     def __call__(self, obj: Any) -> int | None:
         """Returns the index of a tensor that stays in place; None for any other object."""
-        if type(obj) is not self._kind or obj.requires_grad or not obj.is_contiguous() or not self._stays(obj):
+        if (
+            type(obj) is not self._tensor_class
+            or obj.requires_grad
+            or not obj.is_contiguous()
+            or not self._is_extracted(obj)
+        ):
             return None
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
@@ -130,20 +135,20 @@ class Apart:
         return self._numbers[id(obj)]
 
 
-def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]]:
+def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, list[memoryview]]:
     """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory).
 
     Args:
         obj: Anything that can be pickled.
-        apart: Removes tensors from the object; `loads` needs them again.
+        extractor: Removes tensors from the object; `loads` needs them again.
     """
-    _know_torch()
+    _register_torch()
     try:
-        stream, buffers = _dump(_Pickler, obj, apart)
+        stream, buffers = _dump(_Pickler, obj, extractor)
     except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
-        if apart is not None:
-            apart.clear()
-        stream, buffers = _dump(_ByValuePickler, obj, apart)
+        if extractor is not None:
+            extractor.clear()
+        stream, buffers = _dump(_ByValuePickler, obj, extractor)
     return stream, [buffer.raw() for buffer in buffers]
 
 
@@ -158,12 +163,12 @@ def pickled(obj: Any) -> bytes:
     return stream.getvalue()
 
 
-def _dump(pickler_class: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump(pickler_class: Any, obj: Any, extractor: TensorExtractor | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler = pickler_class(stream, protocol=5, buffer_callback=buffers.append)
-    if apart is not None:  # a method of the class would be called for each object of every message
-        pickler.persistent_id = apart
+    if extractor is not None:  # a method of the class would be called for each object of every message
+        pickler.persistent_id = extractor
     pickler.dump(obj)
     return stream.getvalue(), buffers
 
@@ -196,7 +201,7 @@ _PRECEDENCE_S = 0.05
 _PAUSE_S = 0.001
 
 
-class Share(NamedTuple):
+class HostReader(NamedTuple):
     """Position of a receiver among the receivers on its host.
 
     Attributes:
@@ -211,8 +216,8 @@ class Share(NamedTuple):
     holders: tuple[str, ...] = ()
 
 
-def once_for_all(
-    folder: Path, share: Share, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
+def fetch_once_per_host(
+    folder: Path, share: HostReader, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
 ) -> str:
     """Fetches the message, or waits for the receiver that does; returns the path of its segment on this host.
 
@@ -274,7 +279,7 @@ class Origin(NamedTuple):
     bulk: str = ""
 
 
-class Above:
+class ForwardingProcess:
     """A process on another host that forwards the same data, at some time.
 
     Args:
@@ -300,7 +305,17 @@ class Packed:
     """
 
     __slots__ = (
-        "_crossing", "_data", "_inline", "_loan", "_loans", "_origin", "_path", "_pool", "_spans", "nbytes", "readers",
+        "_data",
+        "_device_message",
+        "_inline",
+        "_lender",
+        "_lent",
+        "_origin",
+        "_path",
+        "_pool",
+        "_spans",
+        "nbytes",
+        "readers",
         "segment",
     )  # fmt: skip
 
@@ -310,7 +325,7 @@ class Packed:
         pool: SegmentPool,
         origin: Origin,
         readers: int = 1,
-        loans: Loans | None = None,
+        lender: Lender | None = None,
         lane: DevicePool | None = None,
         inline: bool = False,
         holders: Sequence[str] = (),
@@ -322,48 +337,48 @@ class Packed:
             pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
             readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
-            loans: Loans of this process, if all readers are on other hosts: large data then stays in place until `settle`.
+            lender: Lender of this process, if all readers are on other hosts: large data then stays in place until `settle`.
             lane: Device pool, if all readers compute on this process's accelerator: large tensors then stay there, if they
             fit.
             inline: Put all data into the message, which then no longer depends on this process.
             holders: The readers' processes, see `shared_memory.ShmSegment`.
         """
-        self._crossing: Crossing | None = None
-        buffers = None if lane is None else self._cross(obj, lane, readers, holders)
+        self._device_message: DeviceMessage | None = None
+        buffers = None if lane is None else self._write_to_device(obj, lane, readers, holders)
         if buffers is None:
             self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
         size = sum(len(buffer) for buffer in buffers)
-        self.nbytes = len(self._data) + size + (self._crossing.size if self._crossing else 0)
+        self.nbytes = len(self._data) + size + (self._device_message.size if self._device_message else 0)
         self._path = ""
         self._inline: list[Any] = []
         self._spans: list[tuple[int, int]] = []
-        self._pool, self._loans = pool, loans
-        self._loan: Loan | None = None
+        self._pool, self._lender = pool, lender
+        self._lent: LentBuffers | None = None
         if inline or size < INLINE_LIMIT:
             self._inline = buffers
-        elif loans is not None and size >= LEND_LIMIT:
-            self._loan = loans.lend(buffers, readers, holders)
-            self._path, self._spans = self._loan.name, self._loan.spans
+        elif lender is not None and size >= LEND_LIMIT:
+            self._lent = lender.lend(buffers, readers, holders)
+            self._path, self._spans = self._lent.name, self._lent.spans
         else:
             self._path, self._spans = pool.write(buffers, readers, holders=holders)
         self.segment: str | None = self._path or None
-        if self._crossing is not None:
-            self.segment = AND.join(filter(None, (self._path, self._crossing.path)))
+        if self._device_message is not None:
+            self.segment = AND.join(filter(None, (self._path, self._device_message.path)))
 
-    def _cross(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
+    def _write_to_device(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
         """Pickles without the tensors on the accelerator; returns the buffers, or None if no tensor can stay there."""
         device = current_device()
         if device is None:
             return None
-        device_tensors = Apart(device.holds)
+        device_tensors = TensorExtractor(device.holds)
         self._data, buffers = dumps(obj, device_tensors)
         if sum(tensor.nbytes for tensor in device_tensors.tensors) < INLINE_LIMIT:
             return None if device_tensors.tensors else buffers
-        self._crossing = lane.write(device_tensors.tensors, readers, holders)
-        return None if self._crossing is None else buffers
+        self._device_message = lane.write(device_tensors.tensors, readers, holders)
+        return None if self._device_message is None else buffers
 
-    def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
+    def frames(self, reader: int = 0, share: HostReader | None = None) -> list[Any]:
         """Returns message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
 
         Args:
@@ -372,7 +387,7 @@ class Packed:
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
-        host_fields = (share and tuple(share), self._crossing and tuple(self._crossing))
+        host_fields = (share and tuple(share), self._device_message and tuple(self._device_message))
         descriptor = (tuple(self._origin), self._path, self._spans, reader, self.readers, *host_fields)
         return [self._data, pickle.dumps(descriptor), *self._inline]
 
@@ -387,26 +402,26 @@ class Packed:
             handed: Whether all readers were waiting for the message already.
             check: Called while waiting; raises when the run has failed.
         """
-        if self._loan is not None:
-            self._loan.settle(handed, self._pool, check)
+        if self._lent is not None:
+            self._lent.settle(handed, self._pool, check)
 
     def discard(self, first: int = 0, end: int | None = None) -> None:
         """Frees the segment for the readers that will not come: those from number `first` on, before `end`."""
         for reader in range(first, (self.readers if end is None else end) if self.segment else 0):
-            if self._loan is not None and self._loans is not None:
-                self._loans.release(self._loan.name, reader)
+            if self._lent is not None and self._lender is not None:
+                self._lender.release(self._lent.name, reader)
             discard(str(self.segment), reader)
 
 
 #: `(origin, path, bytes, reader, share)` -> memory laid out as a segment: fetches one of another host.
-Fetch = Callable[[Origin, str, int, int, Share | None], memoryview]
+Fetch = Callable[[Origin, str, int, int, HostReader | None], memoryview]
 #: `(crossing, origin, reader)` -> the tensors of a message that stayed on the sender's accelerator.
-Land = Callable[[Crossing, Origin, int], list[Any]]
+Land = Callable[[DeviceMessage, Origin, int], list[Any]]
 
 
-def nowhere(crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
+def nowhere(device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
     """Refuses tensors in accelerator memory, in processes that never compute on an accelerator."""
-    raise ValueError(f"a message from {crossing.address}, to a process that computes on no accelerator")
+    raise ValueError(f"a message from {device_message.address}, to a process that computes on no accelerator")
 
 
 def unpack(
@@ -434,21 +449,21 @@ def unpack(
     stream, descriptor, *inline = frames
     if not len(descriptor):
         return loads(stream, [bytearray(buffer) for buffer in inline])
-    origin, path, spans, reader, readers, share_fields, crossing = pickle.loads(descriptor)
-    tensors = land(Crossing(*crossing), Origin(*origin), reader) if crossing else ()
+    origin, path, spans, reader, readers, share_fields, device_message = pickle.loads(descriptor)
+    tensors = land(DeviceMessage(*device_message), Origin(*origin), reader) if device_message else ()
     if not path:
         return loads(stream, [bytearray(buffer) for buffer in inline], tensors)
     if origin[0] != host or path.startswith(PREFIX):
-        share = Share(*share_fields) if share_fields else None
+        share = HostReader(*share_fields) if share_fields else None
         segment_data = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
     else:
         segment_data = mappings.lease(path, reader, in_place=borrow or readers == 1)
     return loads(stream, [segment_data[start : start + size] for start, size in spans], tensors)
 
 
-def forgo(frames: Sequence[Buffer]) -> None:
+def release_unread(frames: Sequence[Buffer]) -> None:
     """Releases a message's claim on an accelerator's memory, without reading it."""
     if len(frames[1]):
-        _, _, _, reader, _, _, crossing = pickle.loads(frames[1])
-        if crossing:
-            discard(Crossing(*crossing).path, reader)
+        _, _, _, reader, _, _, device_message = pickle.loads(frames[1])
+        if device_message:
+            discard(DeviceMessage(*device_message).path, reader)

@@ -19,7 +19,7 @@ from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
 #: Maximum of keys of a channel whose last consumer is remembered.
-_MAX_TAKERS = 4096
+_MAX_CONSUMERS = 4096
 
 
 class Item(NamedTuple):
@@ -32,7 +32,7 @@ class Item(NamedTuple):
     segment: str
 
 
-class Taker(NamedTuple):
+class ConsumerLocation(NamedTuple):
     """Location of a key's last consumer.
 
     Attributes:
@@ -48,7 +48,7 @@ class PutEstimate(NamedTuple):
     """Location of the consumer that a producer can expect for its item.
 
     Attributes:
-        host, device: Location of the key's last consumer, see `Taker`.
+        host, device: Location of the key's last consumer, see `ConsumerLocation`.
         waiting: Whether a consumer will take the item at once.
     """
 
@@ -57,8 +57,8 @@ class PutEstimate(NamedTuple):
     waiting: bool
 
     @property
-    def taker(self) -> Taker:
-        return Taker(self.host, self.device)
+    def consumer(self) -> ConsumerLocation:
+        return ConsumerLocation(self.host, self.device)
 
 
 class Refusal(str):
@@ -100,7 +100,7 @@ class ChannelState:
         self.nbytes = 0
         #: Of keys that have items or waiters; most keys may be used once (`str(step)`).
         self.queues = collections.defaultdict[str, KeyQueue](KeyQueue)
-        self._takers: collections.OrderedDict[str, Taker] = collections.OrderedDict()
+        self._consumers: collections.OrderedDict[str, ConsumerLocation] = collections.OrderedDict()
         #: By number: the key, who has it (the process, and the connection it came by), and the item.
         self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
@@ -115,12 +115,12 @@ class ChannelState:
             return True
         return bool(count) and self.nbytes + nbytes > self.max_bytes
 
-    def note_taker(self, key: str, taker: Taker) -> None:
+    def record_consumer(self, key: str, consumer: ConsumerLocation) -> None:
         """Records the location of a key's last consumer."""
-        self._takers[key] = taker
-        self._takers.move_to_end(key)
-        if len(self._takers) > _MAX_TAKERS:
-            self._takers.popitem(last=False)
+        self._consumers[key] = consumer
+        self._consumers.move_to_end(key)
+        if len(self._consumers) > _MAX_CONSUMERS:
+            self._consumers.popitem(last=False)
 
     def _drop_idle(self, *keys: str) -> None:
         for key in keys:
@@ -128,13 +128,13 @@ class ChannelState:
             if queue is not None and not (queue.items or queue.getters or queue.putters):
                 del self.queues[key]
 
-    def outlook(self, key: str) -> PutEstimate:
+    def estimate(self, key: str) -> PutEstimate:
         """Returns an estimate for a producer before it puts; a consumer that waits for a batch may not take the item at
         once.
         """
         queue = self.queues.get(key)
         is_consumer_waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
-        return PutEstimate(*self._takers.get(key, Taker()), is_consumer_waiting)
+        return PutEstimate(*self._consumers.get(key, ConsumerLocation()), is_consumer_waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
@@ -267,11 +267,11 @@ Reply = Callable[[UnixConnection | bytes, list[Any]], None]
 class RemoteAnswer:
     """Answers a request that came over a socket."""
 
-    __slots__ = ("number", "outlook", "peer", "reply")
+    __slots__ = ("estimate", "number", "peer", "reply")
 
     def __init__(self, reply: Reply, peer: UnixConnection | bytes, number: bytes) -> None:
         self.reply, self.peer, self.number = reply, peer, number
-        self.outlook: PutEstimate | None = None
+        self.estimate: PutEstimate | None = None
 
     @property
     def connection_name(self) -> str:
@@ -295,8 +295,8 @@ class RemoteAnswer:
             status = b"refused" if isinstance(items, Refusal) else b"error"
             self.reply(self.peer, [self.number, status, items.encode()])
             return True
-        if self.outlook is not None:
-            self.frames(pickle.dumps(tuple(self.outlook)))
+        if self.estimate is not None:
+            self.frames(pickle.dumps(tuple(self.estimate)))
             return True
         frame_counts = pickle.dumps([(item.number, len(item.frames)) for item in items])
         self.frames(frame_counts, *(frame for item in items for frame in item.frames))

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
-from rlhpc.runtime.comm.payload import Above, Origin, Share, once_for_all, rebuild_tensor
-from rlhpc.runtime.comm.queues import Taker
+from rlhpc.runtime.comm.device_memory import DeviceMappings, DeviceMessage, DevicePool, NotReadable
+from rlhpc.runtime.comm.payload import ForwardingProcess, HostReader, Origin, fetch_once_per_host, rebuild_tensor
+from rlhpc.runtime.comm.queues import ConsumerLocation
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, capacity_of, default_idle, discard
 from rlhpc.runtime.comm.zero_copy import Withdrawn
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
@@ -29,7 +29,7 @@ from rlhpc.runtime.scratch import Scratch
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-class Landing:
+class ReceiveBuffers:
     """Pool of receive buffers that return to it when their last view is gone. Any thread may call any method.
 
     Args:
@@ -93,7 +93,7 @@ class Fetching:
         self, scratch: Scratch, pool: SegmentPool, mappings: Mappings, peers: Peers, check: Callable[[], None]
     ) -> None:
         self._scratch, self._pool, self._mappings, self._peers, self._check = scratch, pool, mappings, peers, check
-        self._landing = Landing(default_idle(scratch))
+        self._landing = ReceiveBuffers(default_idle(scratch))
 
     def fetch(
         self,
@@ -101,11 +101,11 @@ class Fetching:
         path: str,
         size: int,
         reader: int,
-        share: Share | None,
+        share: HostReader | None,
         *,
         in_place: bool,
         later: list[Callable[[], None]] | None = None,
-        above: tuple[Above, str] | None = None,
+        forwarder: tuple[ForwardingProcess, str] | None = None,
         lock: bool = False,
     ) -> memoryview:
         """Returns the data of a segment of another host, which stays in use by this process until the last view of it is gone.
@@ -118,13 +118,13 @@ class Fetching:
             share: Index among the processes of this host that together are this reader.
             in_place: As for `Mappings.lease`, for shared data.
             later: List that gets the functions to call once the reader is done with the data; by default they are called now.
-            above: Process that is asked first, and its name for the data.
+            forwarder: Process that is asked first, and its name for the data.
             lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
         """
 
         def receive(memory: memoryview) -> None:
             target = memory[HEADER : HEADER + size]
-            if above is None or not self._from_above(*above, target):
+            if forwarder is None or not self._fetch_from_forwarder(*forwarder, target):
                 self._peers.fetch(origin.bulk, path, HEADER, target)
 
             def release() -> None:
@@ -147,25 +147,25 @@ class Fetching:
                 raise
             return segment.path
 
-        shared_path = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
+        shared_path = fetch_once_per_host(self._scratch.shm, share, receive_for_all, self._check)
         view = self._mappings.lease(shared_path, share.number, in_place=in_place)
         if lock and in_place:
             self._mappings.lock(shared_path)
         return view
 
-    def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
+    def _fetch_from_forwarder(self, forwarder: ForwardingProcess, name: str, target: memoryview) -> bool:
         """Returns whether the data came from a process that forwards it."""
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            while not above.is_lost:
-                if self._peers.fetch(above.bulk, name, 0, target, offered=True):
+            while not forwarder.is_lost:
+                if self._peers.fetch(forwarder.bulk, name, 0, target, forwarded=True):
                     return True
-                above.is_lost = time.monotonic() > deadline
+                forwarder.is_lost = time.monotonic() > deadline
                 self._check()
         except Withdrawn:  # this process came late, and will catch up
             return False
         except ChannelError:
-            above.is_lost = True
+            forwarder.is_lost = True
         return False
 
 
@@ -187,23 +187,23 @@ class DeviceChannel:
 
     Attributes:
         pool: Buffers that this process sends from.
-        takers: Host and accelerator of the ranks that this process has sent to.
+        consumers: Host and accelerator of the ranks that this process has sent to.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
         self.pool = DevicePool(scratch, endpoint)
         self._mappings = DeviceMappings(self.pool.local)
         self._peers, self._read = peers, read
-        self.takers: dict[tuple[str, int], Taker] = {}
+        self.consumers: dict[tuple[str, int], ConsumerLocation] = {}
 
     @property
-    def crossed(self) -> int:
+    def num_device_messages(self) -> int:
         """Number of messages of this process whose tensors stayed on the accelerator."""
-        return self.pool.crossed
+        return self.pool.num_device_messages
 
-    def to(self, takers: Collection[Taker]) -> DevicePool | None:
+    def to(self, consumers: Collection[ConsumerLocation]) -> DevicePool | None:
         """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
-        return self.pool if takers and all(self.pool.reaches(*taker) for taker in takers) else None
+        return self.pool if consumers and all(self.pool.reaches(*consumer) for consumer in consumers) else None
 
     def settle(self) -> None:
         """Releases buffers whose copies are complete; called before this process waits."""
@@ -220,7 +220,7 @@ class DeviceChannel:
     def forget(self) -> None:
         """Drops all unread messages and known locations after other ranks have died: ranks may restart elsewhere."""
         self.pool.forget()
-        self.takers.clear()
+        self.consumers.clear()
 
     def close(self) -> None:
         """Closes other processes' buffers, and drops all messages."""
@@ -228,7 +228,7 @@ class DeviceChannel:
             self._mappings.park()
         self.pool.forget()
 
-    def land(self, crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
+    def land(self, device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
         """Returns the tensors of a message, on this process's accelerator, or on the CPU if it has none.
 
         Raises:
@@ -236,17 +236,17 @@ class DeviceChannel:
             ChannelError: As above, when the sender was asked for a copy on the host.
         """
         try:
-            return self._mappings.take(crossing, reader)
+            return self._mappings.take(device_message, reader)
         except NotReadable as error:
-            return self._through_the_host(crossing, origin, reader, str(error))
+            return self._through_the_host(device_message, origin, reader, str(error))
 
-    def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
-        request = pickle.dumps((crossing.path, reader, why))
+    def _through_the_host(self, device_message: DeviceMessage, origin: Origin, reader: int, why: str) -> list[Any]:
+        request = pickle.dumps((device_message.path, reader, why))
         purpose = "the sender of a message to copy it from its accelerator"
-        (reply,) = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
+        (reply,) = self._peers.request(choose(device_message.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
         path, start = pickle.loads(reply)
-        host_copy = self._read(origin, path, crossing.size)[start:]
+        host_copy = self._read(origin, path, device_message.size)[start:]
         return [
             rebuild_tensor(host_copy[view.offset : view.offset + view.nbytes], view.dtype, view.shape, "", False, False)
-            for view in crossing.parts
+            for view in device_message.parts
         ]

@@ -23,16 +23,16 @@ import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.queues import ChannelState, Item, LocalAnswer, Refusal, RemoteAnswer, Taker, TooEarly
+from rlhpc.runtime.comm.queues import ChannelState, ConsumerLocation, Item, LocalAnswer, Refusal, RemoteAnswer, TooEarly
 from rlhpc.runtime.comm.remote_fetch import DeviceChannel, Fetching
 from rlhpc.runtime.comm.service_sockets import ServiceSockets
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection, token_of
-from rlhpc.runtime.comm.zero_copy import Loans, Offers
+from rlhpc.runtime.comm.zero_copy import ForwardedData, Lender
 from rlhpc.runtime.comm.zmq_sockets import (
     Peers,
     TcpPort,
-    ZapDoor,
+    ZapAuthenticator,
     make_socket,
 )
 from rlhpc.runtime.errors import CallAborted, ChannelError, DeadlineExceeded
@@ -141,7 +141,7 @@ class Service:
         self._run_failed, self._stopping = check, False
         self.peers = Peers(self.context, keys, self.check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
-        self.loans, self.offers = Loans(self.pool), Offers()
+        self.lender, self.forwarded_data = Lender(self.pool), ForwardedData()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.store = KeyValueStore()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
@@ -153,7 +153,7 @@ class Service:
         self._refusals: dict[str, bytes] = {}
         #: How often ranks have come or gone, as far as is known: records that were read earlier are read again.
         self.epoch = 0
-        zap = ZapDoor(self.context, keys)
+        zap = ZapAuthenticator(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
         listener = Listener(str(path))
         self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": "", "bulk": ""}
@@ -162,7 +162,9 @@ class Service:
             router = make_socket(self.context, zmq.ROUTER, keys, server=True)
             tcp_port = TcpPort(router, tcp_address)
             self.endpoint["tcp"] = tcp_port.endpoint
-            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
+            self._bulk = BulkServer(
+                name, keys, tcp_address, (scratch.shm, scratch.spill), self.lender, self.forwarded_data
+            )
             self.endpoint["bulk"] = self._bulk.endpoint
         self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
@@ -229,7 +231,7 @@ class Service:
                     discard(item.segment)
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
-    def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, whom: str) -> list[Item]:
+    def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
         """Runs `act` under the lock with a new waiter and waits for its answer.
 
         Raises:
@@ -251,7 +253,7 @@ class Service:
             if answer.items is None and self._stopping:
                 self.check()
             if answer.items is None:  # nor did it come at the last moment
-                raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}")
+                raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {purpose}")
         if isinstance(answer.items, str):
             raise ChannelError(answer.items)
         return answer.items
@@ -341,7 +343,7 @@ class Service:
             self.peers.ended_processes.add(process)
             self.consumer_died(process)
             self.pool.forget_process(process)
-            self.loans.forget_process(process)
+            self.lender.forget_process(process)
             self.lane.pool.forget_process(process)
 
     def pack(
@@ -350,7 +352,7 @@ class Service:
         readers: int = 1,
         *,
         lend: bool = False,
-        takers: Sequence[Taker] = (),
+        consumers: Sequence[ConsumerLocation] = (),
         inline: bool = False,
         holders: Sequence[str] = (),
     ) -> Packed:
@@ -360,13 +362,13 @@ class Service:
             obj: Anything that can be pickled.
             readers: Number of processes that will read the object.
             lend: True if all readers are on other hosts and the caller calls `settle`.
-            takers: Locations of the readers, if known.
+            consumers: Locations of the readers, if known.
             inline: Put all data into the message.
             holders: The readers' processes, see `shared_memory.ShmSegment`.
         """
-        loans = self.loans if lend and self._bulk else None
-        device_pool = self.lane.to(takers) if takers else None
-        return Packed(obj, self.pool, self.origin, readers, loans, device_pool, inline, holders)
+        lender = self.lender if lend and self._bulk else None
+        device_pool = self.lane.to(consumers) if consumers else None
+        return Packed(obj, self.pool, self.origin, readers, lender, device_pool, inline, holders)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
@@ -467,16 +469,16 @@ class Service:
         name, key, nbytes, weight, segment, should_wait = pickle.loads(frames[0])
         with self.lock:
             state = self.channel(name)
-            answer.outlook = state.outlook(key)
+            answer.estimate = state.estimate(key)
             state.put(key, frames[1:], nbytes, weight, segment, answer)
             if not should_wait and state.cancel(lambda a: a is answer):
                 answer(Refusal("full"))
 
     def _on_get(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        name, key, target, should_wait, taker, owner = pickle.loads(frames[0])
+        name, key, target, should_wait, consumer, owner = pickle.loads(frames[0])
         with self.lock:
             state = self.channel(name)
-            state.note_taker(key, Taker(*taker))
+            state.record_consumer(key, ConsumerLocation(*consumer))
             if not should_wait and not state.count(key):
                 answer(Refusal("empty"))
             else:

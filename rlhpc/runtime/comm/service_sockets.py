@@ -13,7 +13,7 @@ import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection
-from rlhpc.runtime.comm.zmq_sockets import TcpPort, ZapDoor, divided, join_pieces, readable, shut_where_crowded
+from rlhpc.runtime.comm.zmq_sockets import TcpPort, ZapAuthenticator, divided, join_pieces, readable, shut_crowded_ports
 
 #: Sender of a message: a connection on this host, or the ZeroMQ identity of a process of another host.
 Peer = UnixConnection | bytes
@@ -36,7 +36,7 @@ class ServiceSockets:
         self,
         listener: Listener,
         token: bytes,
-        zap: ZapDoor,
+        zap: ZapAuthenticator,
         router: zmq.Socket[Any] | None,
         bulk: BulkServer | None,
         *,
@@ -67,7 +67,7 @@ class ServiceSockets:
 
     def check_ports(self) -> None:
         """Shuts the ports where the process has too few descriptors left, and opens them again."""
-        shut_where_crowded(self._ports.values())
+        shut_crowded_ports(self._ports.values())
 
     def queue(self, peer: Peer, frames: list[Any]) -> None:
         """Queues a message to be sent at the end of an iteration."""

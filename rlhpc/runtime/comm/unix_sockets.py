@@ -87,7 +87,7 @@ def send_all(sock: socket.socket, buffers: list[Any]) -> None:
     """Sends many buffers as `sendall` does, on a blocking socket."""
     views = deque(memoryview(buffer).cast("B") for buffer in buffers)
     while views:
-        _drop_sent(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
+        _drop_bytes(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
 
 
 def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryview], int]:
@@ -118,11 +118,11 @@ def send_some(sock: socket.socket, views: deque[memoryview]) -> int:
         except BlockingIOError:
             break
         total += num_sent
-        _drop_sent(views, num_sent)
+        _drop_bytes(views, num_sent)
     return total
 
 
-def _drop_sent(views: deque[memoryview], sent: int) -> None:
+def _drop_bytes(views: deque[memoryview], sent: int) -> None:
     while views and sent >= len(views[0]):
         sent -= len(views.popleft())
     if sent:
@@ -133,7 +133,7 @@ def _peer_uid(sock: socket.socket) -> int:
     return int(_CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))[1])
 
 
-def _introduce(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
+def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
     """Connects to a listener of this user and shows it the secret; returns the non-blocking socket.
 
     Raises:
@@ -166,7 +166,7 @@ def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConne
     Raises:
         OSError: No listener is there, or it is another user's; `BlockingIOError` if the listener's queue stayed full.
     """
-    connection = UnixConnection(_introduce(path, keys, timeout), token_of(keys))
+    connection = UnixConnection(_open_socket(path, keys, timeout), token_of(keys))
     connection.welcome = True  # only the listener's side is shown the secret
     return connection
 
@@ -179,7 +179,7 @@ class Client:
     """
 
     def __init__(self, path: str, keys: CurveKeys) -> None:
-        self._sock = _introduce(path, keys, CONNECT_S)
+        self._sock = _open_socket(path, keys, CONNECT_S)
         self._decoder, self._messages = Decoder(), deque[list[bytes]]()
         self._arrival, self._room = select.poll(), select.poll()
         self._arrival.register(self._sock, select.POLLIN)

@@ -31,7 +31,7 @@ _PADDING = memoryview(bytes(64))
 _numbers = itertools.count()
 
 
-class Loan:
+class LentBuffers:
     """Lent buffers, laid out as they would be in a segment.
 
     Attributes:
@@ -106,20 +106,20 @@ class Loan:
                     pool.release(self.segment, reader)
 
 
-class Loans:
-    """The loans of this process. Any thread may call any method."""
+class Lender:
+    """The buffers that this process lends. Any thread may call any method."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()
-        self._loans: dict[str, Loan] = {}
+        self._loans: dict[str, LentBuffers] = {}
 
-    def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> Loan:
-        loan = Loan(buffers, readers, self._changed, holders)
-        self._loans[loan.name] = loan
-        return loan
+    def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> LentBuffers:
+        lent = LentBuffers(buffers, readers, self._changed, holders)
+        self._loans[lent.name] = lent
+        return lent
 
-    def find(self, name: str) -> Loan | None:
+    def find(self, name: str) -> LentBuffers | None:
         return self._loans.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:
@@ -127,23 +127,23 @@ class Loans:
         return self._pool.memory(path)
 
     def forget_process(self, process: str) -> None:
-        """Releases the loans to a reader that has ended (`host.process_key`)."""
-        for name, loan in list(self._loans.items()):
-            for reader, holder in enumerate(loan.holders):
+        """Releases the buffers lent to a reader that has ended (`host.process_key`)."""
+        for name, lent in list(self._loans.items()):
+            for reader, holder in enumerate(lent.holders):
                 if holder == process:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
         """Registers that a reader is done with a loan, or with a segment of this process."""
-        loan = self._loans.get(path)
-        if loan is None:
+        lent = self._loans.get(path)
+        if lent is None:
             self._pool.release(path, reader)
             return
         with self._changed:
-            loan.pending.discard(reader)
-            if loan.segment is not None:
-                self._pool.release(loan.segment, reader)
-            if not loan.pending:
+            lent.pending.discard(reader)
+            if lent.segment is not None:
+                self._pool.release(lent.segment, reader)
+            if not lent.pending:
                 self._loans.pop(path, None)
             self._changed.notify_all()
 
@@ -158,7 +158,7 @@ class Withdrawn(Exception):
     """Error: the data is no longer offered."""
 
 
-class Offers:
+class ForwardedData:
     """Memory that other processes may read, by name. Any thread may call any method."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Offers:
         self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
-        """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
+        """ForwardedData memory that does not change, until it has been read a number of times. A reader may keep it longer."""
         expired_offers = []
         with self._changed:
             self._offered[name] = memory, times

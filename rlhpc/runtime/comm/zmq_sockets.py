@@ -21,7 +21,7 @@ from rlhpc.runtime.comm.bulk_transfer import BulkClient
 from rlhpc.runtime.comm.queues import ChannelRefused, TooEarly
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.os_resources import crowded
+from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.registry import CurveKeys
 
 _names = itertools.count()
@@ -112,9 +112,9 @@ class TcpPort:
         self.is_shut = should_shut
 
 
-def shut_where_crowded(doors: Collection[TcpPort]) -> None:
+def shut_crowded_ports(doors: Collection[TcpPort]) -> None:
     """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
-    is_crowded = bool(doors) and crowded()
+    is_crowded = bool(doors) and is_short_of_descriptors()
     for port in list(doors):
         port.shut(is_crowded)
 
@@ -135,7 +135,7 @@ def choose(record: dict[str, str]) -> str:
     return record["tcp"]
 
 
-class ZapDoor:
+class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests: only the generation's own public key may enter."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
@@ -189,7 +189,7 @@ class Pending(NamedTuple):
 
     endpoint: str
     number: bytes
-    whom: str
+    purpose: str
 
 
 class _ThreadConnections(threading.local):
@@ -231,10 +231,10 @@ class Peers:
                 raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
         return clients[endpoint]
 
-    def _unreachable(self, endpoint: str, whom: str) -> ChannelError:
+    def _unreachable(self, endpoint: str, purpose: str) -> ChannelError:
         self._thread.clients.pop(endpoint).close()
-        self._grieve()
-        return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
+        self._await_reported_failure()
+        return ChannelError(f"the process behind {endpoint} died while this one waited for {purpose}")
 
     def knows_ended(self, record: Mapping[str, Any]) -> bool:
         """Returns whether a process is known to have ended, by its published record: it was on this host, and its socket has
@@ -248,7 +248,7 @@ class Peers:
             return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         return False
 
-    def _send(self, endpoint: str, frames: list[Any], timeout: float, whom: str) -> None:
+    def _send(self, endpoint: str, frames: list[Any], timeout: float, purpose: str) -> None:
         """Sends a message to a process that may have stopped reading.
 
         Raises:
@@ -261,12 +261,12 @@ class Peers:
         def check() -> None:
             self._check()
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}: {endpoint} reads nothing")
+                raise DeadlineExceeded(f"waited {timeout:.1f} s for {purpose}: {endpoint} reads nothing")
 
         try:
             client.send(frames, check)
         except OSError:
-            raise self._unreachable(endpoint, whom) from None
+            raise self._unreachable(endpoint, purpose) from None
         except DeadlineExceeded:
             self._thread.unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
             raise
@@ -280,11 +280,11 @@ class Peers:
         op: bytes,
         frames: Sequence[Any],
         timeout: float = POST_S,
-        whom: str | None = None,
+        purpose: str | None = None,
         process: str = "",
     ) -> None:
         """Sends a request that has no reply; raises as `begin` does. `process` is the key of the one behind the endpoint."""
-        self._send(endpoint, [b"", op, *frames], timeout, whom or op.decode())
+        self._send(endpoint, [b"", op, *frames], timeout, purpose or op.decode())
         if op == b"PUT":
             self._thread.unconfirmed[endpoint] = process
 
@@ -309,7 +309,7 @@ class Peers:
                 if endpoint in self._thread.clients:  # else the connection has ended
                     raise
 
-    def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
+    def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, purpose: str) -> list[bytes]:
         """Sends a request and waits for its reply.
 
         Raises:
@@ -317,10 +317,10 @@ class Peers:
             ChannelError: The other side answered with an error, or is gone.
         """
         deadline = time.monotonic() + timeout
-        pending = self.begin(endpoint, op, frames, whom, timeout)
+        pending = self.begin(endpoint, op, frames, purpose, timeout)
         return self.reply_to(pending, max(0.0, deadline - time.monotonic()))
 
-    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str, timeout: float = POST_S) -> Pending:
+    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], purpose: str, timeout: float = POST_S) -> Pending:
         """Sends a request. `reply_to` must wait for its reply in the same thread, before the next request to this endpoint.
 
         Raises:
@@ -328,8 +328,8 @@ class Peers:
             ChannelError: The other side is gone.
         """
         request_id = next(_names).to_bytes(8, "big")
-        self._send(endpoint, [request_id, op, *frames], timeout, whom)
-        return Pending(endpoint, request_id, whom)
+        self._send(endpoint, [request_id, op, *frames], timeout, purpose)
+        return Pending(endpoint, request_id, purpose)
 
     def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Waits for the reply to a request; raises as `request` does.
@@ -369,7 +369,7 @@ class Peers:
         except DeadlineExceeded:
             self._thread.clients.pop(endpoint).close()
 
-    def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
+    def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
         """Fills `target` with the bytes of a segment of another host from `start` on.
 
         Args:
@@ -377,7 +377,7 @@ class Peers:
             path: The segment, or the name of the offered data.
             start: Offset in its file.
             target: Memory of this process.
-            offered: Request offered data rather than a segment.
+            forwarded: Request offered data rather than a segment.
 
         Returns:
             Whether the data was there; an offer may not have been made yet.
@@ -391,11 +391,11 @@ class Peers:
             is_new = endpoint not in clients
             client = self._bulk_client(endpoint)
             try:
-                return client.fetch(path, start, target, offered=offered)
+                return client.fetch(path, start, target, forwarded=forwarded)
             except OSError as error:
                 if not is_new and not client.is_receiving:
                     continue  # it was idle, and a firewall between the hosts may have forgotten it
-                self._grieve()
+                self._await_reported_failure()
                 raise ChannelError(
                     f"{client.peer} at {endpoint.rpartition('@')[2]} died or is out of reach while this process received "
                     f"{len(target)} bytes from it: {error}"
@@ -424,7 +424,7 @@ class Peers:
             else:
                 return
 
-    def _grieve(self) -> None:
+    def _await_reported_failure(self) -> None:
         # The driver learns of a death at about the same moment, and its account of it is better.
         for _ in range(20):
             self._check()

@@ -46,7 +46,7 @@ class Member:
     """
 
     spec: WorkerSpec
-    starter: Starter
+    launcher: Launcher
     pid: int = 0
     state: str = "starting"
     record: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Member:
     has_exited: bool = False
 
 
-class Starter(Protocol):
+class Launcher(Protocol):
     """Interface that starts ranks and ends them.
 
     Attributes:
@@ -118,7 +118,7 @@ class Reports(Protocol):
         """Records a failure that no rank has caused."""
 
 
-class JoinedStarter:
+class JoinedLauncher:
     """Starter of joined ranks, whose processes were started elsewhere. The process that started them checks whether the run
     exists, and ends its ranks if not.
     """

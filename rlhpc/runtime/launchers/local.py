@@ -74,7 +74,7 @@ class ForkServerProcess:
         self.scratch = Scratch.create()
         self.control, server_end = socket.socketpair()
         environment = rank_environment(os.environ, 1) | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with self.words_file.open("ab") as err:
+        with self.output_file.open("ab") as err:
             self.process = subprocess.Popen(
                 run_module("rlhpc.runtime.launchers.fork_server", str(server_end.fileno()), self.scratch.token,
                            str(os.getpid()), ENTRY, *(() if preload is None else (*PRELOAD, *preload))),
@@ -84,12 +84,12 @@ class ForkServerProcess:
         server_end.close()
 
     @property
-    def words_file(self) -> Path:
+    def output_file(self) -> Path:
         """The file with the server's own output, and that of ranks that have not opened their logs."""
         return self.scratch.sockets / "forkserver.err"
 
 
-class ForkedStarter:
+class ForkLauncher:
     """Starter that makes the fork server start ranks, forked or with a separate interpreter.
 
     Args:
@@ -149,7 +149,7 @@ class ForkedStarter:
             path.write_text(output)
         node = member.spec.node
         self._reports.fail(WorkerFailed(
-            f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.words_file))}", node=node,
+            f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.output_file))}", node=node,
             log_path=str(path),
         ))  # fmt: skip
 
@@ -187,7 +187,7 @@ class ForkedStarter:
 
     def early_output(self, member: Member) -> str:
         with contextlib.suppress(OSError):
-            return self.server.words_file.read_text(errors="replace")
+            return self.server.output_file.read_text(errors="replace")
         return ""
 
     def arrival_report(self, members: Sequence[Member]) -> list[str]:

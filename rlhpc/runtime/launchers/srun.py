@@ -52,7 +52,7 @@ def task_status(words: str) -> int | None:
     return _SIGNALS.get(message.removesuffix("(core dumped)").strip())
 
 
-class SteppedStarter:
+class SrunLauncher:
     """Starter that runs a group as one srun for each component of the job that it has ranks on.
 
     Args:

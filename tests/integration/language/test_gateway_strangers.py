@@ -103,7 +103,7 @@ def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: py
     for one in strangers:
         one.close()
     monkeypatch.undo()
-    monkeypatch.setattr(connections, "crowded", lambda: True)
+    monkeypatch.setattr(connections, "is_short_of_descriptors", lambda: True)
     late = connect(served)
     assert is_closed(late, 30), "where descriptors are few nobody else is let in"
     mine.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n\r\n".encode())

@@ -43,12 +43,12 @@ class OnDevice(Worker):
 
     def put(self, channel: Channel, sizes: list[int], turns: Channel | None = None) -> int:
         """Puts messages, each once the one before has been taken; how many went by the lane."""
-        before, channel = self.crossed(), self.known.setdefault(channel.name, channel)
+        before, channel = self.num_device_messages(), self.known.setdefault(channel.name, channel)
         for number, size in enumerate(sizes):
             channel.put(self.message(number, size))
             if turns is not None:
                 turns.get()
-        return self.crossed() - before
+        return self.num_device_messages() - before
 
     def get(self, channel: Channel, count: int, turns: Channel | None = None) -> list[dict[str, Any]]:
         found = []
@@ -59,18 +59,18 @@ class OnDevice(Worker):
         return found
 
     def crossed(self) -> int:
-        return current().service.lane.pool.crossed
+        return current().service.lane.pool.num_device_messages
 
     def park(self) -> int:
         current().service.lane.park()
         return current().service.lane.pool.bytes
 
     def tell(self, sizes: list[int], group: str, rank: int) -> int:
-        before = self.crossed()
+        before = self.num_device_messages()
         for number, size in enumerate(sizes):
             self.send(self.message(number, size), group, rank)
             self.recv(group, rank)
-        return self.crossed() - before
+        return self.num_device_messages() - before
 
     def hear(self, count: int, group: str, rank: int) -> list[dict[str, Any]]:
         found = []
@@ -80,12 +80,12 @@ class OnDevice(Worker):
         return found
 
     def tell_all(self, sizes: list[int], groups: list[tuple[str, list[int]]], src: tuple[str, int]) -> Any:
-        before, found = self.crossed(), []
+        before, found = self.num_device_messages(), []
         mine = (self.group_name, self.rank) == src
         for number, size in enumerate(sizes):
             got = self.broadcast(self.message(number, size) if mine else None, groups, src=src)
             found.append(None if mine else self.form(got))
-        return self.crossed() - before if mine else found
+        return self.num_device_messages() - before if mine else found
 
 
 class OnCard(Worker):
@@ -99,7 +99,7 @@ class OnCard(Worker):
 
     def pour(self, channel: Channel, turns: Channel, count: int, size: int) -> int:
         """Puts messages whose making takes the accelerator longer than the host takes to send them; how many crossed."""
-        before, channel = current().service.lane.crossed, self.known.setdefault(channel.name, channel)
+        before, channel = current().service.lane.num_device_messages, self.known.setdefault(channel.name, channel)
         for number in range(count):
             late = self.ground
             for _ in range(20):
@@ -108,7 +108,7 @@ class OnCard(Worker):
             channel.put({"values": values, "number": number})
             values.fill_(-1)  # the sender goes on
             turns.get()
-        return current().service.lane.crossed - before
+        return current().service.lane.num_device_messages - before
 
     def drain(self, channel: Channel, turns: Channel, count: int) -> list[tuple[float, float, str]]:
         """The least and the greatest number of each message, and where it came to."""

@@ -21,7 +21,7 @@ from rlhpc.runtime import failure_detection, joining
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
-from rlhpc.runtime.joining import JoinPoint, JoinRefused, Leaving, NotYet, stay, wish_of
+from rlhpc.runtime.joining import DriverConnection, JoinRefused, LeaveEvent, NotYet, join_request, stay
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.policies import GroupPolicy, SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import CurveKeys
@@ -141,11 +141,11 @@ def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, Worker
 
 @contextmanager
 def helper(
-    leaving: Leaving, job: str = "", over: Callable[[], bool] = lambda: True, **patience: Any
+    leaving: LeaveEvent, job: str = "", over: Callable[[], bool] = lambda: True, **patience: Any
 ) -> Iterator[list[str]]:
     """A rank of `many` that has joined; what is said of it."""
     said: list[str] = []
-    root, wish = Session.running().registry.root.parent, {**wish_of("many", 1, 0), "job": job}
+    root, wish = Session.running().registry.root.parent, {**join_request("many", 1, 0), "job": job}
     stays = threading.Thread(
         target=stay, args=(root, wish, leaving, said.append, over), kwargs=patience or {"patience_s": 0.0}, daemon=True
     )
@@ -161,7 +161,7 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(
 ) -> None:
     many, other = groups
     session = Session.running()
-    with helper(Leaving(), "78") as said:
+    with helper(LeaveEvent(), "78") as said:
         until(lambda: many.admit() == [3])
         assert many.add(1).wait() == [1, 2, 3, 4]
         assert many.execute_on(3).boom(3).wait(60) == [], "nobody waits for it"
@@ -179,7 +179,7 @@ def test_a_job_has_joined_when_a_rank_of_it_takes_part(
     """One whose rank fails while it loads is not worth another."""
     many, _ = groups
     membership = Session.running().membership
-    with helper(Leaving(), "77"):
+    with helper(LeaveEvent(), "77"):
         until(lambda: many.admit() == [3])
         assert membership.by_job() == {}
         many.took_in(3)
@@ -191,7 +191,7 @@ def test_one_that_leaves_as_told_is_not_lost(
     groups: tuple[WorkerGroup, WorkerGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
     many, _ = groups
-    leaving = Leaving()
+    leaving = LeaveEvent()
     with helper(leaving):
         until(lambda: many.admit() == [3])
         leaving.because("its time is over")
@@ -202,7 +202,7 @@ def test_one_that_leaves_as_told_is_not_lost(
 @pytest.mark.parametrize("how", ["between calls", "in a call", "by a signal of its own"])
 def test_one_that_leaves_as_told_does_something_first(groups: tuple[WorkerGroup, WorkerGroup], how: str) -> None:
     many, _ = groups
-    channel, leaving = Channel.create("left behind"), Leaving()
+    channel, leaving = Channel.create("left behind"), LeaveEvent()
     with helper(leaving):
         until(lambda: many.admit() == [3])
         pid = many.execute_on(3).identity().wait()[0]["pid"]
@@ -224,7 +224,7 @@ def test_what_it_does_first_must_not_take_long(
 ) -> None:
     monkeypatch.setattr(joining, "_HANDING_S", 0.5)
     many, _ = groups
-    leaving = Leaving()
+    leaving = LeaveEvent()
     with helper(leaving):
         until(lambda: many.admit() == [3])
         many.execute_on(3).linger().wait()
@@ -239,7 +239,7 @@ def test_one_that_is_suspended_is_soon_done_without(
     """As where a partition preempts by suspending jobs. It notices when it wakes up."""
     monkeypatch.setattr(failure_detection, "JOINED_LOST_S", 9.0)
     many, _ = groups
-    with helper(Leaving()) as said:
+    with helper(LeaveEvent()) as said:
         until(lambda: many.admit() == [3])
         pid = many.execute_on(3).identity().wait()[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
@@ -257,7 +257,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
     """Who took it for one that is gone must not wait for another until its patience ends. And who is to leave does not wait
     for an answer first."""
     many, _ = groups
-    session, leaving = Session.running(), Leaving()
+    session, leaving = Session.running(), LeaveEvent()
     answers, usual = threading.Event(), session.service.on_note
 
     def late(note: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
     monkeypatch.setattr(joining, "_LOOK_S", 0.1)
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     monkeypatch.setattr(session.service, "on_note", late)
-    door = JoinPoint(session.registry.root.parent)
+    door = DriverConnection(session.registry.root.parent)
     with helper(leaving, over=lambda: False, patience_s=60.0) as said:
         until(lambda: many.admit() == [3])
         door._peers.post(door._endpoint(), b"NOTE", [pickle.dumps({"note": "late", "name": "", "incarnation": ""})])
@@ -284,9 +284,9 @@ def test_a_driver_that_was_only_silent_is_joined_again(
 def test_one_that_is_killed_with_who_started_it_is_soon_done_without(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Nobody says so: the driver and those that send it something find that it has ended. That is no failure of theirs."""
     many, other = groups
-    session, door = Session.running(), JoinPoint(Session.running().registry.root.parent)
+    session, door = Session.running(), DriverConnection(Session.running().registry.root.parent)
     for number in (3, 4):
-        rank = joining.JoinedRank(door.ask(wish_of("many", 1, 0)))
+        rank = joining.JoinedRank(door.ask(join_request("many", 1, 0)))
         until(lambda number=number: many.admit() == [number])
         assert other.tell("hello", "many", number).wait() == [True]
         os.killpg(rank.process.pid, signal.SIGKILL)
@@ -304,8 +304,8 @@ def test_one_that_never_arrives_is_given_up(
     """It was killed between the driver's answer and its first sign of life, together with who started it."""
     many, _ = groups
     session = Session.running()
-    door = JoinPoint(session.registry.root.parent)
-    spec = door.ask(wish_of("many", 1, 0))
+    door = DriverConnection(session.registry.root.parent)
+    spec = door.ask(join_request("many", 1, 0))
     assert door.why_left(spec) == ""
     monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
     until(lambda: "gave no sign of life" in door.why_left(spec))
@@ -317,7 +317,7 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
     """Who comes between a driver's first file and its last must not take it for one that is gone."""
     many, _ = groups
     driver = Session.running().registry.root / "members" / "driver.json"
-    hidden, looked, leaving = driver.with_suffix(".hidden"), threading.Event(), Leaving()
+    hidden, looked, leaving = driver.with_suffix(".hidden"), threading.Event(), LeaveEvent()
 
     def over() -> bool:
         looked.set()
@@ -325,7 +325,7 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
     driver.rename(hidden)
     with pytest.raises(ConfigError, match="its driver has not said where it is"):
-        JoinPoint(Session.running().registry.root.parent)
+        DriverConnection(Session.running().registry.root.parent)
     with helper(leaving, over=over, patience_s=60.0, await_driver=True):
         assert looked.wait(30)
         hidden.rename(driver)
@@ -334,7 +334,7 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     session = Session.running()
-    door, wish = JoinPoint(session.registry.root.parent), wish_of("many", 1, 0)
+    door, wish = DriverConnection(session.registry.root.parent), join_request("many", 1, 0)
     try:
         for change, said in (
             ({"code": "other"}, "another rlhpc than the run's own"),
@@ -361,13 +361,13 @@ def test_keys_of_an_earlier_driver_open_nothing(
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     many, other = groups
     session = Session.running()
-    door, earlier = JoinPoint(session.registry.root.parent), CurveKeys.fresh()
+    door, earlier = DriverConnection(session.registry.root.parent), CurveKeys.fresh()
     door.close()
     door._context = zmq.Context()
     door._peers, door.keys = Peers(door._context, earlier, lambda: None), earlier
     try:
         with pytest.raises(RlhpcError, match="the driver"):
-            door.ask(wish_of("many", 1, 0))
+            door.ask(join_request("many", 1, 0))
         assert not door.is_current and not door.lives()
         note = {"note": "exit", "name": "many-0", "incarnation": "any", "status": 9, "why": ""}
         door.tell(note)  # nor can it end anybody
@@ -379,9 +379,9 @@ def test_keys_of_an_earlier_driver_open_nothing(
 
 #: What another user types comes down to this.
 OF_BOB = """
-from rlhpc.runtime.joining import JoinPoint
+from rlhpc.runtime.joining import DriverConnection
 try:
-    JoinPoint(pathlib.Path(sys.argv[1]))
+    DriverConnection(pathlib.Path(sys.argv[1]))
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -130,7 +130,7 @@ def test_reporting_threads_outlive_what_they_report(
         raise RuntimeError("a fault of the report's own")
 
     monkeypatch.setattr(driver.membership, "register_departure", broken)
-    monkeypatch.setattr(local.ForkedStarter, "kill", broken)
+    monkeypatch.setattr(local.ForkLauncher, "kill", broken)
     actor = pid_of(other, 0)
     os.kill(pid_of(many, 1), signal.SIGKILL)
     until(lambda: driver.members["many-1"].has_exited, "the exit is noted")

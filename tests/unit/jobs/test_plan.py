@@ -17,7 +17,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.launchers import Member
-from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.launchers.srun_commands import SrunStep
 from rlhpc.runtime.worker_spec import spec_of
 
@@ -119,7 +119,7 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
     section = {**HET, **more}
     cluster = Cluster(section, environ=HET_JOB)
     nobody: Any = SimpleNamespace(exited=None)
-    starter = SteppedStarter(tmp_path, nobody, nobody)
+    starter = SrunLauncher(tmp_path, nobody, nobody)
     for group, ranks in plan(section, cluster=cluster).placements.items():
         specs = [
             spec_of(group, rank, len(ranks), cluster, {}, 1, tmp_path, registry="", token="", body=b"")

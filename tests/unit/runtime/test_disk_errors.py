@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.disk_errors import advice, explained, full_among, mount_of
+from rlhpc.runtime.disk_errors import advice, explained, first_full_filesystem, mount_of
 from rlhpc.runtime.errors import StorageError, WorkerFailed
 from tests.users import needs_root
 
@@ -17,7 +17,7 @@ def test_a_failed_write_that_does_not_say_where_is_traced_to_the_full_filesystem
     full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(full)
-    assert full_among(["/proc", "."]) == Path(".")
+    assert first_full_filesystem(["/proc", "."]) == Path(".")
     error = explained(OSError(errno.ENOSPC, "No space left on device"), "this rank")
     assert isinstance(error, StorageError) and f"The filesystem at {full} is full" in str(error)
     wrapped = RuntimeError("torch.save failed")

@@ -15,7 +15,7 @@ import pytest
 from rlhpc.runtime import joining
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.joining import JoinPoint, JoinRefused
+from rlhpc.runtime.joining import DriverConnection, JoinRefused
 from rlhpc.runtime.registry import CURRENT, MEMBERS, CurveKeys, GenerationFolder
 from rlhpc.runtime.worker_spec import WorkerSpec
 
@@ -46,7 +46,7 @@ def driver_at(path: str) -> dict[str, Any]:
 
 
 def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> WorkerSpec:
-    door = JoinPoint(run_of(tmp_path, driver_at("ipc:///nowhere")))
+    door = DriverConnection(run_of(tmp_path, driver_at("ipc:///nowhere")))
     monkeypatch.setattr(door._peers, "request", lambda *_: [answer])
     try:
         return door.ask({"group": "rollout"})
@@ -100,7 +100,7 @@ def test_each_value_has_its_type(name: str, value: Any) -> None:
 )  # fmt: skip
 def test_a_driver_that_says_something_else(tmp_path: Path, record: str) -> None:
     with pytest.raises((ConfigError, joining.RlhpcError)):
-        JoinPoint(run_of(tmp_path, record))
+        DriverConnection(run_of(tmp_path, record))
 
 
 @pytest.mark.parametrize("text", ["a\0b", "", "../..", "x" * 5000])
@@ -108,7 +108,7 @@ def test_a_generation_that_is_none(tmp_path: Path, text: str) -> None:
     root = run_of(tmp_path, driver_at("ipc:///nowhere"))
     (root / CURRENT).write_text(text)
     with pytest.raises(joining.RlhpcError):
-        JoinPoint(root)
+        DriverConnection(root)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
@@ -118,7 +118,7 @@ def test_a_driver_of_another_user_on_this_host(tmp_path: Path, monkeypatch: pyte
         sock.bind(str(path))
         sock.listen()
         os.chown(path, 65534, 65534)
-        door = JoinPoint(run_of(tmp_path, driver_at(f"ipc://{path}")))
+        door = DriverConnection(run_of(tmp_path, driver_at(f"ipc://{path}")))
         with pytest.raises(JoinRefused, match="a driver of another user gives no place"):
             door.ask({"group": "rollout"})
         door.close()
@@ -127,7 +127,7 @@ def test_a_driver_of_another_user_on_this_host(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:9", "inproc://x", "pgm://x", ""])
 def test_a_driver_on_this_host_has_a_unix_socket(tmp_path: Path, endpoint: str) -> None:
-    door = JoinPoint(run_of(tmp_path, driver_at(endpoint)))
+    door = DriverConnection(run_of(tmp_path, driver_at(endpoint)))
     with pytest.raises(JoinRefused, match="no UNIX socket"):
         door.ask({"group": "rollout"})
     door.close()

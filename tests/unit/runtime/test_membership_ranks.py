@@ -12,9 +12,9 @@ from rlhpc.runtime.membership import RankTable
 
 def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:
     """A rank that starts again, or joins, while another fails: it is ready, or has ended, by the time it counts."""
-    starter: Any = SimpleNamespace(limit_s=0.0)
+    launcher: Any = SimpleNamespace(limit_s=0.0)
     specs: list[Any] = [SimpleNamespace(name=f"many-{rank}", group="many") for rank in range(3)]
-    here, starting, ending = members = [Member(spec, starter) for spec in specs]
+    here, starting, ending = members = [Member(spec, launcher) for spec in specs]
     ranks = RankTable(lambda ended: None)
     ranks.add(members)
     ranks.arrived(here, 1, {})

@@ -15,7 +15,7 @@ import pytest
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.placement import PackedPlacementStrategy
-from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input, own_devices, read_specs, spec_of
+from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input, read_specs, spec_of, step_devices
 
 SPEC = WorkerSpec(
     group="actor", rank=3, world_size=4, node="n1", node_rank=1, local_rank=1, local_world_size=2, accelerators=(0, 2),
@@ -85,20 +85,20 @@ def test_a_rank_has_its_nodes_cores_and_its_groups_variables() -> None:
 def test_devices_are_those_that_the_step_was_granted(
     accelerators: tuple[int, ...], environ: dict[str, str], visible: list[str], devices: str
 ) -> None:
-    assert own_devices(replace(SPEC, accelerators=accelerators), environ, visible) == devices
+    assert step_devices(replace(SPEC, accelerators=accelerators), environ, visible) == devices
 
 
 def test_a_step_with_too_few_devices_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"actor-3 on node n1 is placed on accelerator 2, but the step was given 1 there"
     ):
-        own_devices(SPEC, {"CUDA_VISIBLE_DEVICES": "4"}, ["4"])
+        step_devices(SPEC, {"CUDA_VISIBLE_DEVICES": "4"}, ["4"])
 
 
 WATCHING = """
 import sys, time
-from rlhpc.runtime.worker_spec import end_with_input
-end_with_input(0, lambda: print("left", flush=True), lambda: len(sys.argv) > 1)
+from rlhpc.runtime.worker_spec import exit_on_input_end
+exit_on_input_end(0, lambda: print("left", flush=True), lambda: len(sys.argv) > 1)
 print("ready", flush=True)
 time.sleep(60)
 """

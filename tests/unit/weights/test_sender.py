@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhpc.runtime import devices as device
-from rlhpc.runtime.comm.remote_fetch import Landing
+from rlhpc.runtime.comm.remote_fetch import ReceiveBuffers
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use
 from rlhpc.runtime.devices import SideCopies, host_memory, lock_pages
 from rlhpc.runtime.scratch import Scratch
@@ -120,7 +120,7 @@ def test_a_receivers_pages_are_locked_once_for_all_versions(scratch: Scratch, ca
     mappings = None  # type: ignore[assignment]
     gc.collect()
     assert [what for what, _ in calls] == ["lock", "unlock"]
-    landing = Landing(1 << 20)
+    landing = ReceiveBuffers(1 << 20)
     for lock in (False, True, True):
         view = landing.take(5000, lock=lock)
         del view

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable
 
-from rlhpc.runtime.os_resources import crowded
+from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.tcp_listener import ConnectionTable
 
 #: Seconds in which a connection must show a good key.
@@ -42,7 +42,7 @@ class Connections:
 
     def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
         """Registers a connection; returns whether the limits allow it."""
-        if crowded() and not self._make_room():
+        if is_short_of_descriptors() and not self._make_room():
             return False
         self._timers[transport] = timer
         host = _far_host(transport)
@@ -55,7 +55,7 @@ class Connections:
         """Closes a connection to make room: one of an episode with many connections, or one without a key."""
         while self._far:
             self._close(self._far.pop())
-        if self._proven.most_of_one() > _FEW:  # before connections that have had no time to send a key
+        if self._proven.max_per_owner() > _FEW:  # before connections that have had no time to send a key
             self._close(self._proven.pop())
         elif self._near:
             self._close(self._near.pop())

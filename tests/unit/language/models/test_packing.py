@@ -273,7 +273,7 @@ def test_the_kernel_for_rows_gets_what_it_wants(monkeypatch) -> None:
 
     theirs = inspect.signature(varlen.varlen_attn).parameters
     assert set(inspect.signature(varlen_attn).parameters) <= set(theirs)  # the names that are used are torch's
-    monkeypatch.setattr(packing, "attends_by_segments", lambda query, value: True)
+    monkeypatch.setattr(packing, "has_segment_attention", lambda query, value: True)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     torch.manual_seed(5)
     batch = TokenBatch.of([torch.randint(1, 61, (n,)) for n in LENGTHS], [torch.ones(n) for n in LENGTHS])

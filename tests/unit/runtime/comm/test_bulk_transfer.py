@@ -32,7 +32,7 @@ def test_any_part_of_a_loan_is_what_a_segment_would_hold(
 ) -> None:
     buffers = [random_bytes(LEND_LIMIT + 5).data, random_bytes(40, 1).data, random_bytes(3000, 2).data]
     path, spans = SegmentPool(scratch).write(buffers)
-    loan = owner.loans.lend(buffers, 1)
+    loan = owner.lender.lend(buffers, 1)
     client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(count)
     client.fetch(loan.name, start, memoryview(target))
     with open(path, "rb") as file:
@@ -43,7 +43,7 @@ def test_any_part_of_a_loan_is_what_a_segment_would_hold(
 
 def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
     data = random_bytes(SIZE)
-    loan = owner.loans.lend([data.data], 1)
+    loan = owner.lender.lend([data.data], 1)
     loan.settle(False, owner.pool, nothing)
     expected, target = data.copy(), bytearray(SIZE)
     data[:] = 0  # the caller goes on
@@ -51,7 +51,7 @@ def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: Cu
     client.fetch(loan.name, HEADER, memoryview(target))
     assert np.array_equal(np.frombuffer(target, np.uint8), expected)
     client.release(loan.name, 0)
-    assert wait_for(lambda: owner.loans.find(loan.name) is None and not bytes_in_use(scratch.shm))
+    assert wait_for(lambda: owner.lender.find(loan.name) is None and not bytes_in_use(scratch.shm))
     with pytest.raises(ChannelError, match=r"owner-3 .* is gone"):
         client.fetch(loan.name, HEADER, memoryview(target))
     client.close()
@@ -60,7 +60,7 @@ def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: Cu
 def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
     """A consumer that is killed while it reads: the item is there for the next one, although the sender has gone on."""
     data = random_bytes(64 << 20)
-    loan, expected = owner.loans.lend([data.data], 1), data.copy()
+    loan, expected = owner.lender.lend([data.data], 1), data.copy()
     first = BulkClient(owner.server.endpoint, keys, nothing)
     first._link.say(b"F" + bulk._RANGE.pack(HEADER, data.nbytes) + loan.name.encode())
     assert first._link.hear(nothing) == b"+"
@@ -170,7 +170,7 @@ def _dies_half_way(scratch: Scratch, keys: CurveKeys, told: socket.socket) -> No
 
     bulk.send_all = send_half
     owner = Serving(scratch, keys, "owner-3")
-    loan = owner.loans.lend([random_bytes(SIZE).data], 1)
+    loan = owner.lender.lend([random_bytes(SIZE).data], 1)
     told.sendall(f"{owner.server.endpoint} {loan.name}".encode())
     owner._thread.join()
 
@@ -201,7 +201,7 @@ def test_a_failed_run_ends_a_transfer(owner: Serving, keys: CurveKeys) -> None:
 
     original, bulk.send_all = bulk.send_all, stuck
     try:
-        loan = owner.loans.lend([random_bytes(SIZE).data], 1)
+        loan = owner.lender.lend([random_bytes(SIZE).data], 1)
         client = BulkClient(owner.server.endpoint, keys, check)
         with pytest.raises(Failed):
             client.fetch(loan.name, HEADER, memoryview(bytearray(SIZE)))

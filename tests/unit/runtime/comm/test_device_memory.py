@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlhpc.runtime.comm import device_memory as devices
-from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
+from rlhpc.runtime.comm.device_memory import DeviceMappings, DeviceMessage, DevicePool, NotReadable
 from rlhpc.runtime.comm.shared_memory import FREE, USED, WRITTEN, SegmentGone, discard
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.host import has_ended, pid_namespace
@@ -83,11 +83,11 @@ def other(scratch: Scratch) -> Iterator[Callable[..., Other]]:
             pipe.close()
 
 
-def state(pool: DevicePool, crossing: Crossing, reader: int = 0) -> bytes:
+def state(pool: DevicePool, crossing: DeviceMessage, reader: int = 0) -> bytes:
     return pool._buffers[crossing.path].lease[reader : reader + 1]
 
 
-def sent(pool: DevicePool, device: StandIn, *values: torch.Tensor, readers: int = 1) -> Crossing:
+def sent(pool: DevicePool, device: StandIn, *values: torch.Tensor, readers: int = 1) -> DeviceMessage:
     crossing = pool.write([device.tensor(value) for value in values], readers)
     assert crossing is not None
     return crossing

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from rlhpc.runtime.comm.queues import ChannelState, Taker
+from rlhpc.runtime.comm.queues import ChannelState, ConsumerLocation
 
 
 def test_keys_that_were_used_once_leave_nothing() -> None:
     state = ChannelState(0, 1 << 30)
     for step in range(10_000):
-        state.note_taker(str(step), Taker("host"))
+        state.record_consumer(str(step), ConsumerLocation("host"))
         state.put(str(step), [b"x"], 1, 0, "", None)
         assert state.get(str(step), (), None, lambda items: True)
     assert state.queues == {} and state.nbytes == 0
-    assert len(state._takers) < 10_000
+    assert len(state._consumers) < 10_000
 
 
 @pytest.mark.parametrize("seed", range(20))

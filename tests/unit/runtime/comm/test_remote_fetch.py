@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rlhpc.runtime.comm.payload import Origin, Packed, Share, once_for_all, unpack
-from rlhpc.runtime.comm.remote_fetch import Landing
+from rlhpc.runtime.comm.payload import HostReader, Origin, Packed, fetch_once_per_host, unpack
+from rlhpc.runtime.comm.remote_fetch import ReceiveBuffers
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.scratch import Scratch
@@ -26,8 +26,8 @@ def test_what_arrives_is_what_was_packed(owner: Serving, scratch: Scratch, peers
         "b": np.arange(777, dtype=np.float64),
         "c": random_bytes(1, 2),
     }
-    packed = Packed(item, owner.pool, Origin("there", "", owner.server.endpoint), loans=owner.loans if lend else None)
-    landing = Landing(1 << 30)
+    packed = Packed(item, owner.pool, Origin("there", "", owner.server.endpoint), lender=owner.lender if lend else None)
+    landing = ReceiveBuffers(1 << 30)
 
     def fetch(origin: Origin, path: str, size: int, reader: int, share: object) -> memoryview:
         memory = landing.take(HEADER + size)
@@ -43,7 +43,7 @@ def test_what_arrives_is_what_was_packed(owner: Serving, scratch: Scratch, peers
 
 
 def test_memory_is_used_again_when_nobody_looks_into_it() -> None:
-    landing = Landing(2 * SIZE)
+    landing = ReceiveBuffers(2 * SIZE)
     first = np.frombuffer(landing.take(SIZE), np.uint8)[5:]
     place = first.__array_interface__["data"][0]
     second = np.frombuffer(landing.take(SIZE), np.uint8)
@@ -66,7 +66,7 @@ def test_one_of_a_host_fetches_for_all(scratch: Scratch) -> None:
             fetched.append(number)
             return "/the/segment"
 
-        return once_for_all(scratch.shm, Share("m", number, 4), fetch, nothing)
+        return fetch_once_per_host(scratch.shm, HostReader("m", number, 4), fetch, nothing)
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(take, (3, 1, 0, 2))) == {"/the/segment"}
@@ -74,11 +74,11 @@ def test_one_of_a_host_fetches_for_all(scratch: Scratch) -> None:
 
 
 def _fetches_and_dies(scratch: Scratch) -> None:
-    once_for_all(scratch.shm, Share("m", 0, 2), lambda: os.kill(os.getpid(), 9) or "", nothing)
+    fetch_once_per_host(scratch.shm, HostReader("m", 0, 2), lambda: os.kill(os.getpid(), 9) or "", nothing)
 
 
 def test_when_the_one_that_fetches_dies_the_next_does(scratch: Scratch) -> None:
     process = multiprocessing.get_context("fork").Process(target=_fetches_and_dies, args=[scratch])
     process.start()
     process.join()
-    assert once_for_all(scratch.shm, Share("m", 1, 2), lambda: "/the/segment", nothing) == "/the/segment"
+    assert fetch_once_per_host(scratch.shm, HostReader("m", 1, 2), lambda: "/the/segment", nothing) == "/the/segment"

@@ -27,7 +27,7 @@ from rlhpc.runtime.errors import (
 )
 from rlhpc.runtime.launchers.srun import task_status
 from rlhpc.runtime.launchers.srun_commands import killing_step, step_environment
-from rlhpc.runtime.worker_spec import WorkerSpec, own_devices
+from rlhpc.runtime.worker_spec import WorkerSpec, step_devices
 
 
 def test_the_steps_environment() -> None:
@@ -72,12 +72,12 @@ def spec(*accelerators: int) -> WorkerSpec:
 
 def test_a_rank_takes_its_own_devices() -> None:
     masked = {"CUDA_VISIBLE_DEVICES": "4,6"}
-    assert own_devices(spec(1), masked, ("4", "6")) == "6"
-    assert own_devices(spec(0, 1), masked, ("4", "6")) == "4,6"
-    assert own_devices(spec(), masked, ("4", "6")) == "", "a rank without accelerators sees none"
-    assert own_devices(spec(2), {}, ()) == "2", "a site that masks nothing"
+    assert step_devices(spec(1), masked, ("4", "6")) == "6"
+    assert step_devices(spec(0, 1), masked, ("4", "6")) == "4,6"
+    assert step_devices(spec(), masked, ("4", "6")) == "", "a rank without accelerators sees none"
+    assert step_devices(spec(2), {}, ()) == "2", "a site that masks nothing"
     with pytest.raises(ConfigError, match=r"actor-0 on node n1 .* accelerator 2, .* given 2 there .*'4,6'"):
-        own_devices(spec(2), masked, ("4", "6"))
+        step_devices(spec(2), masked, ("4", "6"))
 
 
 def test_addresses() -> None:

@@ -22,8 +22,8 @@ CARDS = ("0000:1b:00.0", "0001:e3:00.0")
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
-from rlhpc.runtime.os_resources import stay_near
-said = stay_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))
+from rlhpc.runtime.os_resources import bind_near
+said = bind_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))
 child = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"], text=True)
 print(json.dumps({"said": said, "mine": sorted(os.sched_getaffinity(0)), "childs": json.loads(child)}))
 """
@@ -91,7 +91,7 @@ def test_ranks_with_accelerators_do_so_unless_told_not_to(
     monkeypatch.setenv(devices.VIRTUAL, "1")
     asked: list[Any] = []
     monkeypatch.setattr(worker_process, "pci_addresses", lambda: list(CARDS))
-    monkeypatch.setattr(worker_process, "stay_near", lambda *given: asked.append(given) or "bound")
+    monkeypatch.setattr(worker_process, "bind_near", lambda *given: asked.append(given) or "bound")
 
     def start(*accelerators: int, **section: Any) -> list[Any]:
         cluster = Cluster({"accelerators_per_node": 1, **section}, environ={devices.VIRTUAL: "1"})
