@@ -97,6 +97,7 @@ SMALL_MODULES = {
     "rlhpc/cli/replay.py": "each command has its module",
     "rlhpc/embodied/evaluation/success_model.py": "needs torch, which its importer loads for this command alone",
     "rlhpc/jobs/doctor/torch_probe.py": "nodes get its source alone, and run it without rlhpc",
+    "rlhpc/runtime/comm/cuda_device.py": "needs torch, which its importer loads only once a CUDA device is initialized",
 }
 
 

@@ -275,7 +275,7 @@ class BulkServer:
 
     @contextlib.contextmanager
     def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
-        """Counts and announces data, which the block sends; waits while there are many transfers."""
+        """Announces data, which the block sends, and adds it to `sent`; waits while there are many transfers."""
         with self._turns:
             with self._lock:
                 self.sent += count

@@ -167,7 +167,7 @@ class ForwardedData:
         self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
-        """ForwardedData memory that does not change, until it has been read a number of times. A reader may keep it longer."""
+        """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
         expired_offers = []
         with self._changed:
             self._offered[name] = memory, times
