@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.comm.device_memory import DeviceMessage
-from rlhpc.runtime.comm.device_memory import dtype_name
+from rlhpc.runtime.comm.device_memory import DeviceMessage, dtype_name
 from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, SegmentPool, ShmSegment, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded

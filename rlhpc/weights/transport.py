@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import Context, current
-from rlhpc.runtime.comm.payload import ForwardingProcess, Origin, HostReader
+from rlhpc.runtime.comm.payload import ForwardingProcess, HostReader, Origin
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
