@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_launcher_of, _group_of = operator.attrgetter("starter"), operator.attrgetter("spec.group")
+_launcher_of, _group_of = operator.attrgetter("launcher"), operator.attrgetter("spec.group")
 _SETTLE_S = 0.3
 #: Seconds until killed ranks are gone.
 _KILLED_S = 5.0
