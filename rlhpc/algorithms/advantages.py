@@ -171,7 +171,7 @@ def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add_(0, index, scores) / sizes
 
 
-def varied(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None = None) -> Tensor:
+def differs_in_group(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None = None) -> Tensor:
     """Tells which rows are of a group whose scores differ by more than rounding.
 
     Args:
@@ -203,7 +203,7 @@ def grpo(
         squared_deviations = torch.zeros_like(sizes).index_add_(0, index, centered_scores**2)
         std = (squared_deviations / (sizes - 1).clamp(min=1)).sqrt()
         centered_scores = centered_scores / (std[index] + eps)
-    has_spread = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    has_spread = differs_in_group(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
     advantages = centered_scores.masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
@@ -221,7 +221,7 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -
     size = sizes[index]
     total = _group_mean(scores, index, sizes)[index] * size
     baseline = (total - scores) / (size - 1).clamp(min=1)
-    has_spread = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    has_spread = differs_in_group(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
     advantages = (scores - baseline).masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
@@ -295,4 +295,4 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any)
 def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
     """Returns `[B]` bool, False for rows of a group with equal rewards: DAPO drops and refills those (Yu et al. 2025)."""
     groups, index = torch.unique(group_ids, return_inverse=True)
-    return varied(scores, index, len(groups))
+    return differs_in_group(scores, index, len(groups))

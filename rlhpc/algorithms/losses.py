@@ -3,6 +3,7 @@ when the global counts are passed along."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x.detach() * mask).sum() / mask.sum().clamp(min=1)
 
 
-def _facts(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+def _ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
     """Returns the k3 estimate of KL(old ‖ new), fraction of clipped positions and mean ratio, from one reduction."""
     with torch.no_grad():
         columns = torch.stack([(ratio - 1) - log_ratio, clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
@@ -185,7 +186,7 @@ def _clip(
         negative = advantages < 0
         is_clipped = is_clipped | (negative & (limit < loss))
         loss = torch.where(negative, torch.min(loss, limit), loss)
-    return loss, _facts(log_ratio, ratio, is_clipped, mask)
+    return loss, _ratio_metrics(log_ratio, ratio, is_clipped, mask)
 
 
 def ppo(
@@ -230,7 +231,7 @@ def cispo(
     log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp().detach()
     loss = -ratio.clamp(max=1 + clip_ratio_high) * advantages * logprobs
-    return loss, _facts(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
+    return loss, _ratio_metrics(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
 
 
 def decoupled_ppo(
@@ -300,6 +301,14 @@ def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean
     return aggregate(entropy, loss_mask.bool(), loss_agg, **counts)
 
 
+def _k3(log_ratio: Tensor) -> Tensor:
+    reverse_log_ratio = (-log_ratio).clamp(-20, 20)
+    return reverse_log_ratio.exp() - reverse_log_ratio - 1
+
+
+_KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: log_ratio, "k2": lambda log_ratio: log_ratio.square() / 2, "k3": _k3, "abs": torch.abs
+}  # fmt: skip
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
@@ -317,15 +326,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     Raises:
         ConfigError: Unknown kind.
     """
-    log_ratio = logprobs - ref_logprobs
     name = _ALIASES.get(kind.lower(), kind.lower())
-    if name == "k1":
-        return log_ratio
-    if name == "abs":
-        return log_ratio.abs()
-    if name == "k2":
-        return log_ratio.square() / 2
-    if name == "k3":
-        reverse_log_ratio = (-log_ratio).clamp(-20, 20)
-        return reverse_log_ratio.exp() - reverse_log_ratio - 1
-    raise ConfigError(f"kl_penalty is {kind!r}; allowed: k1 (kl), k2 (mse), k3 (low_var_kl), abs")
+    if name not in _KL_ESTIMATORS:
+        raise ConfigError(f"kl_penalty is {kind!r}; allowed: k1 (kl), k2 (mse), k3 (low_var_kl), abs")
+    return _KL_ESTIMATORS[name](logprobs - ref_logprobs)

@@ -65,7 +65,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> Non
         NonFinite: A tensor is not finite; the message names the first ones.
     """
     if names := bad_tensors(named):
-        raise nonfinite(f"{where}: {listed(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
+        raise nonfinite(f"{where}: {format_names(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
 
 
 _WEIGHTS = (
@@ -74,12 +74,12 @@ _WEIGHTS = (
 )
 
 
-def listed(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Formats the first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class Skips:
+class SkippedSteps:
     """Counter of optimizer steps that are skipped because their gradient is not finite. All ranks decide equally, because the
     norm is over all of them.
 
@@ -91,11 +91,11 @@ class Skips:
         self.skip = skip
         self._count = self._row = 0
 
-    def took(self) -> None:
+    def record_step(self) -> None:
         """Records a successful optimizer step."""
         self._row = 0
 
-    def left_out(self, describe: Callable[[], str]) -> None:
+    def record_skip(self, describe: Callable[[], str]) -> None:
         """Records a skipped optimizer step.
 
         Args:
@@ -113,7 +113,7 @@ class Skips:
                 f"{describe()}; it is the {self._row}th optimizer step in a row that had to be left out", _AGAIN
             )
 
-    def counted(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Returns the metric `nonfinite_skipped`: steps skipped since the last call; empty if none were."""
         count = self._count
         self._count = 0

@@ -36,7 +36,7 @@ def digest(path: Path) -> tuple[int, str]:
         return file.tell(), checksum
 
 
-def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
+def map_files(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
     """Returns `work(path)` of each file, in order; uses several cores for large amounts, because hashing releases Python's
     lock.
 
@@ -102,7 +102,7 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     if (named_step := step_of(checkpoint.name)) is not None and named_step != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, file_entry) for name, file_entry in sorted(manifest["files"].items())}
-    file_faults = of_each(
+    file_faults = map_files(
         lambda path: _verify_file(path, files[path][1], checksums),
         list(files),
         sum(file_entry["size"] for _, file_entry in files.values()) if checksums else 0,

@@ -30,12 +30,12 @@ from rlhpc.checkpoint.manifest import (
     digest,
     is_complete,
     is_plain_name,
-    of_each,
+    map_files,
     read_manifest,
     seal,
     verify,
 )
-from rlhpc.checkpoint.trusted_digests import note_own
+from rlhpc.checkpoint.trusted_digests import record_digest
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
@@ -158,7 +158,7 @@ class CheckpointWriter:
             else:
                 unlisted.append(path)
         sizes = sum(path.stat().st_size for path in unlisted)
-        for path, size_and_digest in zip(unlisted, of_each(_durable_digest, unlisted, sizes), strict=True):
+        for path, size_and_digest in zip(unlisted, map_files(_durable_digest, unlisted, sizes), strict=True):
             files[path.relative_to(self.staging).as_posix()] = _file_entry(*size_and_digest)
         if missing := [name for name, (size, _) in written_entries.items() if not self._has(name, size)]:
             raise CheckpointError(
@@ -173,7 +173,7 @@ class CheckpointWriter:
             fsync_folder(folder)
         write_durably(self.staging / COMPLETE, seal(manifest_bytes))
         fsync_folder(self.staging)
-        note_own(manifest_bytes)
+        record_digest(manifest_bytes)
 
     def _has(self, name: str, size: int) -> bool:
         path = self.staging / name

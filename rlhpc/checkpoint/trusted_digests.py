@@ -17,7 +17,7 @@ from rlhpc.runtime.host import state_folder
 _MAX_TEXT_BYTES = 16 << 20
 
 
-def note_own(manifest: bytes) -> None:
+def record_digest(manifest: bytes) -> None:
     """Records the digest of a manifest that this process has written. If that fails, the checkpoint counts as another
     user's."""
     with contextlib.suppress(OSError):
@@ -26,7 +26,7 @@ def note_own(manifest: bytes) -> None:
         note_path.touch(mode=0o600)
 
 
-def is_own(checkpoint: Path) -> bool:
+def is_trusted(checkpoint: Path) -> bool:
     """Returns whether a run of this user wrote this checkpoint, and none of its files that could name code has changed."""
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()

@@ -79,9 +79,9 @@ def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
     """Returns whether code that the checkpoint names may be imported: the user allows it, or an own run
     wrote the checkpoint.
     """
-    from rlhpc.checkpoint.trusted_digests import is_own
+    from rlhpc.checkpoint.trusted_digests import is_trusted
 
-    return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_own(checkpoint))
+    return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_trusted(checkpoint))
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -365,12 +365,12 @@ def export_language_model(
 
 def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
     """Returns the weights of one policy's adapter, by the names of a single adapter."""
-    from rlhpc.training.lora import ADAPTER, is_of
+    from rlhpc.training.lora import ADAPTER, belongs_to_adapter
 
     return {
         name.removesuffix(f".{policy}.weight") + f".{ADAPTER}.weight": tensor
         for name, tensor in weights.items()
-        if is_of(name, policy)
+        if belongs_to_adapter(name, policy)
     }
 
 

@@ -1,7 +1,7 @@
 """Interface of training backends, independent of the trained module.
 
 A backend knows neither tokens nor observations. It gets a `Blueprint` of the module from a task package, keeps weights,
-gradients and optimizer in its own way, and runs the task package's functions on the module. `ParkingBackend` offloads
+gradients and optimizer in its own way, and runs the task package's functions on the module. `OffloadingBackend` offloads
 accelerator memory to the host and back, with every view of it intact.
 """
 
@@ -345,7 +345,7 @@ class TrainingBackend(abc.ABC):
         """Applies `edit` in place to this rank's part of the trained weights, always in the same order."""
         edit([parameter.detach() for parameter in self.module.parameters() if parameter.requires_grad])
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields this rank's part of the weights, in whatever dtype: its shards if they are sharded."""
         yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
@@ -488,7 +488,7 @@ class HostMemory:
         return [padded[:size] for padded, size in zip(allocated, sizes, strict=True)]
 
 
-class Parked:
+class OffloadedTensors:
     """Contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
 
     Args:
@@ -544,12 +544,12 @@ class Parked:
         self._contents, self._emptied = [], []
 
 
-class ParkingBackend(TrainingBackend):
-    """Backend that empties its memory while another role has the accelerator. A subclass lists its tensors (`belongings`), and
-    reads or writes them inside `awake`.
+class OffloadingBackend(TrainingBackend):
+    """Backend that empties its memory while another role has the accelerator. A subclass lists its tensors
+    (`offloadable_tensors`), and reads or writes them inside `awake`.
     """
 
-    _parked: Parked | None = None
+    _parked: OffloadedTensors | None = None
     _host: HostMemory | None = None
 
     @property
@@ -566,8 +566,10 @@ class ParkingBackend(TrainingBackend):
     def park(self) -> int:
         """Empties the tensors of this rank on its device; returns the number of bytes freed."""
         self._host = self._host or HostMemory()
-        contents, scratch = ([t for t in tensors if t.device.type == self.device.type] for tensors in self.belongings())
-        self._parked = Parked(contents, scratch, self._host)
+        contents, scratch = (
+            [t for t in tensors if t.device.type == self.device.type] for tensors in self.offloadable_tensors()
+        )
+        self._parked = OffloadedTensors(contents, scratch, self._host)
         return self._parked.nbytes
 
     def reload(self) -> None:
@@ -578,7 +580,7 @@ class ParkingBackend(TrainingBackend):
             self.returned()
 
     @abc.abstractmethod
-    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to keep, in any order, on any device, and those that are unused or can be recreated."""
 
     def returned(self) -> None:

@@ -17,7 +17,7 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
-from rlhpc.training.backend import Blueprint, Named, ParkingBackend, TrainingRanks, tensors_of
+from rlhpc.training.backend import Blueprint, Named, OffloadingBackend, TrainingRanks, tensors_of
 from rlhpc.training.flat_parameters import FlatModule
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer.pt"
 
 
-class ReplicatedBackend(ParkingBackend):
+class ReplicatedBackend(OffloadingBackend):
     """Backend in which every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
     blueprint's dtype.
     """
@@ -47,7 +47,9 @@ class ReplicatedBackend(ParkingBackend):
             )
 
         names = blueprint.policies
-        self._flats = {name: flat(partial(lora.is_of, adapter=name)) for name in names} if names else {"": flat()}
+        self._flats = (
+            {name: flat(partial(lora.belongs_to_adapter, adapter=name)) for name in names} if names else {"": flat()}
+        )
         self.prepare_reference()
 
     @property
@@ -97,7 +99,7 @@ class ReplicatedBackend(ParkingBackend):
                 if flat.mixed:
                     flat.replace(tensors)
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields the weights in the form they are trained in, and the optimizer's averages."""
         with self.awake():
             for policy, flat in self._flats.items():
@@ -139,16 +141,16 @@ class ReplicatedBackend(ParkingBackend):
                 flat.load_state_dict(load_state(folder / _optimizer(policy)))
                 flat.zero_grad()
 
-    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`): gradients are cleared before they are
-        computed, and copies can be recreated.
+    def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep and to drop (`OffloadingBackend.offloadable_tensors`): gradients are cleared before
+        they are computed, and copies can be recreated.
         """
         flats = self._flats.values()
         state = [tensor for flat in flats for tensor in flat.state()]
         return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
 
     def returned(self) -> None:
-        """Recreates copies and gradients (`ParkingBackend.returned`)."""
+        """Recreates copies and gradients (`OffloadingBackend.returned`)."""
         for flat in self._flats.values():
             flat.renew()
 

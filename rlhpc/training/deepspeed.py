@@ -28,7 +28,7 @@ from rlhpc.training.backend import (
     Blueprint,
     Metrics,
     Named,
-    ParkingBackend,
+    OffloadingBackend,
     TrainingRanks,
     tensors_in,
     tensors_of,
@@ -108,7 +108,7 @@ def _pickle_stage_by_value() -> None:
     importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
 
 
-class DeepSpeedBackend(ParkingBackend):
+class DeepSpeedBackend(OffloadingBackend):
     """ZeRO backend: shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 
     DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
@@ -273,7 +273,7 @@ class DeepSpeedBackend(ParkingBackend):
 
         edit(one_at_a_time())
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields this rank's parts, if the parameters are partitioned, without the unused padding of the last one."""
         with self.awake():
             parameter: Any  # DeepSpeed adds attributes
@@ -370,13 +370,13 @@ class DeepSpeedBackend(ParkingBackend):
     # -- offload --------------------------------------------------------------------------------------------------
 
     def park(self) -> int:
-        """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
+        """Empties the tensors of this rank (`OffloadingBackend.park`); gathered weights are freed."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
         return super().park()
 
-    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`)."""
+    def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep and to drop (`OffloadingBackend.offloadable_tensors`)."""
         buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
         return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 

@@ -30,8 +30,8 @@ from rlhpc.training.backend import (
     Batch,
     Blueprint,
     Named,
+    OffloadingBackend,
     Outputs,
-    ParkingBackend,
     TrainingRanks,
     tensors_in,
     tensors_of,
@@ -53,7 +53,7 @@ SHARDS, OPTIMIZER = "shards", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FsdpBackend(ParkingBackend):
+class FsdpBackend(OffloadingBackend):
     """Training with FSDP2, with gradients summed instead of averaged, as the losses are parts of a global one."""
 
     name = "fsdp"
@@ -316,7 +316,7 @@ class FsdpBackend(ParkingBackend):
         self._reshard()
         edit([local_part(parameter) for parameter in self.module.parameters() if parameter.requires_grad])
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields this rank's shards."""
         with self.awake():
             for name, parameter in self.module.named_parameters():
@@ -371,13 +371,14 @@ class FsdpBackend(ParkingBackend):
             super().offload()
 
     def park(self) -> int:
-        """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
+        """Empties the tensors of this rank (`OffloadingBackend.park`); gathered weights are freed."""
         for submodule in (submodule for module in self.models for submodule in _parts(module)):
             submodule.reshard()
         return super().park()
 
-    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep (`ParkingBackend.belongings`). Gradients exist only between the two halves of a step."""
+    def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep (`OffloadingBackend.offloadable_tensors`). Gradients exist only between the two
+        halves of a step."""
         return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
 
 

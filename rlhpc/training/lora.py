@@ -314,7 +314,7 @@ def choose(module: nn.Module, name: str) -> None:
         layer._active_adapter = name
 
 
-def is_of(name: str, adapter: str) -> bool:
+def belongs_to_adapter(name: str, adapter: str) -> bool:
     """Returns whether a module's parameter belongs to the adapter of that name."""
     return ".lora_" in name and name.rpartition(".lora_")[2].split(".")[1:2] == [adapter]
 
@@ -414,7 +414,7 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     config: Any = module.peft_config[adapter]  # type: ignore[index]
     heads = tuple(f"{PEFT_PREFIX}{head_name}." for head_name in config.modules_to_save or ())
     adapter_tensors = [
-        (name, tensor) for name, tensor in named_tensors if is_of(name, adapter) or name.startswith(heads)
+        (name, tensor) for name, tensor in named_tensors if belongs_to_adapter(name, adapter) or name.startswith(heads)
     ]
     infix = re.compile(rf"(?<=\.lora_[AB])\.{re.escape(adapter)}(?=\.weight$)")
     return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in adapter_tensors}

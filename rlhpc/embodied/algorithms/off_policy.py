@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite, tensors_of
+from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite, tensors_of
 from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.off_policy import ActorCritic, flatten
 from rlhpc.runtime.errors import CheckpointError
@@ -116,7 +116,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         rank: int = 0,
     ) -> None:
         self.policy, self._reduce, self._ranks, self._rank = policy, reduce, ranks, rank
-        self.skips = Skips(skip)
+        self.skips = SkippedSteps(skip)
         self.value_lr = optim.lr if optim.value_lr is None else optim.value_lr
         options = AdamOptions.of(optim)
         self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
@@ -166,7 +166,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             actor = None
         else:
             self._counts[1] += actor is not None
-            self.skips.took()
+            self.skips.record_step()
         if self.updates % self.targets_every == 0:
             for target in self.targets.values():
                 target.follow(self.tau)
@@ -209,9 +209,9 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
 
         def message() -> str:
             names = backend.bad_gradients()
-            return f"update {self.updates}: the gradient of the {network} is not finite ({listed(names) or 'its norm'})"
+            return f"update {self.updates}: the gradient of the {network} is not finite ({format_names(names) or 'its norm'})"
 
-        self.skips.left_out(message)
+        self.skips.record_skip(message)
         return True
 
     def facts(self) -> dict[str, float]:
@@ -241,7 +241,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             **(means if num_updates else {}),
             **self.facts(),
             "updates": float(self.updates),
-            **self.skips.counted(),
+            **self.skips.pop_metrics(),
         }
 
     def set_lr(self, factor: float) -> None:
@@ -306,7 +306,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         """Takes over all weights; optimizers and target networks stay as they are."""
         self.policy.load_state_dict(tensors)
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields the tensors that the optimizers hold."""
         yield from tensors_of(self.state_dict(), "optimizer")
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rlhpc.algorithms import losses, policy_loss, value_loss
-from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite
+from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.data.batches import (
     TrainBatch,
@@ -180,7 +180,7 @@ class PolicyUpdate:
     ) -> None:
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
         self._reduce, self._rank, self._ranks = reduce, rank, ranks
-        self.skips, self._gather = Skips(skip), gather
+        self.skips, self._gather = SkippedSteps(skip), gather
         self.epochs = algorithm.update_epochs
         self.loss_type = algorithm.loss_type
         self.value_coef, self.entropy_coef = algorithm.value_coef, algorithm.entropy_coef
@@ -246,9 +246,9 @@ class PolicyUpdate:
             norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
                 nonfinite_text = self._not_finite(metric_sums)
-                self.skips.left_out(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
+                self.skips.record_skip(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
                 continue
-            self.skips.took()
+            self.skips.record_step()
             norms += norm
             sums += metric_sums
             loss_metrics = _added(loss_metrics, minibatch_metrics)
@@ -264,7 +264,7 @@ class PolicyUpdate:
             "epochs": updates / -(-total // self.batch_size),
             "lr": lr,
             **self._own_metrics(loss_metrics, max(updates, 1)),
-            **self.skips.counted(),
+            **self.skips.pop_metrics(),
             **({"empty_minibatches": float(num_empty)} if num_empty else {}),
         }
 
@@ -305,9 +305,11 @@ class PolicyUpdate:
         ]
         gradients = self.backend.bad_gradients()
         gradient_text = (
-            f"the gradient of {listed(gradients)} is not finite" if gradients else "the gradient's norm is not finite"
+            f"the gradient of {format_names(gradients)} is not finite"
+            if gradients
+            else "the gradient's norm is not finite"
         )
-        return f"{gradient_text} ({listed(losses)})" if losses else gradient_text
+        return f"{gradient_text} ({format_names(losses)})" if losses else gradient_text
 
     def _too_far(self, stats: torch.Tensor) -> bool:
         """Returns whether a minibatch's KL estimate exceeds `target_kl`; its update and all later ones are then skipped

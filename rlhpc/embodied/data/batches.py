@@ -229,10 +229,7 @@ class RolloutBatch(Generic[Array]):
 
     def mark_nonfinite(self: RolloutBatch[np.ndarray], marks: Iterable[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with more transitions marked as not finite."""
-        nonfinite = self._mask(self.nonfinite)
-        for nonfinite_mask in marks:
-            nonfinite = nonfinite | nonfinite_mask
-        return replace(self, nonfinite=nonfinite)
+        return replace(self, nonfinite=np.logical_or.reduce([self._mask(self.nonfinite), *marks]))
 
     def drop(self: RolloutBatch[np.ndarray], marks: np.ndarray, reason: DropReason) -> RolloutBatch[np.ndarray]:
         """Removes the marked transitions from those that train, and counts those that were not dropped before.
@@ -264,8 +261,7 @@ class RolloutBatch(Generic[Array]):
             nonfinite = _complete_slots(missing | nonfinite)
         if failures_by_slot:
             failed = _complete_slots(failed)
-        batch = self.drop(missing, DropReason.RANK_LOST)
-        batch = batch.drop(nonfinite, DropReason.NONFINITE)
+        batch = self.drop(missing, DropReason.RANK_LOST).drop(nonfinite, DropReason.NONFINITE)
         return batch.drop(failed, DropReason.ENV_FAILED)
 
     def cleaned(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:

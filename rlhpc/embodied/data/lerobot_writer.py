@@ -29,7 +29,7 @@ from rlhpc.embodied.data.lerobot_reader import (
     tasks_of,
     tasks_table,
 )
-from rlhpc.embodied.data.trajectory import FolderWriter, not_finite
+from rlhpc.embodied.data.trajectory import FolderWriter, describe_nonfinite
 from rlhpc.embodied.data.video import pyav
 from rlhpc.runtime.errors import ConfigError
 
@@ -37,7 +37,7 @@ _QUANTILES = (0.01, 0.10, 0.50, 0.90, 0.99)
 Statistics = dict[str, np.ndarray]
 
 
-def of_numbers(column: np.ndarray) -> Statistics:
+def number_statistics(column: np.ndarray) -> Statistics:
     """Returns statistics of numbers `[T]` or `[T, D]`, by component."""
     rows = np.asarray(column, np.float64).reshape(len(column), -1)
     statistics = {
@@ -58,7 +58,7 @@ def histogram(pictures: np.ndarray) -> np.ndarray:
     )
 
 
-def of_pictures(counts: np.ndarray, frames: int) -> Statistics:
+def picture_statistics(counts: np.ndarray, frames: int) -> Statistics:
     """Returns statistics from histograms: by channel `[C, 1, 1]`, between 0 and 1."""
     levels, total = np.arange(256) / 255, counts.sum(1)
     mean = counts @ levels / total
@@ -100,18 +100,18 @@ class Totals:
         """Adds an episode's column; returns the statistics of that episode alone."""
         if not pictures:
             self._numbers.setdefault(name, []).append(column)
-            return of_numbers(column)
+            return number_statistics(column)
         counts, frames = histogram(column), len(column)
         previous_totals = self._pictures.get(name, (0, 0))
         self._pictures[name] = (previous_totals[0] + counts, previous_totals[1] + frames)
-        return of_pictures(counts, frames)
+        return picture_statistics(counts, frames)
 
     def all(self) -> dict[str, Any]:
         """Returns the statistics as JSON values, by column."""
         statistics = {
-            name: of_numbers(np.concatenate(episode_arrays)) for name, episode_arrays in self._numbers.items()
+            name: number_statistics(np.concatenate(episode_arrays)) for name, episode_arrays in self._numbers.items()
         }
-        statistics |= {name: of_pictures(*totals) for name, totals in self._pictures.items()}
+        statistics |= {name: picture_statistics(*totals) for name, totals in self._pictures.items()}
         return {
             name: {key: statistic.tolist() for key, statistic in column_statistics.items()}
             for name, column_statistics in statistics.items()
@@ -262,7 +262,7 @@ class LeRobotWriter(FolderWriter):
         """
         if trajectory["obs"] is None:
             raise ConfigError(f"{trajectory['source']} has no obs, which a LeRobot dataset needs")
-        if problem := not_finite(dict(trajectory), ("obs", "actions")):
+        if problem := describe_nonfinite(dict(trajectory), ("obs", "actions")):
             raise ConfigError(problem)
         columns = columns_of(trajectory, self._camera_names)
         features = features_of(columns, self._names, self._videos)

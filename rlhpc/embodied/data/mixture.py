@@ -60,8 +60,7 @@ class Mixture:
         self.action_dim = action_dim
         self.demos = None if demos is None else demos.view(np.uint8).reshape(len(demos), demos.dtype.itemsize)
         self._demo_dtype = None if demos is None else demos.dtype
-        count = 0 if demos is None else round(demo_ratio * batch_size)
-        self.demo_rows = count
+        self.demo_rows = 0 if demos is None else round(demo_ratio * batch_size)
         self._rank = rank
         self._ranks = ranks
         self._out = np.empty((0, 0), np.uint8)

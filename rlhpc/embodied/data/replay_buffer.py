@@ -308,6 +308,7 @@ class ReplayBuffer:
 
     Attributes:
         decisions: Decisions made since the run began.
+        table: All rows, as bytes `[rows, bytes]`.
     """
 
     def __init__(self, capacity: int, share: range, num_envs: int, rank: int, folder: Path) -> None:
@@ -319,7 +320,7 @@ class ReplayBuffer:
         self.decisions = 0
         self._first = 0  # earlier decisions were never in this buffer
         self.dtype: np.dtype[Any] | None = None
-        self._bytes = np.empty((0, 0), np.uint8)
+        self.table = np.empty((0, 0), np.uint8)
         self._ring: Any = np.empty((0, len(share)))
         self._segments: list[_ReplayFile] = []
         self._saved: Path | None = None
@@ -344,13 +345,13 @@ class ReplayBuffer:
             with path.open("w+b") as file:
                 path.unlink()
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later
-                self._bytes = np.memmap(file, np.uint8, "r+", shape=(rows, dtype.itemsize))
+                self.table = np.memmap(file, np.uint8, "r+", shape=(rows, dtype.itemsize))
         except OSError as error:
             raise ConfigError(
                 f"algorithm.replay_buffer.size: {self.capacity * len(self.share)} transitions of {dtype.itemsize} bytes "
                 f"need {size / 2**30:.1f} GiB in {self._folder}: {error.strerror}; make it smaller, or set cluster.scratch"
             ) from error
-        self._ring = self._bytes.view(dtype).reshape(self.capacity, len(self.share))
+        self._ring = self.table.view(dtype).reshape(self.capacity, len(self.share))
         self.dtype = dtype
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
@@ -391,11 +392,6 @@ class ReplayBuffer:
             return np.arange(len(places)), decision * self.num_envs + slot
         local_positions = np.flatnonzero((slot >= self.share.start) & (slot < self.share.stop))
         return local_positions, decision[local_positions] * len(self.share) + slot[local_positions] - self.share.start
-
-    @property
-    def table(self) -> np.ndarray:
-        """All rows, as bytes `[rows, bytes]`."""
-        return self._bytes
 
     def _between(self, first: int, stop: int) -> list[np.ndarray]:
         """Returns a range of decisions in order, as one array, or as two where the ring wraps."""

@@ -17,7 +17,7 @@ import numpy as np
 from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
-from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, check, not_finite, shapes
+from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, check, describe_nonfinite, shapes
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files, fsync_folder, read_json, replace_durably
 from rlhpc.runtime.text import first_line
@@ -52,9 +52,8 @@ def read_trajectories(
         ConfigError: No file matches, a file is damaged, a required field is missing, or (without `left_out`) a number is not
             finite; names file and episode. Errors of the paths are raised at once, others when the episode is reached.
     """
-    if isinstance(path, str | Path):
-        return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
-    sources = [_open(str(source_path), key) for source_path in path]
+    paths = [path] if isinstance(path, str | Path) else path
+    sources = [_open(str(source_path), key) for source_path in paths]
     if not sources:
         raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
     return _checked(
@@ -100,7 +99,7 @@ def _checked(
                 raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
         if only_success and not np.any(trajectory["success"]):
             continue
-        if problem := not_finite(trajectory, require):
+        if problem := describe_nonfinite(trajectory, require):
             if left_out is None:
                 raise ConfigError(problem)
             left_out.append(problem)
@@ -305,7 +304,7 @@ class TrajectoryWriter(EpisodeWriter):
                 for name, field in fields.items()
             }
         )
-        if problem := not_finite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
+        if problem := describe_nonfinite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
             raise ConfigError(problem)
         group = self._file.create_group(f"traj_{index}", track_order=True)
         if fields["obs"] is not None:

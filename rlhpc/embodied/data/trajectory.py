@@ -58,7 +58,7 @@ def shapes(trajectory: Trajectory) -> str:
     return f"{obs_text} and actions {list(trajectory['actions'].shape[1:])}"
 
 
-def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
+def describe_nonfinite(trajectory: Trajectory, fields: Sequence[str]) -> str:
     """Returns a message with the first non-finite number of the fields; empty if all numbers are finite."""
     for field in fields:
         for name, array in _arrays(field, trajectory[field]):

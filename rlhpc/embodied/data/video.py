@@ -43,7 +43,7 @@ def shrink(frames: np.ndarray) -> np.ndarray:
     return blocks.mean((2, 4)).astype(np.uint8)
 
 
-def framed(frame: np.ndarray, success: bool) -> np.ndarray:
+def add_border(frame: np.ndarray, success: bool) -> np.ndarray:
     """Returns an episode's last picture with a border: green for success, otherwise grey."""
     framed_picture = frame.copy()
     color = _GREEN if success else _GREY

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.nonfinite import bad_tensors, listed, skips
+from rlhpc.algorithms.nonfinite import bad_tensors, format_names, skips
 from rlhpc.config.typed import changed, mapping
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, RealTimeConfig
 from rlhpc.embodied.envs import make_env
@@ -221,7 +221,7 @@ def evaluate_policy(
         env.close()
     if bad_episodes := [index for index, row in enumerate(rows) if not math.isfinite(row["return"])]:
         bad_weights = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
-        cause = f"so is {listed(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
+        cause = f"so is {format_names(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
         raise NonFinite(
             f"{len(bad_episodes)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is "
             f"episode {bad_episodes[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at "

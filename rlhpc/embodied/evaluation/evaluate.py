@@ -20,7 +20,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.config.typed import mapping, plain, select, typed
 from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
 from rlhpc.embodied.data.datasets import WriteOptions
-from rlhpc.embodied.data.video import framed, shrink, tile, write_video
+from rlhpc.embodied.data.video import add_border, shrink, tile, write_video
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
 from rlhpc.embodied.evaluation.intervention import find_intervention
@@ -79,7 +79,7 @@ MAX_FRAMES = 1500
 
 class Film(Watch):
     """Film of an evaluation, with a picture of each slot before each of its steps; a slot whose episode has ended keeps
-    its last picture, framed.
+    its last picture, add_border.
 
     Args:
         env: A vector environment.
@@ -115,7 +115,7 @@ class Film(Watch):
         has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
         for i, slot in enumerate(self._slots):
             if self._pictures is not None and slot not in self._last_pictures and has_ended[slot]:
-                self._last_pictures[slot] = framed(self._pictures[i], success is not None and bool(success[slot]))
+                self._last_pictures[slot] = add_border(self._pictures[i], success is not None and bool(success[slot]))
 
     def write(self, path: Path, fps: int) -> None:
         """Writes the film as an mp4 file; its last picture stays for half a second."""

@@ -56,7 +56,7 @@ class Notice:
         self._id, self._reason = 0, ""
         self._lock = threading.Lock()
 
-    def left_behind(self) -> str:
+    def earlier_reason(self) -> str:
         """Returns the reason in an earlier process's notice why the robot must stay still; empty if it may move."""
         try:
             record = read_json(self._path.read_bytes())
@@ -66,7 +66,7 @@ class Notice:
         except (OSError, ValueError, KeyError, TypeError):
             return "the notice of the process before cannot be read"
         if reason:
-            return "" if self._has_word(notice_id) else reason
+            return "" if self._is_withdrawn(notice_id) else reason
         if node == node_name() and _process_began(pid) == record.get("began"):
             return ""
         return f"process {pid} on {node} ended without closing it"
@@ -87,14 +87,14 @@ class Notice:
 
     def resumed(self) -> bool:
         """Returns whether a person has withdrawn exactly this notice."""
-        return self._has_word(self._id)
+        return self._is_withdrawn(self._id)
 
-    def _has_word(self, number: int) -> bool:
+    def _is_withdrawn(self, number: int) -> bool:
         with suppress(OSError, ValueError):
             return self._word.read_text() == str(number)
         return False
 
-    def take_down(self) -> None:
+    def remove(self) -> None:
         """Removes the notice that this process has posted."""
         with self._lock:
             for path in (self._path, self._word) if self._id else ():

@@ -79,7 +79,7 @@ class SafetyCore:
             driver.close()
             raise
         self._notice = Notice(name) if name else None  # for later processes
-        if self._notice is not None and (reason := self._notice.left_behind()):
+        if self._notice is not None and (reason := self._notice.earlier_reason()):
             self.stop(reason)
         threading.Thread(target=self._watch, name="robot-watchdog", daemon=True).start()
 
@@ -324,7 +324,7 @@ class SafetyCore:
         while self.state is State.STOPPED:
             if not self._unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
                 if self._notice is not None:
-                    self._notice.take_down()
+                    self._notice.remove()
                 self._states.resume()
                 log.info("%s may move again", self.name)
                 return
@@ -361,7 +361,7 @@ class SafetyCore:
             self._process.close()
         stays_stopped = self._unconfirmed or (previous_state is State.STOPPED and self.limits.resume == "person")
         if self._notice is not None and not stays_stopped:
-            self._notice.take_down()
+            self._notice.remove()
         close_thread = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
         close_thread.start()
         close_thread.join(_CLOSE_S)

@@ -58,7 +58,7 @@ class PolicyLearner(Protocol):
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces all weights by full tensors."""
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields this rank's tensors of weights and optimizers."""
 
     def save(self, folder: Path) -> None:
@@ -235,7 +235,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         if self.rank == 0:
             require_finite(weights.items(), weights_name)
         if self.rank == 0 or self.learner.lockstep:
-            require_finite(self.learner.held_tensors(), weights_name)
+            require_finite(self.learner.local_tensors(), weights_name)
         if self.rank == 0:
             save_tensors(path / WEIGHTS, weights)
             write_durably(path / SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")

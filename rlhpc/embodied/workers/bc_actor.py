@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.algorithms import value_loss
-from rlhpc.algorithms.nonfinite import Skips, listed, skips
+from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, skips
 from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.batches import local_minibatches, passes, permutation
@@ -84,7 +84,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         observation_space, action_space = spaces = spaces_of(cfg)
         skip = skips(cfg)
         self.backend = self.build_backend(cfg.actor, spaces, look=skip)
-        self.skips = Skips(skip)
+        self.skips = SkippedSteps(skip)
         self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
         problems: list[str] | None = [] if skip else None
         trajectories = list(read_demos(cfg, problems))
@@ -214,12 +214,12 @@ class BcActor(PolicyTrainer[BcConfig]):
                     minibatch_sums += outputs["losses"].double()
                 norm = float(self.backend.optimizer_step(rate))
                 if not math.isfinite(norm):
-                    names = listed(self.backend.bad_gradients()) or "all together"
-                    self.skips.left_out(
+                    names = format_names(self.backend.bad_gradients()) or "all together"
+                    self.skips.record_skip(
                         lambda: f"step {step}, epoch {epoch}, minibatch {index}: the gradient of {names} is not finite"  # noqa: B023
                     )
                     continue
-                self.skips.took()
+                self.skips.record_step()
                 sums += minibatch_sums
                 norms += norm
                 updates += 1
@@ -229,7 +229,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         policy_loss, mean_value_loss = (sums / num_updates).tolist()
         self.updates += 1
         metrics = {"loss": policy_loss, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
-        metrics |= self.skips.counted()
+        metrics |= self.skips.pop_metrics()
         if "returns" in self.demos:
             metrics["value_loss"] = mean_value_loss
         if self.holdout is not None:

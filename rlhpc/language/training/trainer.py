@@ -426,9 +426,9 @@ class ModelTrainer:
         """Returns the names of the weights that never change."""
         return self.backend.frozen_names()
 
-    def held_tensors(self) -> Named:
+    def local_tensors(self) -> Named:
         """Yields this rank's tensors of the weights."""
-        return self.backend.held_tensors()
+        return self.backend.local_tensors()
 
     def awake(self) -> AbstractContextManager[None]:
         """Reloads offloaded tensors for the duration of the block (`TrainingBackend.awake`)."""

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rlhpc.algorithms.nonfinite import Skips, listed, require_finite, skips
+from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, require_finite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.config.parallel import MeshSizes
@@ -74,7 +74,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         trainer = make()
         self.backend = trainer
-        self.skips = Skips(skips(cfg))
+        self.skips = SkippedSteps(skips(cfg))
         self.max_tokens = section.max_tokens_per_micro_batch
         self.log.info("trains %s parameters of %s by %s", trainer.parameters_trained, section.model.model_path,
                       section.training_backend)  # fmt: skip
@@ -188,7 +188,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         )
         return metric_means | (
             {"empty_minibatches": float(num_empty)} if num_empty else {}
-        ) | self.skips.counted(), num_updates
+        ) | self.skips.pop_metrics(), num_updates
 
     def _run_optimizer_step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
@@ -200,11 +200,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         norm = self.backend.optimizer_step(rate)
         if math.isfinite(norm):
-            self.skips.took()
+            self.skips.record_step()
         else:
             non_finite_names = [name for name, value in metrics.items() if not math.isfinite(value)]
-            other_names = f", and so are {listed(non_finite_names)}" if non_finite_names else ""
-            self.skips.left_out(
+            other_names = f", and so are {format_names(non_finite_names)}" if non_finite_names else ""
+            self.skips.record_skip(
                 lambda: (
                     f"{where}: the gradient's norm is {norm}{other_names}{_describe_non_finite(batch)} "
                     f"({self.section_name}-{self.rank})"
@@ -221,7 +221,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             learning_rate, self._reduce_metrics(batch_metrics), tokens, f"step {step}", batch
         )
         self.version = step
-        return {**metrics, "lr": learning_rate, **self.skips.counted()}
+        return {**metrics, "lr": learning_rate, **self.skips.pop_metrics()}
 
     def _reduce_metrics(self, batch_metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Returns the sums of the metrics over micro-batches and ranks."""
@@ -268,7 +268,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         path = Path(folder)
         with self.backend.awake():
-            require_finite(self.backend.held_tensors(), f"step {self.version} ({self.section_name}-{self.rank})")
+            require_finite(self.backend.local_tensors(), f"step {self.version} ({self.section_name}-{self.rank})")
             self.backend.save(path)
         save_state(
             path / STATE.format(section=self.section_name, rank=self.rank),
@@ -302,4 +302,4 @@ def _describe_non_finite(batch: TokenBatch) -> str:
         )
         non_finite_groups = torch.repeat_interleave(batch.group, batch.lengths)[is_non_finite]
         names |= {f"{name} of prompt {group}" for group in non_finite_groups.unique().tolist()}
-    return f"; not finite: {listed(sorted(names))}" if names else ""
+    return f"; not finite: {format_names(sorted(names))}" if names else ""

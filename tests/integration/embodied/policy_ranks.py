@@ -99,7 +99,7 @@ class PolicyTrainer(PolicyTrainer[Any]):
             spoil_what_fills_up(backend.module)
             self.save(save)
         weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
-        here = sum(tensor.numel() for name, tensor in backend.held_tensors() if "optimizer" not in name)
+        here = sum(tensor.numel() for name, tensor in backend.local_tensors() if "optimizer" not in name)
         return {"metrics": metrics, "weights": weights, "held": here}
 
     def bc(self, changes: dict[str, Any], steps: range = range(1, 4), save: str = "", load: str = "") -> dict[str, Any]:

@@ -138,7 +138,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
     weights = {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
     if "save" in then:  # beside what follows, of which the files must not show anything
         with torch.no_grad():
-            for _, tensor in backend.held_tensors():
+            for _, tensor in backend.local_tensors():
                 tensor.zero_()
         writes.write()
     return {
@@ -165,7 +165,7 @@ def poisoned(worker: Worker, cfg: Any) -> dict[str, Any]:
         backend.forward_backward(share(worker, step), loss, temperature=TEMPERATURE, entropy=True)
         norms.append(backend.optimizer_step(LR))
     weights = {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
-    return {"norms": norms, "weights": weights, "held": [name for name, _ in backend.held_tensors()]}
+    return {"norms": norms, "weights": weights, "held": [name for name, _ in backend.local_tensors()]}
 
 
 class Trainer(Worker):
@@ -187,7 +187,7 @@ class Trainer(Worker):
         losses, given, held = [], 0, 0
         for step in range(steps):
             given = backend.park()
-            here = [t for part in backend.belongings() for t in part if t.device.type == backend.device.type]
+            here = [t for part in backend.offloadable_tensors() for t in part if t.device.type == backend.device.type]
             storages = [tensor.untyped_storage() for tensor in here]
             held = sum(storage.nbytes() for storage in storages if storage.resizable())
             backend.reload()

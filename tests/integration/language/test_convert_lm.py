@@ -305,7 +305,7 @@ def test_each_parameter_goes_on_at_its_own_number_of_steps(model: Path, tmp_path
                 if "value_head" in name and number not in (1, 3):
                     parameter.grad = None
             trainer.optimizer_step(1e-2)
-        return {name: tensor.clone() for name, tensor in trainer.backend.held_tensors()}
+        return {name: tensor.clone() for name, tensor in trainer.backend.local_tensors()}
 
     straight = TokenTrainer(cfg, Worker(), values=True)
     steps(straight, range(3))

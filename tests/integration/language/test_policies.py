@@ -35,11 +35,15 @@ LORA = {"lora.rank": 4, "lora.alpha": 8, "optim.lr": 1e-2, "optim.clip_grad": 0.
 def weights_of(trainer: TokenTrainer, policy: str) -> dict[str, torch.Tensor]:
     """An adapter's weights, as they are."""
     named = trainer.backend.module.named_parameters()
-    return {name.replace(f".{policy}.", "."): p.detach().clone() for name, p in named if lora.is_of(name, policy)}
+    return {
+        name.replace(f".{policy}.", "."): p.detach().clone()
+        for name, p in named
+        if lora.belongs_to_adapter(name, policy)
+    }
 
 
 def gradients_of(trainer: TokenTrainer, policy: str) -> list[torch.Tensor]:
-    return [p.grad for name, p in trainer.backend.module.named_parameters() if lora.is_of(name, policy)]
+    return [p.grad for name, p in trainer.backend.module.named_parameters() if lora.belongs_to_adapter(name, policy)]
 
 
 def step(trainer: TokenTrainer, number: int, batch: TokenBatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlhpc.language.engines.hf import HFRollout
-from rlhpc.training.backend import HostMemory, Parked, ParkingBackend, TrainingBackend
+from rlhpc.training.backend import HostMemory, OffloadedTensors, OffloadingBackend, TrainingBackend
 from rlhpc.training.data_parallel import ReplicatedBackend
 from rlhpc.training.deepspeed import DeepSpeedBackend
 from rlhpc.training.fsdp import FsdpBackend
@@ -63,7 +63,7 @@ class _InTurn(TrainingBackend):
         return super().optimizer_step(lr)
 
 
-class _Parking(_InTurn, ParkingBackend):
+class _Parking(_InTurn, OffloadingBackend):
     """Empties its memory, as it does on an accelerator."""
 
     def offload(self) -> None:
@@ -113,14 +113,14 @@ class SleepingEngine(HFRollout):
         super().__init__(cfg, **options)
         for parameter in self._model.parameters():  # an accelerator has copies of what is read
             parameter.data = parameter.data.clone()
-        self._parked: Parked | None = None
+        self._parked: OffloadedTensors | None = None
         note("rollout", resident())
 
     def offload(self) -> None:
         assert self._parked is None
         super().offload()
         self._refuses = "asleep, or without weights since"
-        self._parked = Parked((), self._model.parameters())
+        self._parked = OffloadedTensors((), self._model.parameters())
         note("rollout", resident())
 
     def reload(self) -> None:

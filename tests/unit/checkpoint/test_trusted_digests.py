@@ -12,7 +12,7 @@ import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST, seal, verify
-from rlhpc.checkpoint.trusted_digests import is_own
+from rlhpc.checkpoint.trusted_digests import is_trusted
 from rlhpc.jobs.paths import RunPaths
 
 
@@ -26,8 +26,8 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_run_has_written_is_own_wherever_it_lies(checkpoint: Path, tmp_path: Path) -> None:
-    assert is_own(checkpoint)
-    assert is_own(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
+    assert is_trusted(checkpoint)
+    assert is_trusted(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
 
 
 def alter(folder: Path) -> None:
@@ -61,12 +61,12 @@ def alter_all(folder: Path) -> None:
 )
 def test_what_was_changed_is_not(checkpoint: Path, change: Callable[[Path], object]) -> None:
     change(checkpoint)
-    assert not is_own(checkpoint)
+    assert not is_trusted(checkpoint)
 
 
 def test_another_user_does_not_trust_it(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
-    assert not is_own(checkpoint)
+    assert not is_trusted(checkpoint)
 
 
 def test_a_home_that_cannot_be_written_is_no_reason_not_to_save(
@@ -77,4 +77,4 @@ def test_a_home_that_cannot_be_written_is_no_reason_not_to_save(
     with CheckpointWriter(RunPaths(tmp_path / "run"), 3) as writer:
         writer.add_bytes("config.yaml", b"{}")
         folder = writer.commit()
-    assert not verify(folder) and not is_own(folder)
+    assert not verify(folder) and not is_trusted(folder)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.training.backend import HostMemory, Parked
+from rlhpc.training.backend import HostMemory, OffloadedTensors
 
 
 def test_every_view_is_right_again_and_scratch_is_not_moved() -> None:
     flat = torch.arange(10.0)
     halves, other, gradients = flat.split(5), torch.arange(7), torch.ones(1000)
     host = HostMemory()
-    parked = Parked([*halves, other], [gradients], host)
+    parked = OffloadedTensors([*halves, other], [gradients], host)
     assert all(t.untyped_storage().nbytes() == 0 for t in (flat, other, gradients))
     assert parked.nbytes == 40 + 56 + 4000 and host.nbytes == 64 + 64  # each rounded up to 64 bytes
     parked.restore()
@@ -37,6 +37,6 @@ def test_what_is_there_now_comes_back_and_not_what_was_there_the_first_time() ->
     host, tensor = HostMemory(), torch.zeros(100)
     for value in range(3):
         tensor.fill_(value)
-        parked = Parked([tensor], host=host)
+        parked = OffloadedTensors([tensor], host=host)
         parked.restore()
         assert torch.equal(tensor, torch.full((100,), float(value)))

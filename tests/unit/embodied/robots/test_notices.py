@@ -28,14 +28,14 @@ def test_a_robots_name_follows_from_its_class_and_arguments() -> None:
 
 def test_a_stopped_robot_stays_still_until_a_person_takes_it_back() -> None:
     notice = Notice("arm")
-    assert notice.left_behind() == "" and stopped_robots() == []
+    assert notice.earlier_reason() == "" and stopped_robots() == []
     notice.post(lambda: "it moved too fast")
     assert [record["robot"] for record in stopped_robots()] == ["arm"]
     assert not notice.resumed()
     successor = Notice("arm")
-    assert successor.left_behind() == "it moved too fast"
+    assert successor.earlier_reason() == "it moved too fast"
     assert resume("arm") == "it moved too fast"
-    assert notice.resumed() and successor.left_behind() == ""
+    assert notice.resumed() and successor.earlier_reason() == ""
 
 
 def test_another_stop_needs_another_word() -> None:
@@ -45,26 +45,26 @@ def test_another_stop_needs_another_word() -> None:
     notice.post(lambda: "first")  # the same stop
     assert notice.resumed()
     notice.post(lambda: "second")
-    assert not notice.resumed() and Notice("arm").left_behind() == "second"
+    assert not notice.resumed() and Notice("arm").earlier_reason() == "second"
 
 
 def test_a_process_that_ended_without_closing_its_robot_is_named(folder: Path) -> None:
     notice = Notice("arm")
     notice.post(lambda: "")
-    assert Notice("arm").left_behind() == "" and stopped_robots() == []  # this process still runs
+    assert Notice("arm").earlier_reason() == "" and stopped_robots() == []  # this process still runs
     path = folder / "arm.json"
     record = json.loads(path.read_text())
     assert record["pid"] == os.getpid()
     for changed in ({"began": "1"}, {"node": "another"}, {"pid": 2**22 + 1}):
         path.write_text(json.dumps({**record, **changed}))
-        assert "ended without closing it" in Notice("arm").left_behind()
-    notice.take_down()
-    assert not path.exists() and Notice("arm").left_behind() == ""
+        assert "ended without closing it" in Notice("arm").earlier_reason()
+    notice.remove()
+    assert not path.exists() and Notice("arm").earlier_reason() == ""
 
 
 def test_only_who_posted_a_notice_takes_it_down(folder: Path) -> None:
     Notice("arm").post(lambda: "stop")
-    Notice("arm").take_down()
+    Notice("arm").remove()
     assert (folder / "arm.json").exists()
 
 
@@ -72,7 +72,7 @@ def test_only_who_posted_a_notice_takes_it_down(folder: Path) -> None:
 def test_a_notice_that_cannot_be_read_counts(folder: Path, content: str) -> None:
     notice = Notice("arm")
     (folder / "arm.json").write_text(content)
-    assert notice.left_behind() == "the notice of the process before cannot be read"
+    assert notice.earlier_reason() == "the notice of the process before cannot be read"
     assert stopped_robots() == []
 
 

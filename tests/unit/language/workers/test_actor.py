@@ -84,7 +84,7 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfin
     def update(step: int, *parts: TokenBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         trainer._batches, trainer._received_step, trainer._returns = list(parts), step, None
         metrics = trainer.update(step)
-        return metrics, {name: tensor.clone() for name, tensor in trainer.backend.held_tensors()}
+        return metrics, {name: tensor.clone() for name, tensor in trainer.backend.local_tensors()}
 
     metrics, before = update(1, some)
     assert (metrics["updates"], metrics["empty_minibatches"]) == (2, 2), "the momentum is not 0"
