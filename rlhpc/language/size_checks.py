@@ -11,7 +11,7 @@ from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
 from rlhpc.language.engines.base import beyond_context
 from rlhpc.language.hugging_face import EXPERT_COUNTS
-from rlhpc.language.planning.model_size import NotKnown, config_of
+from rlhpc.language.planning.model_size import UnknownModelError, config_of
 from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed
 from rlhpc.runtime.errors import ConfigError
 
@@ -153,7 +153,7 @@ def _config(model: Any) -> Mapping[str, Any]:
     """Returns the contents of config.json; {} if it is not on this machine."""
     try:
         return config_of(str(model.model_path or ""), model.kwargs)
-    except NotKnown:
+    except UnknownModelError:
         return {}
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.runs.memory.account import GIB, MIB, Account, GroupRanks, MemoryTerm, Moment, terms
+from rlhpc.runs.memory.account import Account, GroupRanks, Moment, process, terms
 from rlhpc.runtime.errors import RlhpcError
 
 _WHY = (
     "its policy's sizes follow from what the simulator observes; rlhpc plan --measure makes one and builds the policy"
 )
-#: Memory of a process in addition to tensors.
-_ON_HOST, _ON_ACCELERATOR = 24.0 * MIB, 1.5 * GIB
 _POLICIES = ("actor", "rollout")
 
 
@@ -61,12 +59,10 @@ def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float
     shard_fraction = (
         1.0 / ranks.number if name == "actor" and cfg.actor.training_backend.lower() in ("fsdp", "deepspeed") else 1.0
     )
-    process = (
-        MemoryTerm("context and collectives", _ON_ACCELERATOR)
-        if ranks.accelerated
-        else MemoryTerm("libraries' work space", _ON_HOST)
+    resident_terms = (
+        *terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction),
+        process(ranks.accelerated),
     )
-    resident_terms = (*terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction), process)
     if name == "actor":
         resident_terms = (
             *resident_terms,
@@ -74,6 +70,6 @@ def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float
         )
     return Account(
         name,
-        about=f"{cfg.actor.model.model_type}: {trained} parameters are trained; without activations",
+        description=f"{cfg.actor.model.model_type}: {trained} parameters are trained; without activations",
         moments=(Moment("update" if name == "actor" else "acting", resident_terms),),
     )

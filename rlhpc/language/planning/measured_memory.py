@@ -48,7 +48,7 @@ class MeasuredMemory:
     full_model_accounted: float
     seconds: float
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Formats the result as a line."""
         measured_layers = ", ".join(
             f"{layers} layers {gib(nbytes)} (accounted {gib(self.accounted[layers])})"
@@ -71,7 +71,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
 
     Raises:
         ConfigError: This PyTorch or transformers cannot build the model without contents.
-        NotKnown: The model is unknown.
+        UnknownModelError: The model is unknown.
     """
     start_time = time.monotonic()
     config = dict(config_of(path, kwargs))
@@ -83,9 +83,9 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
         offload=False,
         reference=False,
         other_models_bytes=0.0,
-        logits=False,
-        head=True,
-        edges_apart=False,
+        uses_logits=False,
+        has_head=True,
+        separate_embeddings=False,
         accelerated=True,
         eager=0,
     )
@@ -136,10 +136,9 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
             if training.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             trunk: nn.Module = model.base_model
-            precision = (
-                MixedPrecisionPolicy(torch.bfloat16, torch.float32) if training.mixed else MixedPrecisionPolicy()
-            )
-            sharded_modules = [*_layers(trunk), model]
+            precision = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if training.mixed_precision else ()))
+            layers = max((m for m in trunk.children() if isinstance(m, nn.ModuleList)), key=len, default=())
+            sharded_modules = [*layers, model]
             for module in sharded_modules:
                 fully_shard(
                     module,
@@ -172,12 +171,6 @@ def _total(snapshot: Mapping[Any, int]) -> int:
         (nbytes for category, nbytes in snapshot.items() if str(category).rpartition(".")[2].lower() == "total"),
         sum(snapshot.values()),
     )
-
-
-def _layers(trunk: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers."""
-    layers = max((m for m in trunk.children() if isinstance(m, nn.ModuleList)), key=len, default=None)
-    return [] if layers is None else list(layers)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -15,8 +16,15 @@ from rlhpc.language.config.engines import ServingConfig
 from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.language.config.run import GrpoConfig, SftConfig, TrainedLanguageConfig, responses_per_step
 from rlhpc.language.config.training import LanguageActorConfig
-from rlhpc.language.planning.memory_model import PART, PARTS, LayerMemory, Serving, Training, process, scoring_chunk
-from rlhpc.language.planning.model_size import ModelSize, NotKnown, size_of
+from rlhpc.language.planning.memory_model import (
+    BUCKET_BYTES,
+    NUM_BUCKETS,
+    LayerMemory,
+    Serving,
+    Training,
+    scoring_chunk,
+)
+from rlhpc.language.planning.model_size import ModelSize, UnknownModelError, size_of
 from rlhpc.language.scoring.groups import (
     AGENT,
     CRITIC,
@@ -28,7 +36,7 @@ from rlhpc.language.scoring.groups import (
     group_roles,
     scoring_groups,
 )
-from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, terms
+from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, process, terms
 
 #: Maximum number of tokens in the search, and the multiple to which it is rounded.
 _MAX_TOKENS, _STEP = 1 << 22, 256
@@ -36,41 +44,40 @@ _MAX_TOKENS, _STEP = 1 << 22, 256
 _NAMED = 3
 #: Distances of changes that cost time, in powers of two of the ranks that share a model's matrices.
 _RECOMPUTING, _OFFLOADING, _SMALLER = 0.4, 2.5, 0.3
+#: Distances of a doubled size of `parallel`: replicas cost least, then experts, context, and tensor.
+_DISTANCES = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
+#: Change of a configuration: its distance, overrides, and changed fields of `Training`.
+_Option = tuple[float, tuple[str, ...], dict[str, Any]]
 
 
-def held(training: Training) -> float:
+def peak_bytes(training: Training) -> float:
     """Returns the peak bytes of a rank."""
     return max(moment.nbytes for moment in training.moments())
 
 
-def _largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
+def _largest_micro_batch(name: str, training: Training, capacity: float) -> Mapping[str, str]:
     """Returns the largest micro-batch that fits; nothing if none does."""
-    tokens = largest_tokens(training, room)
+    tokens = largest_tokens(training, capacity)
     return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
 
 
-def largest_tokens(training: Training, room: float) -> int:
+def largest_tokens(training: Training, capacity: float) -> int:
     """Returns the tokens of the largest micro-batch that fits; 0 if none does."""
-    lowest, highest = 0, _MAX_TOKENS // _STEP
-    while lowest < highest:
-        candidate = (lowest + highest + 1) // 2
-        if held(training.with_tokens(candidate * _STEP)) <= room:
-            lowest = candidate
-        else:
-            highest = candidate - 1
-    return lowest * _STEP
+    candidates = range(_STEP, _MAX_TOKENS + _STEP, _STEP)
+    return _STEP * bisect.bisect_right(
+        candidates, capacity, key=lambda tokens: peak_bytes(dataclasses.replace(training, tokens=tokens))
+    )
 
 
-def _largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
+def _largest_context(name: str, serving: Serving) -> Mapping[str, str]:
     """Returns the longest sequence that fits into the KV cache."""
-    del room
-    if serving.engine != "vllm" or not serving.accelerated or serving.room is None:
+    if serving.engine != "vllm" or not serving.accelerated or serving.capacity is None:
         return {}
-    tokens = min(serving.longest_in(serving.cache_budget()), serving.size.context or 1 << 62)
+    tokens = min(serving.longest_within(serving.cache_budget()), serving.size.context or 1 << 62)
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 
-def _wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
+def _wider_engines(name: str, serving: Serving, capacity: float) -> Sequence[SuggestedChange]:
     """Returns the smallest engine with more ranks that fits, for groups whose engines may have several ranks."""
     if serving.engine != "vllm" or name != "rollout":
         return ()
@@ -81,28 +88,30 @@ def _wider_engines(name: str, serving: Serving, room: float) -> Sequence[Suggest
             tensor > serving.tensor
             and serving.size.heads % tensor == 0
             and not wider_serving.refusals()
-            and peak_bytes <= room
+            and peak_bytes <= capacity
         ):
             return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), peak_bytes),)
     return ()
 
 
-def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[SuggestedChange]:
+def nearest(name: str, training: Training, section: LanguageActorConfig, capacity: float) -> Sequence[SuggestedChange]:
     """Returns configurations that fit, those with the smallest changes first.
 
     Args:
         name: Name of the group.
         training: Configured training.
         section: Section of the group.
-        room: Memory of a rank, in bytes.
+        capacity: Memory of a rank, in bytes.
     """
-    fitting_changes: list[tuple[float, SuggestedChange]] = []
-    for distance, overrides, neighbour in _neighbours(name, training, divides=select(section, "parallel") is not None):
-        if overrides and (nbytes := held(neighbour)) <= room:
-            fitting_changes.append((distance, SuggestedChange(overrides, nbytes)))
-    fitting_changes.sort(key=lambda one: (one[0], one[1].nbytes))
+    fitting_changes = [
+        (distance, SuggestedChange(overrides, nbytes))
+        for distance, overrides, neighbour in _neighbours(
+            name, training, divides=select(section, "parallel") is not None
+        )
+        if overrides and (nbytes := peak_bytes(neighbour)) <= capacity
+    ]
     smallest_changes: list[SuggestedChange] = []
-    for _, change in fitting_changes:
+    for _, change in sorted(fitting_changes, key=lambda candidate: (candidate[0], candidate[1].nbytes)):
         if not any(set(smaller_change.overrides) <= set(change.overrides) for smaller_change in smallest_changes):
             smallest_changes.append(change)
     return smallest_changes[:_NAMED]
@@ -110,25 +119,28 @@ def nearest(name: str, training: Training, section: LanguageActorConfig, room: f
 
 def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
     """Yields all neighbouring configurations: distance, overrides, and training."""
-    recomputed = (False, True) if not training.checkpointing else (True,)
-    offloaded = (False, True) if not training.offload else (True,)
-    tokens = [(0, training.tokens), (1, training.tokens // 2), (2, training.tokens // 4)]
-    for (cost, overrides, division), recomputes, offloads, (num_halvings, num_tokens) in itertools.product(
-        list(_iter_divisions(name, training, divides=divides)), recomputed, offloaded, tokens
-    ):
-        neighbour = dataclasses.replace(division, checkpointing=recomputes, offload=offloads, tokens=num_tokens)
-        if offloads and not (training.accelerated and neighbour.backend != "local"):
-            continue
-        extra_overrides: tuple[str, ...] = ()
-        if recomputes and not training.checkpointing:
-            extra_overrides += (f"{name}.model.gradient_checkpointing=true",)
-        if offloads and not training.offload:
-            section = "fsdp" if neighbour.backend == "fsdp" else "deepspeed"
-            extra_overrides += (f"{name}.{section}.cpu_offload=true",)
-        if num_halvings:
-            extra_overrides += (f"{name}.max_tokens_per_micro_batch={num_tokens}",)
-        total_cost = cost + _RECOMPUTING * (recomputes and not training.checkpointing) + _SMALLER * num_halvings
-        yield total_cost + _OFFLOADING * (offloads and not training.offload), (*overrides, *extra_overrides), neighbour
+    unchanged: list[_Option] = [(0.0, (), {})]
+    recomputed, smaller = list(unchanged), list(unchanged)
+    if not training.checkpointing:
+        recomputed.append((_RECOMPUTING, (f"{name}.model.gradient_checkpointing=true",), {"checkpointing": True}))
+    for num_halvings in (1, 2):
+        tokens = training.tokens >> num_halvings
+        override = f"{name}.max_tokens_per_micro_batch={tokens}"
+        smaller.append((_SMALLER * num_halvings, (override,), {"tokens": tokens}))
+    for cost, overrides, division in _iter_divisions(name, training, divides=divides):
+        offloaded = list(unchanged)
+        if training.accelerated and division.backend != "local" and not division.offload:
+            override = f"{name}.{division.backend}.cpu_offload=true"
+            offloaded.append((_OFFLOADING, (override,), {"offload": True}))
+        for options in itertools.product(recomputed, offloaded, smaller):
+            yield (
+                cost + math.fsum(option_cost for option_cost, _, _ in options),
+                overrides
+                + tuple(itertools.chain.from_iterable(option_overrides for _, option_overrides, _ in options)),
+                dataclasses.replace(
+                    division, **{key: change for option in options for key, change in option[2].items()}
+                ),
+            )
 
 
 def _iter_divisions(
@@ -148,7 +160,7 @@ def _iter_divisions(
     if training.backend == "fsdp" and divides:
         for distance, division in divisions(training):
             if distance:
-                yield distance, _words(name, sizes, division.sizes), division
+                yield distance, _overrides(name, sizes, division.sizes), division
     for factor in (2, 4, 8):  # more ranks
         if training.backend == "fsdp":
             wider_sizes = dataclasses.replace(sizes, shard=sizes.shard * factor)
@@ -177,15 +189,15 @@ def divisions(training: Training) -> Iterator[tuple[float, Training]]:
         if ranks % (replicate * context * tensor) or replicate > training.sizes.replicate:
             continue
         sizes = MeshSizes(replicate, ranks // (replicate * context * tensor), context, tensor, expert)
-        if _possible(training, sizes):
-            yield _far(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
+        if _can_divide(training, sizes):
+            yield _distance(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
 
 
 def _powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
 
 
-def _possible(training: Training, sizes: MeshSizes) -> bool:
+def _can_divide(training: Training, sizes: MeshSizes) -> bool:
     """Returns whether the model can be divided by these sizes."""
     size = training.size
     ranks_per_copy = sizes.shard * sizes.context * sizes.tensor
@@ -199,16 +211,16 @@ def _possible(training: Training, sizes: MeshSizes) -> bool:
     )
 
 
-def _far(before: MeshSizes, after: MeshSizes) -> float:
-    """Returns the distance of two divisions: experts cost least, then context, then tensor."""
-    weights = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
-    return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in weights.items())
+def _distance(before: MeshSizes, after: MeshSizes) -> float:
+    """Returns the distance of two divisions."""
+    return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in _DISTANCES.items())
 
 
-def _words(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...]:
-    keys = ("replicate", "context", "tensor", "expert")
+def _overrides(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...]:
     return tuple(
-        f"{name}.parallel.{key}={getattr(after, key)}" for key in keys if getattr(after, key) != getattr(before, key)
+        f"{name}.parallel.{key}={getattr(after, key)}"
+        for key in _DISTANCES
+        if getattr(after, key) != getattr(before, key)
     )
 
 
@@ -240,11 +252,21 @@ def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bo
         if name == "actor":
             return _trained(cfg, name, cfg.actor, ranks, build)
         if name == "rollout":
-            return _rollout(_engines_config(cfg), ranks, build)
+            grpo = _engines_config(cfg)
+            return _serving(
+                grpo,
+                name,
+                grpo.actor.model,
+                grpo.rollout,
+                grpo.rollout.rollout_backend,
+                ranks,
+                max_lengths(grpo),
+                build,
+            )
         if name == CRITIC:
             return _trained(cfg, name, typed(GrpoConfig, cfg).critic, ranks, build)
         return _scoring(typed(GrpoConfig, cfg), name, ranks, build)
-    except NotKnown as error:
+    except UnknownModelError as error:
         return Account(name, unknown=str(error))
 
 
@@ -262,25 +284,16 @@ def itemsize(dtype: str, accelerated: bool) -> int:
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 
-def _sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
-    """Returns the sizes by which a group's ranks divide its model."""
-    if section.training_backend.lower() != "fsdp":
-        return MeshSizes(replicate=ranks)
-    parallel: Any = select(section, "parallel")
-    return MeshSizes(shard=ranks) if parallel is None else MeshSizes.of(parallel, ranks)
-
-
-def longest(cfg: RunConfig) -> tuple[int, int]:
+def max_lengths(cfg: RunConfig) -> tuple[int, int]:
     """Returns the maximum tokens of a prompt and of a response."""
-    prompt = int(select(cfg, "data.max_prompt_tokens") or 0)
     response = int(select(cfg, "rollout.max_new_tokens") or 0) * int(select(cfg, "rollout.max_turns") or 1)
-    return (prompt, response) if _writes(cfg) else (prompt, 0)
+    return int(select(cfg, "data.max_prompt_tokens") or 0), response if _writes(cfg) else 0
 
 
 def _measured(training: Training, section: LanguageActorConfig) -> str:
     from rlhpc.language.planning.measured_memory import measure
 
-    return measure(training, section.model.model_path, plain(section.model.kwargs)).words()
+    return measure(training, section.model.model_path, plain(section.model.kwargs)).describe()
 
 
 def _writes(cfg: RunConfig) -> bool:
@@ -297,19 +310,23 @@ def training_of(
     """Returns the training of a group.
 
     Raises:
-        NotKnown: The model or the backend is unknown.
+        UnknownModelError: The model or the backend is unknown.
     """
     backend = section.training_backend.lower()
     if backend not in _BACKENDS:
-        raise NotKnown(f"{name}.training_backend is {section.training_backend}, of which nothing is known here")
+        raise UnknownModelError(
+            f"{name}.training_backend is {section.training_backend}, of which nothing is known here"
+        )
     size = size_of(section.model.model_path, plain(section.model.kwargs), build=build)
-    sizes = _sizes_of(section, ranks.number)
-    prompt, response = longest(cfg)
+    parallel = select(section, "parallel")
+    if backend != "fsdp":
+        sizes = MeshSizes(replicate=ranks.number)
+    else:
+        sizes = MeshSizes(shard=ranks.number) if parallel is None else MeshSizes.of(parallel, ranks.number)
+    prompt, response = max_lengths(cfg)
     grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
     roles = group_roles(grpo) if grpo is not None else {}
     has_reference_loss = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
-    reference = name == "actor" and (has_reference_loss or cfg.runner.task_type.lower() == "dpo")
-    is_eager = section.model.attn_implementation == "eager"
     is_causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
         size,
@@ -324,13 +341,13 @@ def training_of(
         offload=section.fsdp.cpu_offload if backend == "fsdp" else section.deepspeed.cpu_offload,
         reshard=section.fsdp.reshard_after_forward,
         stage=section.deepspeed.zero_stage,
-        reference=reference,
+        reference=name == "actor" and (has_reference_loss or cfg.runner.task_type.lower() == "dpo"),
         other_models_bytes=_teacher_bytes(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
-        logits=is_causal,
-        head=is_causal,
-        edges_apart=select(section, "parallel") is not None,
+        uses_logits=is_causal,
+        has_head=is_causal,
+        separate_embeddings=parallel is not None,
         policies=_policies(cfg) if name == "actor" else 1,
-        eager=prompt + response if is_eager else 0,
+        eager=prompt + response if section.model.attn_implementation == "eager" else 0,
     )
 
 
@@ -362,30 +379,28 @@ def _trained(
     cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
 ) -> Account:
     training = training_of(cfg, name, section, ranks, build=build)
-    turns = bool(select(cfg, "actor.offload_in_rollout"))
+    colocated = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()
     if sends_weights := name == "actor" and _writes(cfg):
         moments = (*moments, _sending(training, moments))
     pinned = terms(
-        weights_gradients_optimizer=training.offloaded(),
-        weights_and_optimizer_while_others_compute=training.host_copy()
-        if turns and ranks.accelerated and not training.offload
+        weights_gradients_optimizer=training.offloaded_bytes(),
+        weights_and_optimizer_while_others_compute=training.host_copy_bytes()
+        if colocated and ranks.accelerated and not training.offload
         else 0.0,
     )
-    copies = training.host_copy() if cfg.runner.async_save else 0.0
-    shared_terms = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends_weights else ()
     return Account(
         name,
-        about=_about(training, section),
+        description=_about(training, section),
         moments=moments,
         pinned=pinned,
-        spare=terms(copies_for_saving=copies),
+        optional=terms(copies_for_saving=training.host_copy_bytes() * cfg.runner.async_save),
         host=_loading(training, ranks),
-        shared=shared_terms,
-        turns=turns and ranks.accelerated,
+        shm=_shared_memory_of(typed(GrpoConfig, cfg), training, colocated) if sends_weights else (),
+        colocated=colocated and ranks.accelerated,
         measured=lambda: _measured(training, section),
-        changes=lambda room: nearest(name, training, section, room),
-        max_fitting=lambda room: _largest_micro_batch(name, training, room),
+        changes=lambda capacity: nearest(name, training, section, capacity),
+        max_fitting=lambda capacity: _largest_micro_batch(name, training, capacity),
     )
 
 
@@ -393,14 +408,17 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     """Returns the moment when weights are sent: the terms between steps, one weight in full, and the bucket of the
     update.
     """
-    retained_terms = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
     largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
     return Moment(
-        "weights are sent", (*retained_terms, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART)))
+        "weights are sent",
+        (
+            *(term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP),
+            *terms(a_weight_in_full=largest_weight, part_of_an_update=float(BUCKET_BYTES)),
+        ),
     )
 
 
-def _shared_memory_of(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
+def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> tuple[MemoryTerm, ...]:
     """Returns the memory of an update in /dev/shm: a few buckets or, for engines that receive it later, all of it; and
     the retained weights.
     """
@@ -413,7 +431,8 @@ def _shared_memory_of(cfg: GrpoConfig, training: Training, turns: bool) -> tuple
     frozen_bytes = model_bytes - adapted_bytes if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
     sent_bytes = (model_bytes - frozen_bytes) * training.policies
     return terms(
-        weights_under_way=sent_bytes if turns else min(sent_bytes, float(PARTS * PART)), frozen_weights=frozen_bytes
+        weights_under_way=sent_bytes if colocated else min(sent_bytes, float(NUM_BUCKETS * BUCKET_BYTES)),
+        frozen_weights=frozen_bytes,
     )
 
 
@@ -421,45 +440,28 @@ def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
     """Returns the host memory for reading the model when the rank computes on an accelerator."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
-    fraction = 1.0 if training.backend != "fsdp" else training.part()
-    itemsize = training.itemsize if training.lora else 4
-    return terms(model_while_it_is_read=itemsize * training.size.parameters * fraction)
+    fraction = training.rank_fraction() if training.backend == "fsdp" else 1.0
+    element_bytes = training.itemsize if training.lora else 4
+    return terms(model_while_it_is_read=element_bytes * training.size.parameters * fraction)
 
 
 def _about(training: Training, section: LanguageActorConfig) -> str:
-    mesh_sizes, size = training.sizes, training.size
-    backend_text = training.backend
-    if training.backend == "fsdp":
-        named_sizes = {
-            "replicate": mesh_sizes.replicate,
-            "shard": mesh_sizes.shard,
-            "context": mesh_sizes.context,
-            "tensor": mesh_sizes.tensor,
-            "expert": mesh_sizes.expert,
-        }
-        backend_text += (
-            " (" + ", ".join(f"{key} {ways}" for key, ways in named_sizes.items() if ways > 1 or key == "shard") + ")"
-        )
-    elif training.backend == "deepspeed":
-        backend_text += f" (ZeRO-{training.stage})"
-    if training.offload:
-        backend_text += ", offloaded to the host"
-    lora = f"LoRA of rank {training.lora}: {counted(training.trained)} trained" if training.lora else ""
-    activations = "activations recomputed" if training.checkpointing else "all activations kept"
-    precision = "bfloat16" if training.mixed else "float32"
-    return ", ".join(
-        filter(
-            None,
-            (
-                f"{section.model.model_path}: {counted(size.parameters)} parameters",
-                lora,
-                backend_text,
-                precision,
-                activations,
-                f"micro-batches of {training.tokens} tokens",
-            ),
-        )
+    division = {"fsdp": f" ({format_sizes(training.sizes)})", "deepspeed": f" (ZeRO-{training.stage})"}
+    facts = (
+        f"{section.model.model_path}: {counted(training.size.parameters)} parameters",
+        f"LoRA of rank {training.lora}: {counted(training.num_trained)} trained" if training.lora else "",
+        training.backend + division.get(training.backend, ""),
+        "offloaded to the host" if training.offload else "",
+        "bfloat16" if training.mixed_precision else "float32",
+        "activations recomputed" if training.checkpointing else "all activations kept",
+        f"micro-batches of {training.tokens} tokens",
     )
+    return ", ".join(filter(None, facts))
+
+
+def format_sizes(sizes: MeshSizes) -> str:
+    """Formats the sizes of a division: `shard 8, tensor 2`."""
+    return ", ".join(f"{key} {ways}" for key, ways in dataclasses.asdict(sizes).items() if ways > 1) or "shard 1"
 
 
 def counted(parameters: int) -> str:
@@ -470,14 +472,6 @@ def counted(parameters: int) -> str:
 # -- generating groups---------------------------------------------------------------------------------------------------
 
 
-def _rollout(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> Account:
-    prompt, response = longest(cfg)
-    step = responses_per_step(cfg)
-    return _serving(
-        cfg, "rollout", cfg.actor.model, cfg.rollout, cfg.rollout.rollout_backend, ranks, prompt, response, step, build
-    )
-
-
 def _serving(
     cfg: GrpoConfig,
     name: str,
@@ -485,51 +479,46 @@ def _serving(
     section: ServingConfig,
     engine: str,
     ranks: GroupRanks,
-    prompt: int,
-    response: int,
-    step: int,
+    max_tokens: tuple[int, int],
     build: bool,
 ) -> Account:
+    """Returns the account of a rank with an engine; `max_tokens` are those of a prompt and of a response."""
     if engine.lower() not in _ENGINES:
-        raise NotKnown(f"{name}.rollout_backend is {engine}, of which nothing is known here")
+        raise UnknownModelError(f"{name}.rollout_backend is {engine}, of which nothing is known here")
     tensor = int(select(section, "parallel.tensor") or 1)
     serving = Serving(
         size_of(model.model_path, plain(model.kwargs), build=build),
         engine.lower(),
         itemsize(model.dtype if section.dtype == "auto" else section.dtype, ranks.accelerated),
         ranks.accelerated,
-        ranks.room,
-        prompt,
-        response,
-        math.ceil(step / max(1, ranks.number // tensor)),
+        ranks.capacity,
+        *max_tokens,
+        math.ceil(responses_per_step(cfg) / max(1, ranks.number // tensor)),
         tensor=tensor,
         expert=bool(select(section, "parallel.expert")),
         utilization=section.gpu_memory_utilization,
-        at_once=section.max_batch_size,
-        longest=section.max_model_len,
+        max_batch_size=section.max_batch_size,
+        max_model_len=section.max_model_len,
         copies=_policies(cfg) if name == "rollout" and engine.lower() == "hf" else 1,
         section=name,
     )
-    turns = bool(cfg.actor.offload_in_rollout) and name == "rollout"
-    bucket_bytes = min(float(serving.itemsize * serving.size.parameters), float(PARTS * PART))
+    bucket_bytes = min(float(serving.itemsize * serving.size.parameters), float(NUM_BUCKETS * BUCKET_BYTES))
     engine_text = f"{engine} engines" + (f" of {tensor} ranks" if tensor > 1 else "")
     description = (
         f"{model.model_path}: {counted(serving.size.parameters)} parameters, {engine_text}, "
         f"up to {serving.sequences} sequences of {serving.length} tokens"
     )
-    notes = []
-    if serving.engine == "vllm":
-        notes.append(f"the KV cache has room for {serving.cache_words()}; {serving.sequences} are asked for at a time")
+    cache_note = f"the KV cache has room for {serving.describe_cache()}; {serving.sequences} are asked for at a time"
     return Account(
         name,
-        about=description,
+        description=description,
         moments=serving.moments(),
-        shared=terms(weights_under_way=bucket_bytes) if name == "rollout" else (),
-        turns=turns and ranks.accelerated,
-        remarks=tuple(notes),
+        shm=terms(weights_under_way=bucket_bytes) if name == "rollout" else (),
+        colocated=bool(cfg.actor.offload_in_rollout) and name == "rollout" and ranks.accelerated,
+        remarks=(cache_note,) if serving.engine == "vllm" else (),
         refusals=serving.refusals(),
-        max_fitting=lambda room: _largest_context(name, serving, room),
-        changes=lambda room: _wider_engines(name, serving, room),
+        max_fitting=lambda capacity: _largest_context(name, serving),
+        changes=lambda capacity: _wider_engines(name, serving, capacity),
     )
 
 
@@ -538,27 +527,14 @@ def _serving(
 
 def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
     if name == JUDGE:
-        step = responses_per_step(cfg)
         judge = cfg.judge
-        return _serving(
-            cfg,
-            name,
-            judge.model,
-            judge,
-            judge.rollout_backend,
-            ranks,
-            judge.max_prompt_tokens,
-            judge.max_new_tokens,
-            step,
-            build,
-        )
+        max_tokens = (judge.max_prompt_tokens, judge.max_new_tokens)
+        return _serving(cfg, name, judge.model, judge, judge.rollout_backend, ranks, max_tokens, build)
     group = scoring_groups(cfg).get(name)
     if group is None or not group.model.model_path:
-        raise NotKnown(f"{name} has no model that the configuration names")
+        raise UnknownModelError(f"{name} has no model that the configuration names")
     if group.scorer == ENGINE:
-        prompt, response = longest(cfg)
-        step = responses_per_step(cfg)
-        return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, prompt, response, step, build)
+        return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, max_lengths(cfg), build)
     return _frozen_account(
         cfg, name, group.model, group.max_tokens, ranks, logits="logprobs" in group.scorer, build=build
     )
@@ -577,19 +553,16 @@ def _frozen_account(
     """Returns the account of a rank with a frozen model that scores samples."""
     size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
     bytes_per_element = itemsize(model.dtype, ranks.accelerated)
-    step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
-
-    def moment(tokens: int) -> Moment:
-        layers = LayerMemory(size, bytes_per_element, not ranks.accelerated)
-        chunk = scoring_chunk(layers, tokens) if logits else 0.0
-        memory_terms = terms(
-            weights=float(bytes_per_element * size.parameters), activations=tokens * layers.passing(), logits=chunk
-        )
-        return Moment("scoring", (*memory_terms, process(ranks.accelerated)))
-
-    tokens = max(min(max_tokens, step), 1)
+    step_tokens = sum(max_lengths(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
+    tokens = max(min(max_tokens, step_tokens), 1)
+    layers = LayerMemory(size, bytes_per_element, not ranks.accelerated)
+    memory_terms = terms(
+        weights=float(bytes_per_element * size.parameters),
+        activations=tokens * layers.layer_peak(),
+        logits=scoring_chunk(layers, tokens) if logits else 0.0,
+    )
     return Account(
         name,
-        about=f"{model.model_path}: {counted(size.parameters)} parameters, passes over {tokens} tokens",
-        moments=(moment(tokens),),
+        description=f"{model.model_path}: {counted(size.parameters)} parameters, passes over {tokens} tokens",
+        moments=(Moment("scoring", (*memory_terms, process(ranks.accelerated))),),
     )

@@ -17,14 +17,14 @@ normalized input, for queries and keys likewise.
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import math
 from collections.abc import Set
 from dataclasses import dataclass
 
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.model_size import ModelSize
-from rlhpc.runs.memory.account import GIB, MIB, MemoryTerm, Moment, gib, terms
+from rlhpc.runs.memory.account import MIB, MemoryTerm, Moment, gib, process, terms
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,10 @@ class LayerMemory:
     def _kv(self) -> float:
         return max(self.size.kv_heads / self.tensor, 1) * self.size.head_dim
 
-    @property
-    def _float(self) -> bool:
-        return self.itemsize == 4
-
     def norm(self) -> float:
         """Returns the bytes of a norm over the hidden size."""
-        hidden_size = self.size.hidden
-        if self.adapted is None:
-            return (12.0 if self._float else 8.0) * hidden_size
-        return (8.0 if self._float else 6.0) * hidden_size
+        float32_bytes, half_bytes = (12.0, 8.0) if self.adapted is None else (8.0, 6.0)
+        return (float32_bytes if self.itemsize == 4 else half_bytes) * self.size.hidden
 
     def attention(self) -> float:
         """Returns the bytes of attention, without the norm before it."""
@@ -73,47 +67,47 @@ class LayerMemory:
         if self.on_host and not self.eager:
             nbytes += element_bytes * self._q
         if size.qk_norm:
-            is_frozen = self.adapted is not None
-            nbytes += (4.0 if is_frozen else 8.0 if self._float else 6.0) * (self._q + self._kv)
+            nbytes += (4.0 if self.adapted is not None else 8.0 if element_bytes == 4 else 6.0) * (self._q + self._kv)
         if self.eager:
             nbytes += (4.0 + element_bytes) * size.heads / self.tensor * self.eager
         return nbytes
 
     def feed_forward(self) -> float:
         """Returns the bytes of the MLP, or of the experts of a token."""
-        size, element_bytes, hidden_size = self.size, self.itemsize, self.size.hidden
+        size = self.size
         if size.experts:
-            bytes_per_expert = element_bytes * (4.0 * size.expert_width + 2.0 * hidden_size) + 40.0
-            return size.per_token * bytes_per_expert + 4.0 * size.experts
-        inner_size = size.intermediate / self.tensor
+            bytes_per_expert = self.itemsize * (4.0 * size.expert_width + 2.0 * size.hidden) + 40.0
+            return size.experts_per_token * bytes_per_expert + 4.0 * size.experts
         saved_tensors = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0
-        return saved_tensors * element_bytes * inner_size
+        return saved_tensors * self.itemsize * size.intermediate / self.tensor
 
     def layer(self) -> float:
         """Returns all bytes that a layer saves."""
         return 2 * self.norm() + self.attention() + self.feed_forward()
 
-    def edge(self) -> float:
+    def layer_input(self) -> float:
         """Returns the bytes between layers: the input of a layer."""
         return float(self.itemsize * self.size.hidden)
 
-    def once(self) -> float:
+    def rotary_tables(self) -> float:
         """Returns the bytes that the model saves once: sines and cosines of the rotation."""
         return 2.0 * self.itemsize * self.size.head_dim
 
-    def returning(self) -> float:
+    def layer_gradients(self) -> float:
         """Returns the bytes that the backward pass of a layer adds: gradients of its widest part."""
         size, element_bytes = self.size, self.itemsize
         if size.experts:
-            return element_bytes * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
+            return element_bytes * (
+                size.experts_per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden
+            )
         # When the gradient of the product of gate and up has been propagated to both, and the product is freed.
         return element_bytes * (2.0 * size.intermediate / self.tensor + size.hidden)
 
-    def passing(self) -> float:
+    def layer_peak(self) -> float:
         """Returns the peak bytes of a layer if no activations are saved."""
         size, element_bytes = self.size, self.itemsize
         inner_elements = (
-            size.per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
+            size.experts_per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
             if size.experts
             else 3.0 * size.intermediate / self.tensor
         )
@@ -121,15 +115,13 @@ class LayerMemory:
 
 
 #: Elements of a chunk, and limits of its rows on a CPU (`rlhpc.language.models.logprobs.chunks`).
-_CHUNK, _QUARTER, _ROWS = 1 << 24, 4, 128
+_CHUNK_ELEMENTS, _HOST_DIVISOR, _MIN_HOST_ROWS = 1 << 24, 4, 128
 
 
 def _chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
     """Returns the number of tokens whose logits are computed at once."""
-    rows = max(1, _CHUNK // vocabulary)
-    if on_host:
-        rows = min(rows, max(_ROWS, rows // _QUARTER))
-    return min(rows, tokens)
+    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
+    return min(tokens, rows, max(_MIN_HOST_ROWS, rows // _HOST_DIVISOR)) if on_host else min(tokens, rows)
 
 
 def loss_chunk(layers: LayerMemory, tokens: int) -> float:
@@ -137,7 +129,7 @@ def loss_chunk(layers: LayerMemory, tokens: int) -> float:
     half precision if the model computes in it.
     """
     size = layers.size
-    if size.whole_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
+    if size.computes_all_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
         rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
         return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
     rows = _chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
@@ -148,34 +140,16 @@ def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
     """Returns the bytes of a chunk of logits without training."""
     size = layers.size
     rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
-    all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.whole_logits else 0.0
+    all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.computes_all_logits else 0.0
     return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
-
-
-def _head_gradient(layers: LayerMemory) -> float:
-    """Returns the bytes of the head's gradient, summed in float32, and one chunk's gradient in half precision."""
-    return (4.0 if layers.itemsize == 4 else 6.0) * layers.size.embedding / layers.tensor
-
-
-#: Work space of libraries; on an accelerator, its context and the buffers of collectives.
-_ON_HOST, _ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
-
-
-def process(accelerated: bool) -> MemoryTerm:
-    """Returns the fixed memory of a process on its device."""
-    return (
-        MemoryTerm("context and collectives", _ON_ACCELERATOR)
-        if accelerated
-        else MemoryTerm("libraries' work space", _ON_HOST)
-    )
 
 
 #: Memory of vLLM except weights and cache: the largest batch's activations and its graphs.
 _GRAPHS = 2.5 * (1 << 30)
 #: Columns of the cache of engine `hf`: half more than required when it grew, in blocks (`batch_invariance.KVCache`).
-_GROWTH, _BLOCK, _MORE = 1.5, 32, 64
+_GROWTH, _BLOCK, _EXTRA_COLUMNS = 1.5, 32, 64
 #: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
-PART, PARTS = 256 * MIB, 3
+BUCKET_BYTES, NUM_BUCKETS = 256 * MIB, 3
 #: Default sequences of an engine, on an accelerator (vLLM) and elsewhere; maximum bytes of its cache on a CPU.
 _VLLM_SEQUENCES, SEQUENCES, _CPU_CACHE = 256, 64, 4 << 30
 _GENERATION, _UPDATE = "generation", "weight update"
@@ -190,14 +164,14 @@ class Serving:
         engine: `hf`, `vllm`, or another engine's name.
         itemsize: Bytes of a weight.
         accelerated: Whether on an accelerator.
-        room: Bytes of the accelerator, if known.
+        capacity: Bytes of the accelerator, if known.
         tensor: Ranks of an engine.
         expert: Whether complete experts are divided among the ranks.
         utilization: Fraction of an accelerator that vLLM takes.
-        at_once: Configured number of concurrent sequences; None for the engine's default.
-        work: Maximum sequences of a step per rank.
+        max_batch_size: Configured number of concurrent sequences; None for the engine's default.
+        max_step_sequences: Maximum sequences of a step per rank.
         prompt, response: Maximum tokens of each.
-        longest: Maximum tokens of a sequence of the engine; None for the model's context.
+        max_model_len: Maximum tokens of a sequence of the engine; None for the model's context.
         copies: Engines of a rank, each with its own weights: those of several policies (`agent.policies`) with `hf`.
         section: Name of the section in messages.
     """
@@ -206,15 +180,15 @@ class Serving:
     engine: str
     itemsize: int
     accelerated: bool
-    room: float | None
+    capacity: float | None
     prompt: int
     response: int
-    work: int
+    max_step_sequences: int
     tensor: int = 1
     expert: bool = False
     utilization: float = 0.6
-    at_once: int | None = None
-    longest: int | None = None
+    max_batch_size: int | None = None
+    max_model_len: int | None = None
     copies: int = 1
     section: str = "rollout"
 
@@ -226,7 +200,7 @@ class Serving:
     @property
     def context(self) -> int:
         """Tokens of the longest sequence that the engine takes."""
-        return self.longest or self.size.context or self.prompt + self.response
+        return self.max_model_len or self.size.context or self.prompt + self.response
 
     @property
     def weights(self) -> float:
@@ -237,19 +211,15 @@ class Serving:
         """Returns the bytes of a sequence's keys and values on a rank."""
         return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
 
-    def longest_in(self, nbytes: float) -> int:
+    def longest_within(self, nbytes: float) -> int:
         """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
-        lowest, highest = 0, 1 << 40
-        while lowest < highest:
-            candidate = (lowest + highest + 1) // 2
-            lowest, highest = (candidate, highest) if self.sequence(candidate) <= nbytes else (lowest, candidate - 1)
-        return lowest
+        return bisect.bisect_right(range(1, 1 << 40), nbytes, key=self.sequence)
 
     @property
     def sequences(self) -> int:
         """Number of concurrent sequences."""
         default = _VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
-        return max(1, min(self.at_once or default, self.work))
+        return max(1, min(self.max_batch_size or default, self.max_step_sequences))
 
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
@@ -261,21 +231,21 @@ class Serving:
         )
 
     def _passing(self) -> tuple[MemoryTerm, ...]:
-        layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
         if self.engine == "vllm" and self.accelerated:
             return (MemoryTerm("activations and graphs", _GRAPHS),)
-        prefill = min(self.sequences, 8) * self.prompt * layers.passing()
-        logits = 3.0 * 4.0 * min(self.sequences, self.work) * self.size.vocabulary
-        return terms(activations=prefill, logits=logits)
+        layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
+        return terms(
+            activations=min(self.sequences, 8) * self.prompt * layers.layer_peak(),
+            logits=3.0 * 4.0 * self.sequences * self.size.vocabulary,
+        )
 
     def _cache(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm":
-            return (MemoryTerm("KV cache", self.cache_bytes(), self.cache_words()),)
-        columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
-        num_sequences = self.sequences
+            return (MemoryTerm("KV cache", self.cache_bytes(), self.describe_cache()),)
+        columns = -(-(self.length * _GROWTH + _EXTRA_COLUMNS) // _BLOCK) * _BLOCK
         return terms(
-            KV_cache=num_sequences * self.sequence(columns),
-            KV_cache_that_grows=num_sequences * self.sequence(self.length),
+            KV_cache=self.sequences * self.sequence(columns),
+            KV_cache_that_grows=self.sequences * self.sequence(self.length),
         )
 
     def cache_bytes(self) -> float:
@@ -286,42 +256,43 @@ class Serving:
         if not self.accelerated:
             blocks = self.sequence(128 * (-(-self.context // 128) + 1))
             return max(2 * blocks, min(_CPU_CACHE, blocks * self.sequences))
-        if self.room is None:
+        if self.capacity is None:
             return max(min_bytes, self.sequences * self.sequence(self.length))
         return max(min_bytes, self.cache_budget())
 
     def cache_budget(self) -> float:
         """Returns the bytes that vLLM's fraction of the accelerator leaves for the cache."""
-        return self.utilization * (self.room or 0.0) - self.weights - _GRAPHS
+        return self.utilization * (self.capacity or 0.0) - self.weights - _GRAPHS
 
-    def fitting(self) -> int:
+    def num_fitting(self) -> int:
         """Returns the number of sequences of the run's maximum length that fit into the cache."""
         return math.floor(self.cache_bytes() / self.sequence(self.length))
 
-    def cache_words(self) -> str:
+    def describe_cache(self) -> str:
         """Formats the size of the cache in sequences."""
-        return f"{self.fitting()} sequences of {self.length} tokens"
+        return f"{self.num_fitting()} sequences of {self.length} tokens"
 
     def refusals(self) -> tuple[str, ...]:
         """Returns the reasons why the engine cannot be created."""
-        if self.engine != "vllm" or not self.accelerated or self.room is None:
+        if self.engine != "vllm" or not self.accelerated or self.capacity is None:
             return ()
-        engine_bytes, min_cache_bytes = self.utilization * self.room, self.sequence(self.context)
+        min_cache_bytes = self.sequence(self.context)
         if self.cache_budget() >= min_cache_bytes:
             return ()
-        shortage = "weights" if self.weights + _GRAPHS > engine_bytes else "KV cache"
+        shortage = "weights" if self.cache_budget() < 0 else "KV cache"
         return (
-            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(engine_bytes)} of an "
-            f"accelerator; it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, "
+            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine "
+            f"{gib(self.utilization * self.capacity)} of an accelerator; it needs {gib(self.weights)} for weights, "
+            f"{gib(_GRAPHS)} for activations and graphs, "
             f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; "
             f"the term that does not fit: {shortage}",
         )
 
 
 #: Maximum gathered elements of ZeRO-3, and elements of its gradient bucket (DeepSpeed's defaults).
-_LIVE, _BUCKET = 10**9, 5 * 10**8
+_MAX_LIVE_ELEMENTS, _BUCKET_ELEMENTS = 10**9, 5 * 10**8
 #: Bytes per token of an epoch's tensors: ids, positions, log-probs, advantages and others.
-_BATCH = 96.0
+_BATCH_BYTES = 96.0
 _LOSS, _BACKWARD, _REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
 
 
@@ -346,9 +317,9 @@ class Training:
         stage: ZeRO stage.
         reference: Whether the rank also has a frozen copy of the model.
         other_models_bytes: Bytes of other frozen models on the rank, such as a teacher.
-        logits: Whether the loss uses logits; otherwise one number per token.
-        head: Whether the model has the LM head.
-        edges_apart: Whether FSDP gathers embeddings and head separately, if they are two matrices.
+        uses_logits: Whether the loss uses logits; otherwise one number per token.
+        has_head: Whether the model has the LM head.
+        separate_embeddings: Whether FSDP gathers embeddings and head separately, if they are two matrices.
         eager: See `LayerMemory.eager`.
     """
 
@@ -367,9 +338,9 @@ class Training:
     reference: bool = False
     other_models_bytes: float = 0.0
     policies: int = 1
-    logits: bool = True
-    head: bool = True
-    edges_apart: bool = False
+    uses_logits: bool = True
+    has_head: bool = True
+    separate_embeddings: bool = False
     eager: int = 0
 
     # -- elements ---------------------------------------------------------------------------------------------------
@@ -380,11 +351,11 @@ class Training:
         return self.sizes.ranks
 
     @property
-    def mixed(self) -> bool:
+    def mixed_precision(self) -> bool:
         """True if the dtype of the computation differs from that of the trained weights."""
         return self.itemsize != 4
 
-    def adapters(self) -> int:
+    def num_adapter_parameters(self) -> int:
         """Returns the number of elements of all adapters."""
         return (
             self.policies
@@ -394,21 +365,21 @@ class Training:
         )
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         """Number of trained parameters."""
-        return self.adapters() if self.lora else self.size.parameters - self._headless
+        return self.num_adapter_parameters() if self.lora else self.size.parameters - self._num_missing_head
 
     @property
-    def _headless(self) -> int:
+    def _num_missing_head(self) -> int:
         """Number of parameters of the causal model's head, if this model has no such head."""
-        return 0 if self.head or self.size.tied else self.size.embedding
+        return 0 if self.has_head or self.size.tied else self.size.embedding
 
     @property
-    def frozen(self) -> int:
+    def num_frozen(self) -> int:
         """Number of parameters that are not trained, without those of the reference."""
-        return self.size.parameters - self._headless if self.lora else 0
+        return self.size.parameters - self._num_missing_head if self.lora else 0
 
-    def part(self) -> float:
+    def rank_fraction(self) -> float:
         """Returns the fraction of the model that a rank holds between uses. Experts are divided in another order, over
         as many ranks.
         """
@@ -429,44 +400,45 @@ class Training:
     # -- activations ------------------------------------------------------------------------------------------------
 
     @property
-    def own_tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Number of tokens of a micro-batch on a rank."""
         return math.ceil(self.tokens / self.sizes.context)
 
     def saved_activations(self) -> float:
         """Returns the bytes that the forward pass saves of all layers."""
         layers = self.layers()
-        bytes_per_token = layers.edge() if self.checkpointing else layers.layer()
-        return self.own_tokens * (self.size.layers * bytes_per_token + layers.once() + _BATCH)
+        bytes_per_token = layers.layer_input() if self.checkpointing else layers.layer()
+        return self.local_tokens * (self.size.layers * bytes_per_token + layers.rotary_tables() + _BATCH_BYTES)
 
-    def recomputed(self) -> float:
+    def layer_backward(self) -> float:
         """Returns the bytes that the backward pass through one layer adds."""
         layers = self.layers()
         # The saved input of a layer is already counted; in half precision its norm creates another one in float32.
-        saved_bytes = 0.0 if self.mixed else layers.edge()
-        recomputed_bytes = layers.layer() - saved_bytes if self.checkpointing else 0.0
-        return self.own_tokens * (recomputed_bytes + layers.returning())
+        recomputed_bytes = layers.layer() - (0.0 if self.mixed_precision else layers.layer_input())
+        return self.local_tokens * (recomputed_bytes * self.checkpointing + layers.layer_gradients())
 
-    def at_loss(self) -> tuple[MemoryTerm, ...]:
+    def terms_at_loss(self) -> tuple[MemoryTerm, ...]:
         """Returns the terms of the loss, in addition to the saved activations."""
-        layers, tokens = self.layers(), self.own_tokens
-        hidden_bytes = tokens * (layers.norm() + 2 * layers.edge())
-        if not self.logits:
+        layers, tokens = self.layers(), self.local_tokens
+        hidden_bytes = tokens * (layers.norm() + 2 * layers.layer_input())
+        if not self.uses_logits:
             return terms(last_hidden_states=hidden_bytes)
-        gradient = 0.0 if self.lora else _head_gradient(layers)
+        # It is summed in float32; in half precision, each chunk's gradient is added.
+        gradient_bytes = 0.0 if self.lora else 6.0 if self.mixed_precision else 4.0
         return terms(
-            last_hidden_states=hidden_bytes, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient
+            last_hidden_states=hidden_bytes,
+            loss_chunk=loss_chunk(layers, tokens),
+            gradient_of_the_head=gradient_bytes * self.size.embedding / layers.tensor,
         )
 
-    def _model(self, **divided: float) -> tuple[MemoryTerm, ...]:
-        """Returns the terms of weights, optimizer and frozen models for the rank's parts (in elements)."""
-        num_trained, num_frozen = divided["trained"], divided["frozen"]
-        reference = self.size.parameters * (divided["frozen_part"]) if self.reference and not self.lora else 0.0
+    def _model(self) -> tuple[MemoryTerm, ...]:
+        """Returns the terms of the rank's weights, optimizer and frozen models."""
+        fraction = self.rank_fraction()
         return terms(
-            weights=4.0 * num_trained,
-            frozen_weights=self.itemsize * num_frozen,
-            optimizer=8.0 * num_trained,
-            reference=self.itemsize * reference,
+            weights=4.0 * self.num_trained * fraction,
+            frozen_weights=self.itemsize * self.num_frozen * fraction,
+            optimizer=8.0 * self.num_trained * fraction,
+            reference=self.itemsize * self.size.parameters * fraction * (self.reference and not self.lora),
             other_models=self.other_models_bytes,
         )
 
@@ -480,154 +452,121 @@ class Training:
         )
 
     def _local(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        num_trained = float(self.trained)
-        base = self._model(trained=num_trained, frozen=float(self.frozen), frozen_part=1.0)
+        size, trained_bytes = self.size, 4.0 * self.num_trained
         base = (
-            *base,
-            *terms(gradients=4.0 * num_trained, weights_to_compute_with=self.itemsize * num_trained * self.mixed),
+            *self._model(),
+            *terms(
+                gradients=trained_bytes, weights_to_compute_with=self.itemsize * self.num_trained * self.mixed_precision
+            ),
         )
         saved_terms = terms(activations=self.saved_activations())
         # One weight's gradient at a time, before it is accumulated.
-        weight_gradient_bytes = self.itemsize * self._widest()
-        temporary = 0.0 if self.accelerated else 4.0 * num_trained
+        widest = 0 if self.lora else size.largest if size.experts else size.hidden * size.intermediate
         return {
-            _LOSS: (*base, *saved_terms, *self.at_loss()),
+            _LOSS: (*base, *saved_terms, *self.terms_at_loss()),
             _BACKWARD: (
                 *base,
                 *saved_terms,
-                *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=weight_gradient_bytes),
+                *terms(backward_pass_of_a_layer=self.layer_backward(), gradient_of_a_weight=self.itemsize * widest),
             ),
-            STEP: (*base, *terms(optimizer_temporaries=temporary)),
+            STEP: (*base, *terms(optimizer_temporaries=0.0 if self.accelerated else trained_bytes)),
         }
-
-    def _widest(self) -> float:
-        return (
-            0.0
-            if self.lora
-            else float(self.size.largest if self.size.experts else self.size.hidden * self.size.intermediate)
-        )
 
     def _fsdp(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, sizes, element_bytes = self.size, self.sizes, self.itemsize
-        local_trained = self.trained * self.part()
-        model = self._model(trained=local_trained, frozen=self.frozen * self.part(), frozen_part=self.part())
-        gradients = terms(gradients=4.0 * local_trained)
+        step_terms = (*self._model(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
         if self.offload and self.accelerated:
-            model, gradients = terms(other_models=self.other_models_bytes), ()
+            step_terms = terms(other_models=self.other_models_bytes)
         expert_parameters, dense_parameters = size.layer_parameters
-        layer, root = (
-            expert_parameters / sizes.expert + dense_parameters / sizes.tensor,
-            (size.root_parameters - self._headless) / sizes.tensor,
-        )
-        has_gradients = 0.0 if self.lora else 1.0  # whether gathered weights have gradients
-        gathered_elements = layer * (2.0 if self.reshard else size.layers)
-        saved_terms = terms(activations=self.saved_activations())
-        loss_terms = (*model, *gradients, *saved_terms, *self.at_loss())
+        layer = expert_parameters / sizes.expert + dense_parameters / sizes.tensor
+        has_gradients = not self.lora  # whether gathered weights have gradients
         gradient_elements = layer * has_gradients
         if (
             self.checkpointing
             and not self.accelerated
-            and self.recomputed() > (element_bytes + 4.0) * gradient_elements
+            and self.layer_backward() > (element_bytes + 4.0) * gradient_elements
         ):
             # A layer is recomputed before its gradients exist; on a CPU, after the next layer's gradients are summed.
             gradient_elements = 0.0
         layer_terms = terms(
-            backward_pass_of_a_layer=self.recomputed(),
-            gathered_layers=element_bytes * gathered_elements,
+            backward_pass_of_a_layer=self.layer_backward(),
+            gathered_layers=element_bytes * layer * (2.0 if self.reshard else size.layers),
             gradients_of_a_layer=element_bytes * gradient_elements,
             gradients_being_summed=4.0 * gradient_elements,
         )
+        model_terms = (*step_terms, *terms(activations=self.saved_activations()))
+        gathered_layer = terms(gathered_layers=element_bytes * layer * (1.0 if self.reshard else size.layers))
+        loss_terms = (*model_terms, *self.terms_at_loss())
+        separate = self.separate_embeddings and not size.tied
+        edge_elements = (size.embedding if separate else size.root_parameters - self._num_missing_head) / sizes.tensor
         edge_terms = terms(
-            gradients_of_embeddings=element_bytes * root * has_gradients,
-            gradients_being_summed=4.0 * root * has_gradients,
+            gradients_of_embeddings=element_bytes * edge_elements * has_gradients,
+            gradients_being_summed=4.0 * edge_elements * has_gradients,
         )
-        gathered_layer = terms(gathered_layers=element_bytes * (layer if self.reshard else gathered_elements))
-        if self.edges_apart and not size.tied:  # each is gathered for its use, and its gradient is summed immediately
-            edge_elements = size.embedding / sizes.tensor
-            edge_terms = terms(
-                gradients_of_embeddings=element_bytes * edge_elements * has_gradients,
-                gradients_being_summed=4.0 * edge_elements * has_gradients,
-            )
-            hidden_terms = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
+        if separate:  # each is gathered for its use, and its gradient is summed immediately
+            hidden_terms = terms(last_hidden_states=2.0 * self.local_tokens * self.layers().layer_input())
             return {
                 _LOSS: (
                     *loss_terms,
                     *gathered_layer,
-                    *terms(gathered_embeddings=element_bytes * edge_elements * self.head),
+                    *terms(gathered_embeddings=element_bytes * edge_elements * self.has_head),
                 ),
-                _REDUCTION: (*model, *gradients, *saved_terms, *hidden_terms, *edge_terms),
-                _BACKWARD: (*model, *gradients, *saved_terms, *layer_terms),
-                STEP: (*model, *gradients),
+                _REDUCTION: (*model_terms, *hidden_terms, *edge_terms),
+                _BACKWARD: (*model_terms, *layer_terms),
+                STEP: step_terms,
             }
         # Embeddings and head belong to the root module, which stays gathered and whose gradients are summed at the end.
-        roots, head = (
-            terms(gathered_embeddings=element_bytes * root),
-            element_bytes * size.embedding / sizes.tensor * has_gradients * self.logits,
-        )
+        root_terms = terms(gathered_embeddings=element_bytes * edge_elements)
+        head_bytes = element_bytes * size.embedding / sizes.tensor * has_gradients * self.uses_logits
         return {
-            _LOSS: (*loss_terms, *roots, *gathered_layer),
-            _BACKWARD: (*model, *gradients, *saved_terms, *roots, *layer_terms, *terms(gradient_of_the_head=head)),
-            _REDUCTION: (*model, *gradients, *edge_terms),
-            STEP: (*model, *gradients),
+            _LOSS: (*loss_terms, *root_terms, *gathered_layer),
+            _BACKWARD: (*model_terms, *root_terms, *layer_terms, *terms(gradient_of_the_head=head_bytes)),
+            _REDUCTION: (*step_terms, *edge_terms),
+            STEP: step_terms,
         }
 
     def _deepspeed(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        size, element_bytes, ranks = self.size, self.itemsize, self.ranks
-        num_trained, is_stage_3 = float(self.trained), self.stage == 3
-        fraction = 1.0 / ranks if is_stage_3 else 1.0
-        master_bytes, optimizer_bytes, gradient_bytes = (
-            4.0 * num_trained / ranks,
-            8.0 * num_trained / ranks,
-            4.0 * num_trained / ranks,
-        )
-        if self.offload and self.accelerated:
-            master_bytes = optimizer_bytes = gradient_bytes = 0.0
+        size, element_bytes, num_trained, is_stage_3 = self.size, self.itemsize, self.num_trained, self.stage == 3
+        fraction = 1.0 / self.ranks if is_stage_3 else 1.0
+        is_offloaded = self.offload and self.accelerated
+        shard_bytes = 0.0 if is_offloaded else 4.0 * num_trained / self.ranks
         base = terms(
-            weights_to_compute_with=element_bytes
-            * num_trained
-            * fraction
-            * (not (is_stage_3 and self.offload and self.accelerated)),
-            frozen_weights=element_bytes * self.frozen * fraction,
-            weights=master_bytes,
-            optimizer=optimizer_bytes,
+            weights_to_compute_with=element_bytes * num_trained * fraction * (not (is_stage_3 and is_offloaded)),
+            frozen_weights=element_bytes * self.num_frozen * fraction,
+            weights=shard_bytes,
+            optimizer=2.0 * shard_bytes,
             reference=element_bytes * size.parameters * fraction * (self.reference and not self.lora),
             other_models=self.other_models_bytes,
         )
-        # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
-        bucket = 4.0 * min(num_trained, _BUCKET)
-        gradient_terms = terms(
-            gradients=gradient_bytes,
-            gradients_being_summed=bucket
-            + element_bytes * (num_trained if self.stage == 1 else min(num_trained, _BUCKET) * self.mixed),
-        )
-        gathered_terms = terms(gathered_layers=element_bytes * min(float(size.parameters), _LIVE) * is_stage_3)
-        saved_terms = terms(activations=self.saved_activations())
-        return {
-            _LOSS: (*base, *gathered_terms, *saved_terms, *self.at_loss(), *terms(gradients=gradient_bytes)),
-            _BACKWARD: (
-                *base,
-                *gathered_terms,
-                *saved_terms,
-                *gradient_terms,
-                *terms(backward_pass_of_a_layer=self.recomputed()),
+        gradient_terms = terms(gradients=shard_bytes)
+        model_terms = (
+            *base,
+            *terms(
+                gathered_layers=element_bytes * min(size.parameters, _MAX_LIVE_ELEMENTS) * is_stage_3,
+                activations=self.saved_activations(),
             ),
-            STEP: (*base, *terms(gradients=gradient_bytes, optimizer_temporaries=4.0 * num_trained / ranks)),
+        )
+        # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
+        bucket_elements = min(num_trained, _BUCKET_ELEMENTS)
+        unreduced_elements = num_trained if self.stage == 1 else bucket_elements * self.mixed_precision
+        backward_terms = terms(
+            gradients_being_summed=4.0 * bucket_elements + element_bytes * unreduced_elements,
+            backward_pass_of_a_layer=self.layer_backward(),
+        )
+        return {
+            _LOSS: (*model_terms, *self.terms_at_loss(), *gradient_terms),
+            _BACKWARD: (*model_terms, *gradient_terms, *backward_terms),
+            STEP: (*base, *gradient_terms, *terms(optimizer_temporaries=4.0 * num_trained / self.ranks)),
         }
 
     # -- on the host ------------------------------------------------------------------------------------------------
 
-    def host_copy(self) -> float:
+    def host_copy_bytes(self) -> float:
         """Returns the bytes of weights and optimizer that a rank copies to save them, or holds while its accelerator is
         offloaded.
         """
-        return 12.0 * self.trained * self.part()
+        return 12.0 * self.num_trained * self.rank_fraction()
 
-    def offloaded(self) -> float:
+    def offloaded_bytes(self) -> float:
         """Returns the bytes on the host between uses."""
-        if not (self.offload and self.accelerated):
-            return 0.0
-        return 16.0 * self.trained * self.part()
-
-    def with_tokens(self, tokens: int) -> Training:
-        """Returns the same training with other micro-batches."""
-        return dataclasses.replace(self, tokens=tokens)
+        return 16.0 * self.num_trained * self.rank_fraction() if self.offload and self.accelerated else 0.0

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Sequence
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig, responses_per_step
-from rlhpc.language.planning.memory_accounts import counted, divisions, held, training_of
+from rlhpc.language.planning.memory_accounts import (
+    counted,
+    divisions,
+    format_sizes,
+    largest_tokens,
+    peak_bytes,
+    training_of,
+)
 from rlhpc.language.planning.memory_model import Serving, Training
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runs.configuration import load_config
@@ -43,7 +50,7 @@ def tables(config: str) -> str:
 
 
 def _training(cfg: GrpoConfig) -> str:
-    base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, room=ROOM))
+    base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, capacity=ROOM))
     rows = [
         "| model | cards | divided by | most, GiB | when | largest term, GiB | micro-batch up to |",
         "|" + "---|" * 7,
@@ -52,42 +59,32 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             num_accelerators = nodes * PER_NODE
-            training_and_fit = _fitting(
-                dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), edges_apart=True)
+            training_and_fit = _describe_changes(
+                dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True)
             )
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
             rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(training_and_fit))} |")
     return "\n".join(rows)
 
 
-def _fitting(plain: Training) -> tuple[Training, bool]:
+def _describe_changes(plain: Training) -> tuple[Training, bool]:
     """Returns the training, or the nearest division that fits; and whether it fits."""
-    divisions_that_fit = [(distance, division) for distance, division in divisions(plain) if held(division) <= _USABLE]
+    divisions_that_fit = [
+        (distance, division) for distance, division in divisions(plain) if peak_bytes(division) <= _USABLE
+    ]
     if divisions_that_fit:
-        return min(divisions_that_fit, key=lambda one: (one[0], held(one[1])))[1], True
-    return min((division for _, division in divisions(plain)), key=held), False
+        return min(divisions_that_fit, key=lambda one: (one[0], peak_bytes(one[1])))[1], True
+    return min((division for _, division in divisions(plain)), key=peak_bytes), False
 
 
 def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
     training, does_fit = fitting
     peak_moment = max(training.moments(), key=lambda moment: moment.nbytes)
-    yield divided(training.sizes)
+    yield format_sizes(training.sizes)
     yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if does_fit else " (**does not fit**)")
     yield peak_moment.name
     yield f"{peak_moment.largest.name} {peak_moment.largest.nbytes / GIB:.1f}"
-    yield f"{_largest(training)} tokens" if does_fit else "—"
-
-
-def _largest(training: Training) -> int:
-    from rlhpc.language.planning.memory_accounts import largest_tokens
-
-    return largest_tokens(training, _USABLE)
-
-
-def divided(sizes: MeshSizes) -> str:
-    """Formats the sizes of a division: `shard 8, tensor 2`."""
-    named_sizes = dataclasses.asdict(sizes)
-    return ", ".join(f"{key} {ways}" for key, ways in named_sizes.items() if ways > 1) or "shard 1"
+    yield f"{largest_tokens(training, _USABLE)} tokens" if does_fit else "—"
 
 
 def _serving(cfg: GrpoConfig) -> str:
@@ -95,7 +92,6 @@ def _serving(cfg: GrpoConfig) -> str:
         "| model | ranks of an engine | weights, GiB | KV cache, GiB | sequences of full length |",
         "|" + "---|" * 5,
     ]
-    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
     for model in MODELS:
         size = size_of(model)
         for tensor in _ENGINES:
@@ -105,18 +101,18 @@ def _serving(cfg: GrpoConfig) -> str:
                 2,
                 True,
                 ROOM,
-                prompt,
-                response,
+                cfg.data.max_prompt_tokens,
+                cfg.rollout.max_new_tokens,
                 responses_per_step(cfg),
                 tensor=tensor,
                 utilization=cfg.rollout.gpu_memory_utilization,
-                at_once=cfg.rollout.max_batch_size,
-                longest=cfg.rollout.max_model_len,
+                max_batch_size=cfg.rollout.max_batch_size,
+                max_model_len=cfg.rollout.max_model_len,
             )
             cells = (
                 ["—", "does not fit"]
                 if engine.refusals()
-                else [f"{engine.cache_bytes() / GIB:.1f}", f"{engine.fitting()}"]
+                else [f"{engine.cache_bytes() / GIB:.1f}", f"{engine.num_fitting()}"]
             )
             if size.kv_heads % tensor == 0 or tensor == size.kv_heads * 2:
                 rows.append(

@@ -66,14 +66,14 @@ HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     ),
 }
 #: Suffixes of tuning, which do not change the sizes.
-_TUNED = ("-instruct", "-base", "-chat", "-2507", "-thinking", "-math")
+_TUNING_SUFFIXES = ("-instruct", "-base", "-chat", "-2507", "-thinking", "-math")
 
 
 def hub_config(name: str) -> Mapping[str, Any] | None:
     """Returns the configuration of a hub model, tuned or not; None if it is not in `HUB_CONFIGS`."""
     name = name.lower()
     while name not in HUB_CONFIGS:
-        suffix = next((tuned_suffix for tuned_suffix in _TUNED if name.endswith(tuned_suffix)), None)
+        suffix = next((tuned_suffix for tuned_suffix in _TUNING_SUFFIXES if name.endswith(tuned_suffix)), None)
         if suffix is None:
             return None
         name = name.removesuffix(suffix)
@@ -84,7 +84,7 @@ def hub_config(name: str) -> Mapping[str, Any] | None:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _MIXTURES = ("qwen3_moe", "mixtral")
 #: Configuration keys of models that scale or bound the logits.
-_BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 #: Configuration keys about keys and values, which may be left to defaults.
 _CACHE_KEYS = (
     "layer_types", "sliding_window", "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
@@ -96,7 +96,7 @@ _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
-class NotKnown(RlhpcError):
+class UnknownModelError(RlhpcError):
     """Unknown model; the message gives the reason."""
 
 
@@ -105,20 +105,18 @@ class ModelSize:
     """Sizes of a causal language model. Counts are of elements.
 
     Attributes:
-        family: Its `model_type`.
         shapes: Shapes of all parameters, by name; tied ones once.
         windows: Attention window of each layer with a KV cache, in tokens.
         latent: Latent attention (MLA): cached numbers per token and layer, from which heads are computed again.
         latent_heads: Numbers of a head that are cached otherwise.
         linear: Names of the layers that `all-linear` gives adapters (`training.lora.linear_layers`).
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: Sizes with their usual names.
-        experts, per_token, expert_width: Mixture of experts: experts of a layer, experts per token, and their inner width.
+        experts, experts_per_token, expert_width: Sizes of a mixture: experts of a layer, experts per token, and inner width.
         qk_norm: Whether queries and keys are normalized.
         context: Maximum length of prompt and response together.
-        whole_logits: Whether the model transforms the result of its head, so that all logits are computed at once.
+        computes_all_logits: Whether the model transforms the result of its head, so that all logits are computed at once.
     """
 
-    family: str
     shapes: Mapping[str, tuple[int, ...]]
     hidden: int
     layers: int
@@ -128,11 +126,11 @@ class ModelSize:
     intermediate: int
     vocabulary: int
     experts: int = 0
-    per_token: int = 0
+    experts_per_token: int = 0
     expert_width: int = 0
     qk_norm: bool = False
     context: int | None = None
-    whole_logits: bool = False
+    computes_all_logits: bool = False
     linear: frozenset[str] = frozenset()
     windows: tuple[float, ...] = ()
     latent: int = 0
@@ -142,11 +140,6 @@ class ModelSize:
     def parameters(self) -> int:
         """Number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
-
-    @functools.cached_property
-    def expert_parameters(self) -> int:
-        """Number of parameters of experts."""
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if ".experts." in name)
 
     @functools.cached_property
     def layer_parameters(self) -> tuple[int, int]:
@@ -228,7 +221,7 @@ def size_of(
         build: Whether a family that is not in `FAMILIES` may be built on the meta device.
 
     Raises:
-        NotKnown: The sizes are not available on this machine.
+        UnknownModelError: The sizes are not available on this machine.
     """
     config = config_of(path, kwargs) if config is None else config
     text_config = {**config, **(config.get("text_config") or {})}
@@ -239,7 +232,9 @@ def size_of(
         layers = (name.removesuffix(".weight") for name in shapes)
         return _sized(text_config, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
     if not build:
-        raise NotKnown(f"{path}: models of type {text_config.get('model_type')} are looked at by rlhpc plan alone")
+        raise UnknownModelError(
+            f"{path}: models of type {text_config.get('model_type')} are looked at by rlhpc plan alone"
+        )
     defaults, shapes, linear = _build_on_meta(path, config)
     return _sized({**text_config, **defaults}, shapes, linear)
 
@@ -248,15 +243,15 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
     """Returns the contents of a model's config.json.
 
     Raises:
-        NotKnown: The file is not on this machine, and the model is not in `HUB_CONFIGS`.
+        UnknownModelError: The file is not on this machine, and the model is not in `HUB_CONFIGS`.
     """
     if not path:
-        raise NotKnown("no model is named")
+        raise UnknownModelError("no model is named")
     if path == f"{PREFIX}tiny":
         try:
             return _tiny(**{str(key): setting for key, setting in (kwargs or {}).items()})
         except TypeError as error:  # the message names the accepted arguments
-            raise NotKnown(f"{path} with {dict(kwargs or {})}: {error}") from None
+            raise UnknownModelError(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
         path = {"builtin:smollm2": "HuggingFaceTB/SmolLM2-135M"}.get(path.lower(), path)
     file = expand_home(path) / "config.json"
@@ -265,10 +260,10 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
             try:
                 return dict(json.loads(config_file.read_text()))
             except (OSError, ValueError) as error:
-                raise NotKnown(f"{config_file} cannot be read ({error})") from error
+                raise UnknownModelError(f"{config_file} cannot be read ({error})") from error
     if (known_config := hub_config(path)) is not None:
         return known_config
-    raise NotKnown(
+    raise UnknownModelError(
         f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
         "its config.json (weights are not needed to plan)"
     )
@@ -299,7 +294,6 @@ def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: 
     context_length = c.get("max_position_embeddings") or c.get("n_positions")
     latent_size = int(c.get("kv_lora_rank") or 0)
     return ModelSize(
-        family=str(c.get("model_type")),
         shapes=shapes,
         linear=linear,
         windows=tuple(_windows(c)),
@@ -315,11 +309,11 @@ def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: 
         intermediate=intermediate_size,
         vocabulary=int(c["vocab_size"]),
         experts=experts,
-        per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
+        experts_per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
         expert_width=_expert_width({"intermediate_size": intermediate_size, **c}) if experts else 0,
         qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         context=None if context_length is None else int(context_length),
-        whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
+        computes_all_logits=any(c.get(key) not in (None, 1, 1.0) for key in _LOGIT_SCALING_KEYS),
     )
 
 
@@ -413,7 +407,9 @@ def _build_on_meta(
 
         from rlhpc.training.lora import linear_layers
     except ImportError as error:
-        raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
+        raise UnknownModelError(
+            f"{path}: models of this type are built to be looked at, which needs {error.name}"
+        ) from error
     try:
         known_keys = {key: setting for key, setting in config.items() if key != "model_type"}
         model_config = AutoConfig.for_model(str(config["model_type"]), **known_keys)
@@ -421,7 +417,7 @@ def _build_on_meta(
             model = AutoModelForCausalLM.from_config(model_config)
     except (KeyError, ValueError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
+        raise UnknownModelError(f"{path}: this transformers cannot build it: {reason}") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     text_config = model_config.get_text_config()
     cache_settings = {key: setting for key in _CACHE_KEYS if (setting := getattr(text_config, key, None)) is not None}

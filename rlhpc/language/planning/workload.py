@@ -32,14 +32,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     scoring_phases = tuple(
         Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
     )
-    max_micro_batch_tokens = cfg.actor.max_tokens_per_micro_batch
-    knobs = [
-        Knob(STALENESS, tuple(range(ahead + 1))),
-        Knob(
-            MICRO,
-            (max_micro_batch_tokens, *(max_micro_batch_tokens // n for n in (2, 4) if max_micro_batch_tokens >= 8 * n)),
-        ),
-    ]
+    knobs = [Knob(STALENESS, tuple(range(ahead + 1))), _micro_batch_knob(cfg)]
     if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
     else:
@@ -60,7 +53,11 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
         knobs=tuple(knobs),
         staleness=STALENESS,
         measured_with=(f"{STALENESS}=0",),
-        smaller=_smaller(prompts, batch),
+        smaller={
+            n: (f"data.prompts_per_step={prompts // n}", f"actor.global_batch_size={batch // n}")
+            for n in (2, 4)
+            if prompts % n == 0 and batch % n == 0
+        },
         divides={**{phase.group: prompts for phase in scoring_phases}, "actor": prompts},
         pieces=responses / (cfg.rollout.max_batch_size or _AT_A_TIME),
     )
@@ -69,35 +66,21 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
 def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
     """Returns the workload of an optimizer step on rows."""
     del ahead
-    rows_per_step, max_micro_batch_tokens = cfg.data.prompts_per_step, _micro(cfg)
+    rows_per_step = cfg.data.prompts_per_step
     return Workload(
         phases=(Phase("train", "actor", "time/step_s"),),
         samples=rows_per_step,
         unit="rows",
-        knobs=(
-            Knob(
-                MICRO,
-                (
-                    max_micro_batch_tokens,
-                    *(max_micro_batch_tokens // n for n in (2, 4) if max_micro_batch_tokens >= 8 * n),
-                ),
-            ),
-        ),
+        knobs=(_micro_batch_knob(cfg),),
         smaller={n: (f"data.prompts_per_step={rows_per_step // n}",) for n in (2, 4) if rows_per_step % n == 0},
         divides={"actor": rows_per_step},
     )
 
 
-def _micro(cfg: TrainedLanguageConfig) -> int:
-    return cfg.actor.max_tokens_per_micro_batch
-
-
-def _smaller(prompts: int, batch: int) -> dict[int, tuple[str, ...]]:
-    return {
-        n: (f"data.prompts_per_step={prompts // n}", f"actor.global_batch_size={batch // n}")
-        for n in (2, 4)
-        if prompts % n == 0 and batch % n == 0
-    }
+def _micro_batch_knob(cfg: TrainedLanguageConfig) -> Knob:
+    """Returns the configured micro-batch, a half, and a quarter of it, down to 8 tokens."""
+    tokens = cfg.actor.max_tokens_per_micro_batch
+    return Knob(MICRO, (tokens, *(tokens // n for n in (2, 4) if tokens >= 8 * n)))
 
 
 def _values(cfg: GrpoConfig, key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:

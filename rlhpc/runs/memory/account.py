@@ -68,36 +68,36 @@ class Account:
 
     Attributes:
         group: The group.
-        about: Model or environment of the rank, in a line.
+        description: Model or environment of the rank, in a line.
         moments: Memory of the device where the rank computes: its accelerator, or the host without one.
         host: Additional host memory of a rank that computes on an accelerator.
         pinned: Additional host memory with locked pages.
-        shared: Bytes that it writes to its host's /dev/shm.
-        spare: Optional host memory, which it uses only if enough is free.
-        turns: True if it offloads its accelerator memory while a colocated group works.
+        shm: Bytes that it writes to its host's /dev/shm.
+        optional: Optional host memory, which it uses only if enough is free.
+        colocated: True if it offloads its accelerator memory while a colocated group works.
         unknown: Reason for a missing account; the account then has no moments.
         remarks: Further remarks, such as the number of sequences that fit.
         refusals: Reasons why it could not start, independent of the other groups on its accelerator.
         changes: Returns the nearest configurations that fit into a number of bytes per accelerator or rank, best first.
         measured: Lets PyTorch trace a step without data, and returns the result in a line, for `rlhpc plan --measure`; None if
             that is not possible.
-        most: Returns the largest values of keys that fit into a number of bytes: key → value and unit.
+        max_fitting: Returns the largest values of keys that fit into a number of bytes: key → value and unit.
     """
 
     group: str
-    about: str = ""
+    description: str = ""
     moments: tuple[Moment, ...] = ()
     host: tuple[MemoryTerm, ...] = ()
     pinned: tuple[MemoryTerm, ...] = ()
-    shared: tuple[MemoryTerm, ...] = ()
-    spare: tuple[MemoryTerm, ...] = ()
-    turns: bool = False
+    shm: tuple[MemoryTerm, ...] = ()
+    optional: tuple[MemoryTerm, ...] = ()
+    colocated: bool = False
     unknown: str = ""
     remarks: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
-    changes: Callable[[float], Sequence[SuggestedChange]] = field(default=lambda room: (), compare=False)
+    changes: Callable[[float], Sequence[SuggestedChange]] = field(default=lambda capacity: (), compare=False)
     measured: Callable[[], str] | None = field(default=None, compare=False)
-    max_fitting: Callable[[float], Mapping[str, str]] = field(default=lambda room: {}, compare=False)
+    max_fitting: Callable[[float], Mapping[str, str]] = field(default=lambda capacity: {}, compare=False)
 
     @property
     def peak(self) -> Moment | None:
@@ -105,19 +105,24 @@ class Account:
         return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property
+    def peak_bytes(self) -> float:
+        """Maximum over all moments, in bytes."""
+        return 0.0 if self.peak is None else self.peak.nbytes
+
+    @property
     def min_nbytes(self) -> float:
         """Minimum over all moments, in bytes."""
         return min((moment.nbytes for moment in self.moments), default=0.0)
 
     @property
-    def on_host(self) -> float:
+    def extra_host_bytes(self) -> float:
         """Bytes of host memory in addition to the memory of the moments."""
         return math.fsum(term.nbytes for term in (*self.host, *self.pinned))
 
     @property
-    def in_shared(self) -> float:
+    def shm_bytes(self) -> float:
         """Bytes in /dev/shm."""
-        return math.fsum(term.nbytes for term in self.shared)
+        return math.fsum(term.nbytes for term in self.shm)
 
 
 @dataclass(frozen=True)
@@ -127,13 +132,13 @@ class GroupRanks:
     Attributes:
         number: Number of ranks of the group.
         accelerated: True if they compute on accelerators.
-        room: Bytes of an accelerator, or of a host without accelerators; None if unknown.
+        capacity: Bytes of an accelerator, or of a host without accelerators; None if unknown.
         per_node: Maximum number of ranks of the group on one node.
     """
 
     number: int
     accelerated: bool = False
-    room: float | None = None
+    capacity: float | None = None
     per_node: int = 1
 
 
@@ -145,3 +150,16 @@ def gib(nbytes: float) -> str:
 def terms(**nbytes_by_name: float) -> tuple[MemoryTerm, ...]:
     """Returns terms by name (underscores become blanks), without terms of 0 bytes."""
     return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in nbytes_by_name.items() if nbytes > 0)
+
+
+#: Work space of libraries; on an accelerator, its context and the buffers of collectives.
+_HOST_BYTES, _ACCELERATOR_BYTES = 24 * MIB, 1.5 * GIB
+
+
+def process(accelerated: bool) -> MemoryTerm:
+    """Returns the fixed memory of a process on its device."""
+    return (
+        MemoryTerm("context and collectives", _ACCELERATOR_BYTES)
+        if accelerated
+        else MemoryTerm("libraries' work space", _HOST_BYTES)
+    )

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import logging
 import math
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import mapping
 from rlhpc.jobs.plan import JobPlan, build_plan
-from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, GroupRanks, MemoryTerm, gib
+from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, GroupRanks, gib
 from rlhpc.runs.task_type import task_type_of
 from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.os_resources import total_memory
-from rlhpc.runtime.placement import HybridComponentPlacement, Placement
+from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.plugins import load_attribute
 
 _UNITS = {"": 20, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_ASK_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 def parse_bytes(text: str) -> float | None:
@@ -36,7 +37,7 @@ def parse_bytes(text: str) -> float | None:
     return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
 
 
-def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
+def accelerator_capacity(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
     """Returns the bytes of an accelerator of a node, and the source of the number.
 
     Args:
@@ -44,15 +45,23 @@ def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float
         cluster: The nodes.
         node: Rank of the node.
     """
-    for group_section in read_key(cfg.cluster, "node_groups", ()):
-        label = str(read_key(group_section, "label"))
-        group_memory = read_key(group_section, "accelerator_memory")
-        if group_memory is not None and node in cluster.node_group(label).node_ranks:
-            return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
-    if (memory_size := read_key(cfg.cluster, "accelerator_memory")) is not None:
-        return parse_bytes(str(memory_size)), "cluster.accelerator_memory"
+    if (configured := _configured_memory(cfg, cluster, node, "accelerator_memory")) is not None:
+        return configured
     detected_bytes = _detect_memory() if len(cluster.nodes) == 1 else None
     return detected_bytes, "nvidia-smi" if detected_bytes else ""
+
+
+def _configured_memory(
+    cfg: RunConfig, cluster: Cluster, node: int, key: Literal["accelerator_memory", "mem"], *, groups_only: bool = False
+) -> tuple[float | None, str] | None:
+    """Returns the bytes that a key of the node's group, or of `cluster`, sets, and the key; None if neither sets it."""
+    for group_section in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(group_section, "label"))
+        memory_size = read_key(group_section, key)
+        if memory_size is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(memory_size)), f"cluster.node_groups[{label}].{key}"
+    memory_size = None if groups_only else read_key(cfg.cluster, key)
+    return None if memory_size is None else (parse_bytes(str(memory_size)), f"cluster.{key}")
 
 
 @functools.cache
@@ -63,13 +72,13 @@ def _detect_memory() -> float | None:
         return None
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
         return min(float(line) * (1 << 20) for line in output.splitlines() if line.strip())
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 
-def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
+def host_capacity(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
     """Returns the bytes of a node that the run may use, and the source of the number.
 
     Args:
@@ -78,15 +87,9 @@ def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tup
         node: Rank of the node.
         here: True if the run starts on this machine rather than in a job.
     """
-    for group_section in read_key(cfg.cluster, "node_groups", ()):
-        label = str(read_key(group_section, "label"))
-        if read_key(group_section, "mem") is not None and node in cluster.node_group(label).node_ranks:
-            return parse_bytes(str(mapping(group_section)["mem"])), f"cluster.node_groups[{label}].mem"
-    if cfg.cluster.mem is not None and not here:
-        return parse_bytes(cfg.cluster.mem), "cluster.mem"
-    if here:
-        return float(total_memory()), "this machine"
-    return None, ""
+    if (configured := _configured_memory(cfg, cluster, node, "mem", groups_only=here)) is not None:
+        return configured
+    return (float(total_memory()), "this machine") if here else (None, "")
 
 
 log = logging.getLogger(__name__)
@@ -116,45 +119,48 @@ class MemoryPool:
 
     Attributes:
         name: `node0, accelerators 0-7` or `node0, host memory`.
-        held: Group → bytes of all its ranks in the pool.
-        room: Available bytes; None if unknown.
+        bytes_by_group: Group → bytes of all its ranks in the pool.
+        capacity: Available bytes; None if unknown.
         source: Source of that number.
-        usable: Share of `room` that may be used.
-        turns: Colocated groups, of which only one is in the pool at a time.
+        usable: Share of `capacity` that may be used.
+        colocated: Colocated groups, of which only one is in the pool at a time.
         certain_nbytes: Bytes that are used for any size of micro-batches; on an accelerator, which cannot swap, all bytes.
     """
 
     name: str
-    held: Mapping[str, float]
-    room: float | None
+    bytes_by_group: Mapping[str, float]
+    capacity: float | None
     source: str
-    usable: float
-    turns: frozenset[str]
+    usable: float = 1.0
+    colocated: frozenset[str] = frozenset()
     certain_nbytes: float | None = None
 
     @property
     def nbytes(self) -> float:
         """Maximum use in bytes."""
-        resident_bytes = math.fsum(n for group, n in self.held.items() if group not in self.turns)
-        return resident_bytes + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
+        resident_bytes = math.fsum(n for group, n in self.bytes_by_group.items() if group not in self.colocated)
+        return resident_bytes + max(
+            (n for group, n in self.bytes_by_group.items() if group in self.colocated), default=0.0
+        )
 
     @property
     def fits(self) -> bool | None:
-        """True if the groups fit; None if `room` is unknown."""
-        return None if self.room is None else self.nbytes <= self.usable * self.room
+        """True if the groups fit; None if `capacity` is unknown."""
+        return None if self.capacity is None else self.nbytes <= self.usable * self.capacity
 
     @property
-    def refused(self) -> bool:
+    def is_refused(self) -> bool:
         """True if the groups certainly do not fit."""
         nbytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
-        return self.room is not None and nbytes > self.usable * self.room
+        return self.capacity is not None and nbytes > self.usable * self.capacity
 
-    def left_for(self, group: str) -> float | None:
+    def max_bytes_for(self, group: str) -> float | None:
         """Returns the bytes that the other groups leave to a group."""
-        if self.room is None:
+        if self.capacity is None:
             return None
-        other_groups = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
-        return self.usable * self.room - math.fsum(other_groups.values())
+        return self.usable * self.capacity - math.fsum(
+            n for name, n in self.bytes_by_group.items() if name != group and not ({name, group} <= self.colocated)
+        )
 
 
 @dataclass(frozen=True)
@@ -163,31 +169,33 @@ class MemoryPlan:
 
     Attributes:
         accounts: Memory accounts of the groups.
-        places: Memory pools; neighbouring equal pools are merged into one.
+        pools: Memory pools; neighbouring equal pools are merged into one.
         available: Group → bytes that one of its ranks may use; None if unknown.
         accelerated: Group → True if its ranks compute on accelerators.
     """
 
     accounts: Sequence[Account]
-    places: Sequence[MemoryPool]
+    pools: Sequence[MemoryPool]
     available: Mapping[str, float | None]
     accelerated: Mapping[str, bool]
 
     def refusals(self) -> list[str]:
         """Returns the reasons why the run cannot fit, one for each group or pool."""
         reasons = [
-            f"{account.group}: {refusal}" + _fitting(account, self.available.get(account.group))
+            f"{account.group}: {refusal}" + _describe_changes(account, self.available.get(account.group))
             for account in self.accounts
             for refusal in account.refusals
         ]
         refused_groups = {account.group for account in self.accounts if account.refusals}
         return reasons + [
-            _overfull(self, pool) for pool in self.places if pool.refused and refused_groups != set(pool.held)
+            _describe_overflow(self, pool)
+            for pool in self.pools
+            if pool.is_refused and refused_groups != set(pool.bytes_by_group)
         ]
 
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
-        return [_overfull(self, pool) for pool in self.places if pool.fits is False and not pool.refused]
+        return [_describe_overflow(self, pool) for pool in self.pools if pool.fits is False and not pool.is_refused]
 
 
 def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
@@ -203,13 +211,13 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
     ranks_by_group: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
         accelerated = bool(ranks[0].accelerators)
-        available_bytes, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
+        available_bytes = accelerator_capacity(cfg, cluster, nodes[0])[0] if accelerated else None
         ranks_by_group[group] = GroupRanks(len(ranks), accelerated, available_bytes, max(map(nodes.count, nodes)))
     accounts = _accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
     pools = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     available = {
-        account.group: _available_bytes(account.group, ranks_by_group[account.group], pools) for account in accounts
+        account.group: _free_bytes(account.group, ranks_by_group[account.group], pools) for account in accounts
     }
     return MemoryPlan(
         accounts, _merge_equal(pools), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
@@ -263,8 +271,8 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     memory = memory_at_start(cfg, launcher)
     if memory is None:
         return
-    for doubt in memory.doubts():
-        log.warning("%s: memory may not suffice:\n  %s", source, doubt)
+    for warning in memory.warnings():
+        log.warning("%s: memory may not suffice:\n  %s", source, warning)
     refusals = memory.refusals()
     if not refusals:
         return
@@ -282,28 +290,24 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 
 
 def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
-    accounts_by_group = {account.group: account for account in accounts if account.peak is not None}
-    held_by_device: dict[tuple[int, int], dict[str, float]] = {}
-    for group, account in accounts_by_group.items():
-        for rank in plan.placements[group]:
+    bytes_by_device: dict[tuple[int, int], dict[str, float]] = {}
+    for account in accounts:
+        for rank in plan.placements[account.group] if account.peak is not None else ():
             for index in rank.accelerators:
-                group_bytes = held_by_device.setdefault((rank.node_rank, index), {})
-                group_bytes[group] = group_bytes.get(group, 0.0) + _peak(account) / len(rank.accelerators)
-    turns = frozenset(group for group, account in accounts_by_group.items() if account.turns)
-    pools = []
-    for (node, index), group_bytes in sorted(held_by_device.items()):
-        available_bytes, source = accelerator_room(cfg, cluster, node)
-        pools.append(
-            MemoryPool(
-                f"node{node}, accelerator {index}",
-                group_bytes,
-                available_bytes,
-                source,
-                1.0 - SPARE,
-                turns & set(group_bytes),
-            )
+                group_bytes = bytes_by_device.setdefault((rank.node_rank, index), {})
+                previous_bytes = group_bytes.get(account.group, 0.0)
+                group_bytes[account.group] = previous_bytes + account.peak_bytes / len(rank.accelerators)
+    colocated = frozenset(account.group for account in accounts if account.colocated)
+    return [
+        MemoryPool(
+            f"node{node}, accelerator {index}",
+            group_bytes,
+            *accelerator_capacity(cfg, cluster, node),
+            1.0 - SPARE,
+            colocated & set(group_bytes),
         )
-    return pools
+        for (node, index), group_bytes in sorted(bytes_by_device.items())
+    ]
 
 
 def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
@@ -316,111 +320,95 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
         for account in accounts:
             local_ranks = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
             if local_ranks and account.peak is not None:
-                group_bytes[account.group] = math.fsum(_of_host(account, rank) for rank in local_ranks)
-                shared[account.group] = account.in_shared
-                sums += [account.on_host + (0.0 if rank.accelerators else account.min_nbytes) for rank in local_ranks]
+                group_bytes[account.group] = math.fsum(
+                    account.extra_host_bytes + (0.0 if rank.accelerators else account.peak_bytes)
+                    for rank in local_ranks
+                )
+                shared[account.group] = account.shm_bytes
+                sums += [
+                    account.extra_host_bytes + (0.0 if rank.accelerators else account.min_nbytes)
+                    for rank in local_ranks
+                ]
         if not group_bytes:
             continue
-        available_bytes, source = host_room(cfg, cluster, node, here=plan.launcher == "local")
+        available_bytes, source = host_capacity(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
         host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": in_memory}.items() if n}
         if host_terms:
-            measured_bytes = math.fsum(sums) + in_memory
             pools.append(
                 MemoryPool(
-                    f"node{node}, host memory", host_terms, available_bytes, source, 1.0, frozenset(), measured_bytes
+                    f"node{node}, host memory",
+                    host_terms,
+                    available_bytes,
+                    source,
+                    certain_nbytes=math.fsum(sums) + in_memory,
                 )
             )
         if in_memory:
-            shm_bytes = None if available_bytes is None else _SHM * available_bytes
-            largest_share = dict([max(shared.items(), key=lambda one: one[1])])
             shm_pools.append(
                 MemoryPool(
                     f"node{node}, /dev/shm",
-                    largest_share,
-                    shm_bytes,
+                    {max(shared, key=shared.__getitem__): in_memory},
+                    None if available_bytes is None else _SHM * available_bytes,
                     f"half of {source}" if source else "",
-                    1.0,
-                    frozenset(),
                 )
             )
     return pools + shm_pools
 
 
-def _of_host(account: Account, rank: Placement) -> float:
-    return account.on_host + (0.0 if rank.accelerators else _peak(account))
-
-
-def _peak(account: Account) -> float:
-    return 0.0 if account.peak is None else account.peak.nbytes
-
-
-def _available_bytes(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
+def _free_bytes(group: str, ranks: GroupRanks, pools: Sequence[MemoryPool]) -> float | None:
     """Returns the bytes that one of a group's ranks may use where it computes, in the fullest pool."""
     resource_name = "accelerator" if ranks.accelerated else "host memory"
-    free_bytes = [pool.left_for(group) for pool in places if resource_name in pool.name and group in pool.held]
-    available = [nbytes for nbytes in free_bytes if nbytes is not None]
-    if not available:
-        return None
-    return min(available) / (1 if ranks.accelerated else ranks.per_node)
-
-
-def _merge_equal(places: Sequence[MemoryPool]) -> list[MemoryPool]:
-    """Merges neighbouring pools with equal contents under one name."""
-    groups: list[list[MemoryPool]] = []
-    for pool in places:
-        is_equal = groups and _contents(groups[-1][0]) == _contents(pool)
-        if is_equal:
-            groups[-1].append(pool)
-        else:
-            groups.append([pool])
-    return [
-        group[0]
-        if len(group) == 1
-        else MemoryPool(f"{group[0].name} to {group[-1].name}", *_fields_after_name(group[0]))
-        for group in groups
+    free_bytes = [
+        pool.max_bytes_for(group) for pool in pools if resource_name in pool.name and group in pool.bytes_by_group
     ]
+    available = min((nbytes for nbytes in free_bytes if nbytes is not None), default=None)
+    return None if available is None else available / (1 if ranks.accelerated else ranks.per_node)
 
 
-def _contents(place: MemoryPool) -> tuple[object, ...]:
-    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_fields_after_name(place)  # without the node's number
+def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
+    """Merges neighbouring pools with equal contents under one name."""
 
+    def without_numbers(pool: MemoryPool) -> MemoryPool:
+        return dataclasses.replace(pool, name=pool.name.split(" ", 1)[1].rstrip("0123456789 "))
 
-def _fields_after_name(
-    place: MemoryPool,
-) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
-    return place.held, place.room, place.source, place.usable, place.turns, place.certain_nbytes
+    merged: list[MemoryPool] = []
+    for _, equal_pools in itertools.groupby(pools, without_numbers):
+        first, *further = equal_pools
+        name = f"{first.name} to {further[-1].name}" if further else first.name
+        merged.append(dataclasses.replace(first, name=name))
+    return merged
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
+def _describe_overflow(plan: MemoryPlan, pool: MemoryPool) -> str:
     """Formats the excess of a pool, the groups in it, and changes that would fit."""
-    assert place.room is not None
-    reserve = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
+    assert pool.capacity is not None
+    reserve = f", of which {1 - pool.usable:.0%} is left free" if pool.usable < 1 else ""
     message = (
-        f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.source}{reserve})"
+        f"{pool.name}: {gib(pool.nbytes)} would be there, and it has {gib(pool.capacity)} ({pool.source}{reserve})"
     )
     accounts = {account.group: account for account in plan.accounts}
-    for group in sorted(place.held, key=lambda name: -place.held[name]):
+    for group in sorted(pool.bytes_by_group, key=lambda name: -pool.bytes_by_group[name]):
         account = accounts.get(group)
-        if account is None or account.peak is None or "/dev/shm" in place.name:
+        if account is None or account.peak is None or "/dev/shm" in pool.name:
             continue
         moment, term = account.peak, account.peak.largest
         message += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
-        message += f"largest term: {term.name}, {gib(term.nbytes)}"
-        available_bytes = plan.available.get(group)
-        message += _fitting(account, available_bytes)
+        message += f"largest term: {term.name}, {gib(term.nbytes)}" + _describe_changes(
+            account, plan.available.get(group)
+        )
     return message
 
 
-def _fitting(account: Account, room: float | None) -> str:
-    changes = account.changes(room) if room is not None and room > 0 else ()
+def _describe_changes(account: Account, capacity: float | None) -> str:
+    changes = account.changes(capacity) if capacity is not None and capacity > 0 else ()
     return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
 
 
-_NAME = 38
+_LABEL_WIDTH = 38
 
 
 def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
@@ -434,17 +422,18 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
         return ""
     lines = ["memory"]
     for account in plan.accounts:
-        lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.available[account.group])
+        lines += _format_account(
+            account, accelerated=plan.accelerated[account.group], capacity=plan.available[account.group]
+        )
         if measure and account.measured is not None:
             lines.append(f"    {account.measured()}")
-    lines += ["", *(f"  {_of_place(pool)}" for pool in plan.places)]
-    refusals = plan.refusals()
-    if refusals:
+    lines += ["", *(f"  {_format_pool(pool)}" for pool in plan.pools)]
+    if refusals := plan.refusals():
         lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
         lines += [f"  {refusal}" for refusal in refusals]
-    for doubt in plan.doubts():
-        lines += ["", "may not fit:", f"  {doubt}"]
-    if any(pool.room is None and "accelerator" in pool.name for pool in plan.places):
+    for warning in plan.warnings():
+        lines += ["", "may not fit:", f"  {warning}"]
+    if any(pool.capacity is None and "accelerator" in pool.name for pool in plan.pools):
         lines += [
             "",
             "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site "
@@ -453,27 +442,23 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _of_group(account: Account, *, accelerated: bool, room: float | None) -> list[str]:
+def _format_account(account: Account, *, accelerated: bool, capacity: float | None) -> list[str]:
     if account.unknown:
         return ["", f"  {account.group}: not known: {account.unknown}"]
-    lines = ["", f"  {account.group}: {account.about}" if account.about else f"  {account.group}"]
-    memory_label = "on its accelerator" if accelerated else "of its node"
-    unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
-    memory_label += ", GiB" if unit == GIB else ", MiB"
-    lines.append(
-        f"    {'a rank holds ' + memory_label:<{_NAME}}"
-        + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
-    )
+    lines = ["", f"  {account.group}: {account.description}" if account.description else f"  {account.group}"]
+    unit, unit_name = (GIB, "GiB") if account.peak_bytes >= GIB else (MIB, "MiB")
+
+    def line(label: str, cells: Iterable[str]) -> str:
+        widths = (max(7, len(moment.name)) for moment in account.moments)
+        padded_cells = (f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        return f"    {label:<{_LABEL_WIDTH}}" + "".join(padded_cells)
+
+    owner = "on its accelerator" if accelerated else "of its node"
+    lines.append(line(f"a rank holds {owner}, {unit_name}", (moment.name for moment in account.moments)))
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
-        cells = []
-        for moment in account.moments:
-            sizes = [term.nbytes for term in moment.terms if term.name == name]
-            cells.append(f"  {_number(sum(sizes) / unit) if sizes else '':>{_wide(moment.name)}}")
-        lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
-    lines.append(
-        f"    {'together':<{_NAME}}"
-        + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments)
-    )
+        sizes = ([term.nbytes for term in moment.terms if term.name == name] for moment in account.moments)
+        lines.append(line(f"  {name}", (_number(sum(nbytes) / unit) if nbytes else "" for nbytes in sizes)))
+    lines.append(line("together", (_number(moment.nbytes / unit) for moment in account.moments)))
     if (peak := account.peak) is not None:
         lines.append(
             f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
@@ -481,34 +466,28 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
     for label, terms in (
         ("host memory of a rank", account.host),
         ("pinned host memory of a rank", account.pinned),
-        ("host memory of a rank, if there is room", account.spare),
-        ("/dev/shm of a node", account.shared),
+        ("host memory of a rank, if there is room", account.optional),
+        ("/dev/shm of a node", account.shm),
     ):
         if terms:
-            lines.append(f"    {label}: {_listed(terms)}")
+            lines.append(f"    {label}: " + ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms))
     lines += [f"    {remark}" for remark in account.remarks]
-    if room is not None and room > 0:
-        lines += [f"    fits up to: {key}={value}" for key, value in account.max_fitting(room).items()]
+    if capacity is not None and capacity > 0:
+        lines += [f"    fits up to: {key}={value}" for key, value in account.max_fitting(capacity).items()]
     return lines
-
-
-def _wide(name: str) -> int:
-    return max(7, len(name))
 
 
 def _number(size: float) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
-def _listed(terms: Sequence[MemoryTerm]) -> str:
-    return ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms)
-
-
-def _of_place(place: MemoryPool) -> str:
-    resident_texts = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
-    turns = [f"{name} {gib(n)}" for name, n in place.held.items() if name in place.turns]
-    sum_text = " + ".join([*resident_texts, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
-    if place.room is None:
-        return f"{place.name}: {sum_text} = {gib(place.nbytes)}"
-    verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
-    return f"{place.name}: {sum_text} = {gib(place.nbytes)} of {gib(place.room)} ({place.source}): {verdict}"
+def _format_pool(pool: MemoryPool) -> str:
+    resident_texts = [f"{name} {gib(n)}" for name, n in pool.bytes_by_group.items() if name not in pool.colocated]
+    colocated = [f"{name} {gib(n)}" for name, n in pool.bytes_by_group.items() if name in pool.colocated]
+    sum_text = " + ".join(
+        [*resident_texts, *([f"{' or '.join(colocated)} (in turns)"] if len(colocated) > 1 else colocated)]
+    )
+    if pool.capacity is None:
+        return f"{pool.name}: {sum_text} = {gib(pool.nbytes)}"
+    verdict = "fits" if pool.fits else "does not fit" if pool.is_refused else "may not fit"
+    return f"{pool.name}: {sum_text} = {gib(pool.nbytes)} of {gib(pool.capacity)} ({pool.source}): {verdict}"

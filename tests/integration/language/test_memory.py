@@ -49,7 +49,7 @@ def training(folder: str, ranks: int, tokens: int, changes: dict[str, Any]) -> T
     sizes = MeshSizes(**given) if given else MeshSizes(shard=ranks) if backend == "fsdp" else MeshSizes(replicate=ranks)
     return Training(
         size_of(folder), backend, sizes, tokens, 2 if changes.get("model.dtype") == "bfloat16" else 4, accelerated=False,
-        edges_apart=bool(given), lora=changes.get("lora.rank", 0),
+        separate_embeddings=bool(given), lora=changes.get("lora.rank", 0),
         checkpointing=changes.get("model.gradient_checkpointing", False),
         stage=changes.get("deepspeed.zero_stage", 2),
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_the_account_is_within_a_tenth_of_what_ranks_hold(
         need_extra("deepspeed")
     found = forked(ranks, "memory_steps:steps", {**changes, "model.model_path": models[model]}, tokens, samples)
     account = training(models[model], ranks, tokens, changes)
-    assert found[0]["trained"] == account.trained
+    assert found[0]["trained"] == account.num_trained
     peak = max(rank["peak"] for rank in found)
     accounted = max(moment.nbytes for moment in account.moments())
     print(f"measured {peak / 2**20:.0f} MiB, accounted {accounted / 2**20:.0f}")

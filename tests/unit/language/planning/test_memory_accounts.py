@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rlhpc.cli import main
 from rlhpc.config.typed import typed
 from rlhpc.jobs.plan import build_plan
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.planning.memory_accounts import FREED_BY_A_STEP, held, largest_tokens, nearest, training_of
+from rlhpc.language.planning.memory_accounts import FREED_BY_A_STEP, largest_tokens, nearest, peak_bytes, training_of
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB, GroupRanks
@@ -91,7 +92,7 @@ def test_weights_are_sent_without_what_an_optimizer_step_has_freed() -> None:
 def test_groups_that_take_turns_need_not_fit_together() -> None:
     def most(*words: str) -> float:
         cfg = load_config(MATH, [*EIGHT, *words])
-        return memory_plan(cfg, build_plan(cfg, launcher="slurm")).places[0].nbytes
+        return memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0].nbytes
 
     assert most("actor.offload_in_rollout=false") > most() + 20 * GIB
 
@@ -101,7 +102,7 @@ def test_groups_that_take_turns_need_not_fit_together() -> None:
 
 def actor(*words: str) -> Any:
     cfg = typed(GrpoConfig, load_config(MATH, [*EIGHT, *words]))
-    return cfg, training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, room=80 * GIB))
+    return cfg, training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, capacity=80 * GIB))
 
 
 @pytest.mark.parametrize(
@@ -110,25 +111,27 @@ def actor(*words: str) -> Any:
         ["actor.model.gradient_checkpointing=false"],
         ["actor.training_backend=local"],
         ["actor.training_backend=deepspeed"],
+        ["actor.training_backend=deepspeed", "actor.deepspeed.cpu_offload=true"],
         ["actor.model.model_path=Qwen/Qwen2.5-32B"],
     ],
 )
 def test_what_is_named_as_fitting_fits_when_it_is_configured(words: list[str]) -> None:
     cfg, training = actor(*words)
-    room = held(training) * 0.7
-    changes = nearest("actor", training, cfg.actor, room)
+    capacity = peak_bytes(training) * 0.7
+    changes = nearest("actor", training, cfg.actor, capacity)
     assert changes
     for change in changes:
         overrides = [word for word in change.overrides if "=" in word]
         if len(overrides) < len(change.overrides):
             continue  # more ranks: another placement
-        assert held(actor(*words, *overrides)[1]) == pytest.approx(change.nbytes) and change.nbytes <= room
+        assert peak_bytes(actor(*words, *overrides)[1]) == pytest.approx(change.nbytes) and change.nbytes <= capacity
 
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     _, training = actor()
     tokens = largest_tokens(training, 60 * GIB)
-    assert held(training.with_tokens(tokens)) <= 60 * GIB < held(training.with_tokens(tokens + 256))
+    largest, larger = (dataclasses.replace(training, tokens=count) for count in (tokens, tokens + 256))
+    assert peak_bytes(largest) <= 60 * GIB < peak_bytes(larger)
 
 
 def test_the_reference_of_dpo_is_counted() -> None:
@@ -137,7 +140,7 @@ def test_the_reference_of_dpo_is_counted() -> None:
     def trained(kind: str, *words: str) -> float:
         words = ("runner.name=x", "actor.model.model_path=Qwen/Qwen2.5-7B", "actor.training_backend=fsdp", *words)
         cfg = typed(GrpoConfig, load_config(ROOT / f"configs/base/{kind}.yaml", words, check=False))
-        return held(training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, room=80 * GIB)))
+        return peak_bytes(training_of(cfg, "actor", cfg.actor, GroupRanks(8, accelerated=True, capacity=80 * GIB)))
 
     share = 2 * size_of("Qwen/Qwen2.5-7B").parameters / 8
     assert trained("dpo") - trained("sft") == pytest.approx(share)

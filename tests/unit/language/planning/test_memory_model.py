@@ -16,5 +16,5 @@ def test_the_longest_sequence_is_the_last_that_the_cache_holds(engine: str, wind
                                              "use_sliding_window": window is not None, "max_window_layers": 3})  # fmt: skip
     serving = Serving(size, engine, 2, True, 1e9, 8, 8, 4)
     for nbytes in (0.0, 1e3, 1e5, 1e7):
-        tokens = serving.longest_in(nbytes)
+        tokens = serving.longest_within(nbytes)
         assert serving.sequence(tokens) <= nbytes < serving.sequence(tokens + 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.cli import main
-from rlhpc.language.planning.model_size import NotKnown, size_of
+from rlhpc.language.planning.model_size import UnknownModelError, size_of
 from tests.extras import need_extra
 from tests.unit.language.planning.accounts import EIGHT, MATH, SMALL
 
@@ -31,7 +31,7 @@ def test_parameters_are_those_of_the_published_weights(name: str, parameters: in
 
 
 def test_a_hub_name_without_files_is_not_known_and_planning_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NotKnown, match="give a folder"):
+    with pytest.raises(UnknownModelError, match="give a folder"):
         size_of("somebody/her-model", build=False)
     assert main(["plan", MATH, *EIGHT, "actor.model.model_path=somebody/her-model"]) == 2
     said, refused = capsys.readouterr()

@@ -10,7 +10,7 @@ from rlhpc.cli import main
 from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB
-from rlhpc.runs.memory.plan import host_room, memory_plan, parse_bytes
+from rlhpc.runs.memory.plan import host_capacity, memory_plan, parse_bytes
 from rlhpc.runtime import os_resources
 from rlhpc.runtime.cluster import Cluster
 
@@ -22,8 +22,8 @@ def test_a_node_group_says_what_its_accelerators_have() -> None:
     groups = "[{label: small, node_ranks: '0', accelerator_memory: 24G}]"
     placement = "{actor: {node_group: small, placement: 0-7}, rollout: {node_group: small, placement: 0-7}}"
     cfg = load_config(MATH, [*EIGHT, f"cluster.node_groups={groups}", f"cluster.component_placement={placement}"])
-    place = memory_plan(cfg, build_plan(cfg, launcher="slurm")).places[0]
-    assert place.room == 24 * GIB and place.source == "cluster.node_groups[small].accelerator_memory"
+    place = memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0]
+    assert place.capacity == 24 * GIB and place.source == "cluster.node_groups[small].accelerator_memory"
 
 
 @pytest.mark.parametrize("text", ["80", "much", "80X"])
@@ -54,4 +54,4 @@ def test_this_machine_has_no_more_than_its_control_groups_allow(
     for name, path in (("_MEMINFO", "meminfo"), ("_CGROUP_ROOT", "cgroup"), ("_PROCESS_CGROUP", "own")):
         monkeypatch.setattr(os_resources, name, tmp_path / path)
     cfg = load_config(MATH, EIGHT)
-    assert host_room(cfg, Cluster.planned(cfg.cluster), 0, here=True) == (expected, "this machine")
+    assert host_capacity(cfg, Cluster.planned(cfg.cluster), 0, here=True) == (expected, "this machine")
