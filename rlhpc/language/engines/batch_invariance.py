@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rlhpc.language.models.loading import linear_of
 from rlhpc.language.models.vision import sub_attention
 
 #: Attention reads the columns of a row in blocks of this size; their number depends only on the row's length.
@@ -178,11 +179,11 @@ def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]
 
 
 #: Name under which the functions are registered with transformers.
-NAME = "rlhpc_alike"
+NAME = "rlhpc_batch_invariant"
 #: Tokens are padded to a multiple of this: vectorized functions compute a remainder in another way.
 TILE = 32
-#: Tokens of an expert are padded to a multiple of this, which suffices for matrix products.
-_EXPERT_TILE = 8
+#: Rows of a matrix product are padded to multiples of this.
+_PRODUCT_TILE = 8
 #: Alignment in bytes with which libraries use the same kernel.
 _ALIGNED = 64
 #: Layer types of configurations that this attention supports.
@@ -207,9 +208,21 @@ class _Group:
 
 
 class Decoding:
-    """Decoding of one token for each row of a cache, the token's column included."""
+    """Decoding of one token for each row of a cache, the token's column included.
 
-    def __init__(self, store: KVCache, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        store: The cache.
+        padded_rows: Rows of the layers' inputs, of which the first are those of the cache.
+        dtype, device: Of the model.
+
+    Attributes:
+        product_rows: Rows for which matrix products are computed.
+        padded_rows: See above.
+    """
+
+    def __init__(self, store: KVCache, padded_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.product_rows = min(tiles(store.rows, _PRODUCT_TILE), padded_rows)
+        self.padded_rows = padded_rows
         self._lengths = store.length[: store.rows] + 1
         self._dtype = dtype
         self._device = device
@@ -257,6 +270,18 @@ def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
         _present.reset(token)
 
 
+class DecodingLinear(nn.Linear):
+    """Linear layer that, in decoding, computes only the rows in use: the others pad operations other than products."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes `[rows, …, inputs]` to `[rows, …, outputs]`, with zeros in unused rows."""
+        decoding = _present.get()
+        if isinstance(decoding, Decoding) and decoding.product_rows < decoding.padded_rows == len(input):
+            outputs = super().forward(input[: decoding.product_rows])
+            return F.pad(outputs, (0, 0) * (outputs.dim() - 1) + (0, len(input) - len(outputs)))
+        return super().forward(input)
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -286,7 +311,7 @@ def _attend(
         with _one_thread(query.device):
             for group in computation.groups(sliding_window):
                 k, v = (states[group.rows][:, :, group.first : group.end] for states in (key, value))
-                outputs[group.rows] = _last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
+                outputs[group.rows] = _attend_last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
         return outputs, None
     start = 0
     for length in computation or [query.shape[2]]:
@@ -323,13 +348,13 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scali
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
-def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def _attend_last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Computes attention of one token for each row `[rows, heads, 1, d]`."""
     is_misaligned = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
     if query.device.type == "cpu" and is_misaligned and len(query) > 1:
         # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
         row_inputs = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
-        return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in row_inputs])
+        return torch.cat([_attend_last(q.clone(), k, v, m, scaling) for q, k, v, m in row_inputs])
     # Heads that share keys are computed as several tokens of one head, so keys need not be copied.
     grouped_query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     outputs = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=mask, scale=scaling)
@@ -344,7 +369,7 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     expert_ids = top_k_index.reshape(-1)
     by_expert = expert_ids.argsort(stable=True)
     counts = torch.bincount(expert_ids, minlength=module.num_experts)
-    padded_counts = -(-counts // _EXPERT_TILE) * _EXPERT_TILE
+    padded_counts = -(-counts // _PRODUCT_TILE) * _PRODUCT_TILE
     # Index of each pair of token and expert: after the tiles of the preceding experts, in the order within its expert.
     padding = (padded_counts.cumsum(0) - padded_counts) - (counts.cumsum(0) - counts)
     positions = torch.empty_like(by_expert)
@@ -402,7 +427,10 @@ def can_join(model: Any, context: int) -> bool:
 
 
 def join(model: Any, device: torch.device) -> None:
-    """Makes a model use the functions here."""
+    """Makes a model use the functions here, and on CPUs `DecodingLinear` in place of linear layers."""
+    for name, module in list(model.named_modules()) if device.type == "cpu" else ():
+        if type(module) is nn.Linear:
+            model.set_submodule(name, linear_of(DecodingLinear, module))
     sys.modules["transformers"].AttentionInterface.register(NAME, _attend)
     model.set_attn_implementation(sub_attention(model, NAME))
     if device.type == "cpu" and getattr(model, "_can_set_experts_implementation", lambda: False)():

@@ -38,11 +38,11 @@ class EngineOptions:
         attn_implementation: Attention implementation of transformers.
         trust_remote_code: Runs code that comes with the model.
         engine_kwargs: Further arguments of the engine's constructor.
-        sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
+        sleep_mode: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
             demonstrations does not.
         keeps_cache: `rollout.keep_cache_on_update`.
-        divides_experts: `rollout.parallel.expert`.
-        says_experts: `rollout.routing_replay`.
+        expert_parallel: `rollout.parallel.expert`.
+        returns_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
         policies: Names of several policies, each with such adapters.
     """
@@ -56,10 +56,10 @@ class EngineOptions:
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    sleeps: bool = False
+    sleep_mode: bool = False
     keeps_cache: bool = False
-    divides_experts: bool = False
-    says_experts: bool = False
+    expert_parallel: bool = False
+    returns_experts: bool = False
     adapters: tuple[int, int] | None = None
     policies: tuple[str, ...] = ()
 
@@ -86,11 +86,11 @@ class EngineOptions:
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
             engine_kwargs={str(k): v for k, v in rollout.engine_kwargs.items()},
-            sleeps=bool(select(cfg, "actor.offload_in_rollout")),
+            sleep_mode=bool(select(cfg, "actor.offload_in_rollout")),
             keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
-            divides_experts=bool(select(cfg, "rollout.parallel.expert")),
-            says_experts=bool(select(cfg, "rollout.routing_replay")),
-            adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if adapters_apart(cfg) else None,
+            expert_parallel=bool(select(cfg, "rollout.parallel.expert")),
+            returns_experts=bool(select(cfg, "rollout.routing_replay")),
+            adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if has_separate_adapters(cfg) else None,
             policies=policies_of(cfg).names,
         )
 
@@ -116,7 +116,7 @@ def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
     return engine.choices
 
 
-def adapters_apart(cfg: LanguageConfig) -> bool:
+def has_separate_adapters(cfg: LanguageConfig) -> bool:
     """Returns whether engines get LoRA adapters separately, rather than merged into the weights."""
     return (select(cfg, "actor.lora.rank") or 0) > 0 and select(cfg, "rollout.merge_adapters") is False
 
@@ -136,7 +136,7 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
     return cfg.rollout.dtype
 
 
-class UpdateFailed(RlhpcError):
+class WeightUpdateError(RlhpcError):
     """Error of an interrupted weight update: the engine's weights are of two versions, so it samples no more tokens."""
 
 
@@ -151,9 +151,9 @@ class EngineBase(RolloutBackend):
     """Token ids are below this."""
 
     def __init__(self) -> None:
-        self._under_way: set[int] = set()
+        self._active_ids: set[int] = set()
         self._retained: list[Completion] = []
-        self._refuses: str = ""
+        self._update_error: str = ""
 
     def _queue(self, requests: Sequence[Request]) -> None:
         raise NotImplementedError
@@ -175,12 +175,12 @@ class EngineBase(RolloutBackend):
         """Queues requests (`RolloutBackend.add`): all of them or none."""
         batch = list(requests)
         ids = [request.id for request in batch]
-        if len(set(ids)) < len(ids) or not self._under_way.isdisjoint(ids):
+        if len(set(ids)) < len(ids) or not self._active_ids.isdisjoint(ids):
             raise ValueError("two requests under way have the same id")
         for request in batch:
             self._check(request)
         self._queue(batch)
-        self._under_way.update(ids)
+        self._active_ids.update(ids)
 
     def _check(self, request: Request) -> None:
         prompt, sampling = request.prompt_ids, request.sampling
@@ -212,31 +212,31 @@ class EngineBase(RolloutBackend):
 
     def step(self) -> list[Completion]:
         """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
-        if self._refuses:
-            raise UpdateFailed(self._refuses)
+        if self._update_error:
+            raise WeightUpdateError(self._update_error)
         completions, self._retained = self._retained, []
-        if len(self._under_way) > len(completions):
+        if len(self._active_ids) > len(completions):
             completions += self._advance()
-        self._under_way.difference_update(completion.id for completion in completions)
+        self._active_ids.difference_update(completion.id for completion in completions)
         return completions
 
     def unfinished(self) -> int:
         """Returns the number of requests that have not been returned (`RolloutBackend.unfinished`)."""
-        return len(self._under_way)
+        return len(self._active_ids)
 
     def abort(self) -> list[Completion]:
         """Ends all requests; returns the tokens of each so far (`RolloutBackend.abort`)."""
         completions, self._retained = self._retained, []
-        self._under_way.clear()
+        self._active_ids.clear()
         return completions + self._abort()
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends some requests, which are not returned (`RolloutBackend.drop`)."""
-        running_ids = self._under_way.intersection(ids)
+        running_ids = self._active_ids.intersection(ids)
         self._retained = [completion for completion in self._retained if completion.id not in running_ids]
         if running_ids:
             self._drop(running_ids)
-            self._under_way -= running_ids
+            self._active_ids -= running_ids
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in this time."""
@@ -251,20 +251,20 @@ class EngineBase(RolloutBackend):
                 else:
                     other_completions.append(completion)
         self._retained += other_completions
-        self._under_way.update(completion.id for completion in other_completions)
+        self._active_ids.update(completion.id for completion in other_completions)
         return [completion for completion in completions.values() if completion is not None]
 
     def _begin_update(self, version: int) -> None:
-        self._refuses = (
+        self._update_error = (
             f"the update to version {version} of the rollout engine's weights did not arrive whole; "
             "send it again, or restart the rollout group"
         )
 
     def _end_update(self, version: int) -> None:
-        self.version, self._refuses = version, ""
+        self.version, self._update_error = version, ""
 
 
-def fitting_update(
+def checked_update(
     named_tensors: Iterable[tuple[str, T]],
     needed: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
@@ -280,22 +280,22 @@ def fitting_update(
         complete: All tensors must come; otherwise missing ones stay unchanged.
 
     Raises:
-        UpdateFailed: Names the tensors.
+        WeightUpdateError: Names the tensors.
     """
     received_names: set[str] = set()
     for name, tensor in named_tensors:
         shape = needed.get(name, optional.get(name))
         if shape is None:
-            raise UpdateFailed(f"a weight update brought {name!r}, which the rollout engine's model does not have")
+            raise WeightUpdateError(f"a weight update brought {name!r}, which the rollout engine's model does not have")
         if tuple(tensor.shape) != shape:
-            raise UpdateFailed(
+            raise WeightUpdateError(
                 f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; the model's is {shape}"
             )
         if name in received_names:
-            raise UpdateFailed(f"a weight update brought {name!r} twice")
+            raise WeightUpdateError(f"a weight update brought {name!r} twice")
         received_names.add(name)
         yield name, tensor
     missing = sorted(needed.keys() - received_names) if complete else []
     if missing:
         remainder = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{remainder}")
+        raise WeightUpdateError(f"a weight update left out {', '.join(missing[:3])}{remainder}")

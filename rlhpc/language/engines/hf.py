@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
 from rlhpc.language.engines.batch_invariance import KVCache, moves_into_places
-from rlhpc.language.engines.common import EngineBase, EngineOptions, fitting_update
+from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update
 from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
 from rlhpc.language.models.loading import auto_class
@@ -107,19 +107,19 @@ class SequenceTable:
     Args:
         max_rows: Maximum number of rows.
         vocabulary: Token ids are below this.
-        own_ends: Tokens that end every response.
+        end_ids: Tokens that end every response.
         stop_texts: Finds the texts that end some responses.
     """
 
-    def __init__(self, max_rows: int, vocabulary: int, own_ends: frozenset[int], stop_texts: StopTexts) -> None:
+    def __init__(self, max_rows: int, vocabulary: int, end_ids: frozenset[int], stop_texts: StopTexts) -> None:
         self.requests: list[Request] = []
         #: Routers' choices for the tokens read in each row, part by part.
         self.experts: list[list[np.ndarray]] = []
         self._vocabulary = vocabulary
-        self._own_ends = own_ends
+        self._end_ids = end_ids
         self._stop_texts = stop_texts
         self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
-        self._watched = np.zeros(max_rows, dtype=bool)
+        self._has_stop_texts = np.zeros(max_rows, dtype=bool)
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
         self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
         self._noise = np.zeros((max_rows, 64), dtype=np.float64)
@@ -141,10 +141,10 @@ class SequenceTable:
             self._logprobs, self._noise = np.pad(self._logprobs, padding), np.pad(self._noise, padding)
         self._count[row], self._limit[row] = 0, limit
         self._noise[row, :limit] = uniforms(request, limit)
-        self._watched[row] = bool(request.sampling.stop)
-        self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
+        self._has_stop_texts[row] = bool(request.sampling.stop)
+        self._end_set[row] = self._end_set_number(request.sampling.stop_token_ids, row)
 
-    def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
+    def _end_set_number(self, ends: tuple[int, ...], rows: int) -> int:
         """Returns the number of a set of end tokens; a new set takes an unused number, or replaces a set without rows."""
         if ends in self._end_sets:
             return self._end_sets[ends]
@@ -154,7 +154,7 @@ class SequenceTable:
         )
         set_number = len(self._ends) if free_set is None else self._end_sets.pop(free_set)
         stop_mask = np.zeros((1, self._vocabulary), dtype=bool)
-        stop_mask[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        stop_mask[0, [i for i in {*ends, *self._end_ids} if 0 <= i < self._vocabulary]] = True
         if free_set is None:
             self._ends = np.concatenate([self._ends, stop_mask])
         else:
@@ -178,7 +178,7 @@ class SequenceTable:
         )
         self._count[rows] += 1
         stopped = self._ends[self._end_set[rows], tokens]
-        for row in rows[self._watched[rows] & ~stopped].tolist():
+        for row in rows[self._has_stop_texts[rows] & ~stopped].tolist():
             stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
         is_finished = stopped | (self._count[rows] >= self._limit[rows])
         return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(is_finished).tolist()]
@@ -221,12 +221,12 @@ class SequenceTable:
             self._count,
             self._limit,
             self._end_set,
-            self._watched,
+            self._has_stop_texts,
         )
 
 
 #: Fraction of the rows that must be free before waiting requests are admitted, so that prefills come in batches.
-_ADMIT = 8
+_ADMISSION_FRACTION = 8
 
 
 class HFRollout(EngineBase):
@@ -269,19 +269,19 @@ class HFRollout(EngineBase):
         self._model = self._load(options)
         self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
-        self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
+        self._end_ids = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)
         self.context = context_length(text_config, options)
         self._waiting: deque[Request] = deque()
         with self._memory():
-            self._ledger = SequenceTable(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
+            self._sequences = SequenceTable(self._max_rows, self.vocabulary, self._end_ids, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
-        self.choices = self._forward.record_routing(self._routers()) if options.says_experts else 0
+        self.choices = self._forward.record_routing(self._routers()) if options.returns_experts else 0
         self._stale = False
-        self._keeps = options.keeps_cache
-        self._as_sent: dict[str, Tensor] = {}
+        self._keeps_cache = options.keeps_cache
+        self._sent_tensors: dict[str, Tensor] = {}
         self._rows: Rows | None = None
-        self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._last_tokens: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _routers(self) -> Routing:
         routing = routing_of(self._model)
@@ -338,7 +338,7 @@ class HFRollout(EngineBase):
                 self._recompute_kv_cache()
             free_rows = self._max_rows - self._kv.rows
             completions: list[Completion] = []
-            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMIT)):
+            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMISSION_FRACTION)):
                 completions += self._admit([self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))])
             if self._kv.rows:
                 completions += self._decode()
@@ -358,19 +358,19 @@ class HFRollout(EngineBase):
             source,
             [first_request.images for first_request in first_requests],
         )
-        first_row = len(self._ledger)
+        first_row = len(self._sequences)
         for request, prompt_index in zip(ordered, source, strict=True):
-            self._ledger.add(request, self._limit(request))
-            self._ledger.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
+            self._sequences.add(request, self._limit(request))
+            self._sequences.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
         sampling = Rows(ordered, self.vocabulary, self._device)
         return self._draw(first_row, logits[torch.tensor(source, device=self._device)], sampling)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
         """Samples a token for each row from `begin` on; returns and removes the rows that end with it."""
-        sequences = self._ledger
+        sequences = self._sequences
         noise = torch.from_numpy(sequences.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
-        self._last = torch.cat([self._last[:begin], tokens])
+        self._last_tokens = torch.cat([self._last_tokens[:begin], tokens])
         finished_rows = sequences.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
         completions = [sequences.completion(row, finish_reason) for row, finish_reason in finished_rows]
         if finished_rows:
@@ -381,28 +381,28 @@ class HFRollout(EngineBase):
 
     def _remove(self, rows: list[int]) -> None:
         """Removes rows; the last ones replace them."""
-        num_rows = len(self._ledger)
+        num_rows = len(self._sequences)
         # A stale cache is recomputed from the tokens; it may have no rows at all.
         row_moves = moves_into_places(num_rows, rows) if self._stale else self._kv.drop(rows)
         remaining = num_rows - len(rows)
-        self._ledger.move(row_moves, remaining)
+        self._sequences.move(row_moves, remaining)
         if row_moves:
             moved_rows, freed_rows = (list(row_numbers) for row_numbers in zip(*row_moves, strict=True))
-            self._last[freed_rows] = self._last[moved_rows]
-        self._last = self._last[:remaining]
+            self._last_tokens[freed_rows] = self._last_tokens[moved_rows]
+        self._last_tokens = self._last_tokens[:remaining]
 
     def _decode(self) -> list[Completion]:
         """Samples one token for each row."""
-        logits = self._forward.decode(self._last)
-        for row_experts, last_experts in zip(self._ledger.experts, self._forward.experts, strict=False):
+        logits = self._forward.decode(self._last_tokens)
+        for row_experts, last_experts in zip(self._sequences.experts, self._forward.experts, strict=False):
             row_experts.append(last_experts)
         if self._rows is None:
-            self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
+            self._rows = Rows(self._sequences.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
 
     def _recompute_kv_cache(self) -> None:
         """Recomputes the cache of prompts and responses so far with the current weights."""
-        ledger = self._ledger
+        ledger = self._sequences
         self._kv.clear()
         self._stale = False
         # The last token of each row is the next step's input.
@@ -413,22 +413,22 @@ class HFRollout(EngineBase):
 
     def _drop(self, ids: Collection[int]) -> None:
         self._waiting = deque(request for request in self._waiting if request.id not in ids)
-        if rows := [row for row, request in enumerate(self._ledger.requests) if request.id in ids]:
+        if rows := [row for row, request in enumerate(self._sequences.requests) if request.id in ids]:
             with torch.inference_mode():
                 self._remove(rows)
             self._rows = None
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        rows = enumerate(self._ledger.requests)
-        return {request.id: self._ledger.response(row) for row, request in rows if request.id in ids}
+        rows = enumerate(self._sequences.requests)
+        return {request.id: self._sequences.response(row) for row, request in rows if request.id in ids}
 
     def _abort(self) -> list[Completion]:
-        aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]
+        aborted = [self._sequences.completion(row, "abort") for row in range(len(self._sequences))]
         aborted += [Completion(id=request.id, finish_reason="abort") for request in self._waiting]
         self._waiting.clear()
-        self._ledger.clear()
-        self._rows, self._last = None, self._last[:0]
+        self._sequences.clear()
+        self._rows, self._last_tokens = None, self._last_tokens[:0]
         self._kv.clear()
         self._stale = False
         return aborted
@@ -444,13 +444,13 @@ class HFRollout(EngineBase):
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
-            for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
+            for name, change in checked_update(named_tensors, needed, optional=shapes, complete=complete):
                 put(state_dict[name], change)
                 if state_dict[name].dtype == change.dtype:
-                    self._as_sent[name] = state_dict[name]
+                    self._sent_tensors[name] = state_dict[name]
                 else:
-                    self._as_sent.pop(name, None)
-        self._stale = self._stale or not self._keeps
+                    self._sent_tensors.pop(name, None)
+        self._stale = self._stale or not self._keeps_cache
         self._end_update(version)
 
     def needs(self) -> frozenset[str]:
@@ -467,7 +467,7 @@ class HFRollout(EngineBase):
 
     def held(self, name: str) -> Tensor | None:
         """Returns a current tensor; see `RolloutBackend.held`."""
-        return self._as_sent.get(name)
+        return self._sent_tensors.get(name)
 
     def offload(self) -> None:
         """Frees the accelerator (`RolloutBackend.offload`): moves weights to the host; running requests are recomputed
@@ -489,7 +489,7 @@ class HFRollout(EngineBase):
         self._abort()
         self._forward.free()
         self._model = None
-        self._as_sent.clear()
+        self._sent_tensors.clear()
 
 
 def context_length(config: Any, options: EngineOptions) -> int:

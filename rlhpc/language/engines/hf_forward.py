@@ -26,12 +26,11 @@ logger = logging.getLogger(__name__)
 #: Maximum number of tokens in a joint prefill; up to here torch computes norms in one thread.
 _PREFILL_TOKENS = 1024
 #: Elements that torch does not divide among threads, and the step of vectorized functions, in any dtype.
-_UNDIVIDED, _STEP = 32768, 64
-#: Rows of a matrix product are padded to multiples of this, if there are fewer than vectorized functions take.
-_ROWS = 8
+_MAX_THREAD_ELEMENTS, _STEP = 32768, 64
+
 #: Largest deviation, relative to the largest value, of logits from those of the model's attention: in float32, and in half
 #: precision.
-_FAR, _FAR_HALF = 1e-3, 0.1
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 
 
 class Forward:
@@ -65,22 +64,19 @@ class Forward:
         self.kv = KVCache(max_rows)
         self._cache: Any = None
         self._filled: Any = None
-        self._rows: tuple[int, int] | None = None
         self.routing: Routing | None = None
         self.experts: list[np.ndarray] = []
         attention = model.config._attn_implementation
         if self._cpu and torch.get_num_threads() > 1:
-            _leave_undivided(model)
+            _limit_activation_rows(model)
         self.batched = can_join(model, context)
-        if self.batched and self._cpu:
-            for module in model.modules():
-                if type(module) is nn.Linear:
-                    replace_forward(module, self._of_rows(module.forward, module.out_features))
         if self.batched:
             with torch.inference_mode():
-                expected_logits = self._says(attention)
+                expected_logits = self._probe_logits(attention)
                 join(model, device)
-                self.batched = _near(self._says(None), expected_logits) and (not self._cpu or self._same_alone())
+                self.batched = _is_close(self._probe_logits(None), expected_logits) and (
+                    not self._cpu or self._is_batch_invariant()
+                )
         if not self.batched:
             model.set_attn_implementation(sub_attention(model, attention))
             logger.warning(
@@ -113,7 +109,7 @@ class Forward:
         """
         logits, self.experts = list[Tensor](), []
         images = images or [None] * len(sequences)
-        for span in self._parts(
+        for span in self._prefill_spans(
             [len(sequence) for sequence in sequences], [sequence_images is not None for sequence_images in images]
         ):
             span_sequences = sequences[span.start : span.stop]
@@ -135,21 +131,19 @@ class Forward:
         if self.batched:
             kv.reserve()
             count = tiles(kv.rows) if self._cpu else self._max_rows
-            self._rows = tiles(kv.rows, _ROWS), count
-            with present(Decoding(kv, self._model.dtype, self._device)), self._watching([1] * kv.rows):
-                logits = self._decode(*(_filled_up(column, count) for column in (last, kv.places)))[: kv.rows]
-            self._rows = None
+            with present(Decoding(kv, count, self._model.dtype, self._device)), self._recorded_routing([1] * kv.rows):
+                logits = self._decode(*(_pad(column, count) for column in (last, kv.places)))[: kv.rows]
         else:
             logits_by_row = list[Tensor]()
             for row in range(kv.rows):
                 kv.reserve(row)
-                with self._watching([1]):
+                with self._recorded_routing([1]):
                     logits_by_row.append(self._decode(last[row : row + 1], kv.places))
             logits = torch.cat(logits_by_row)
         kv.length[: kv.rows] += 1
         return logits
 
-    def _parts(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
+    def _prefill_spans(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
         """Yields slices of sequences that are prefilled jointly."""
         limit = _PREFILL_TOKENS if self.batched and self._cpu else 0
         start = tokens = 0
@@ -161,7 +155,7 @@ class Forward:
         yield slice(start, len(lengths))
 
     def _prefill(
-        self, sequences: Sequence[Sequence[int]], looked: PromptImages | None, places: np.ndarray | None
+        self, sequences: Sequence[Sequence[int]], images: PromptImages | None, places: np.ndarray | None
     ) -> Tensor:
         from transformers.cache_utils import DynamicCache
 
@@ -169,25 +163,25 @@ class Forward:
         count = tiles(sum(lengths)) if self.batched else sum(lengths)
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=self._device)
         positions, image_inputs = torch.cat([torch.arange(length, device=self._device) for length in lengths]), {}
-        if looked is not None and places is not None:
+        if images is not None and places is not None:
             positions = torch.from_numpy(places).to(self._device)
-            image_inputs = looked.inputs(count, self._device)
+            image_inputs = images.inputs(count, self._device)
         last_tokens: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
         self._filled = DynamicCache()
-        with present(lengths), self._watching(lengths):
+        with present(lengths), self._recorded_routing(lengths):
             logits = self._model(
-                input_ids=_filled_up(ids, count)[None],
-                position_ids=_filled_up(positions, count).unsqueeze(-2),
+                input_ids=_pad(ids, count)[None],
+                position_ids=_pad(positions, count).unsqueeze(-2),
                 past_key_values=self._filled,
                 use_cache=True,
-                logits_to_keep=_filled_up(last_tokens, tiles(len(last_tokens))) if self.batched else 1,
+                logits_to_keep=_pad(last_tokens, tiles(len(last_tokens))) if self.batched else 1,
                 **image_inputs,
             ).logits[0]
         outputs: Tensor = logits[: len(lengths)]
         return outputs
 
     @contextmanager
-    def _watching(self, lengths: Sequence[int]) -> Iterator[None]:
+    def _recorded_routing(self, lengths: Sequence[int]) -> Iterator[None]:
         """Records the routers' choices within the block, for sequences of these lengths."""
         if self.routing is None:
             yield
@@ -209,31 +203,15 @@ class Forward:
         ).logits
         return logits[:, -1]
 
-    def _of_rows(self, product: Any, width: int) -> Any:
-        """Returns a layer's product that, in decoding, computes only the rows in use: the others pad operations other than
-        products.
-        """
-
-        def computed(x: Tensor) -> Tensor:
-            num_used, count = self._rows or (0, 0)
-            if num_used == count or len(x) != count:
-                full_product: Tensor = product(x)
-                return full_product
-            outputs = x.new_zeros((*x.shape[:-1], width))
-            outputs[:num_used] = product(x[:num_used])
-            return outputs
-
-        return computed
-
     # --- verification of joint computation
 
-    def _probe(self, row: int) -> list[int]:
+    def _probe_ids(self, row: int) -> list[int]:
         length = max(1, min(3 + row % 11, self._context - 3))
         return [(7 * row + 5 * token + 3) % self._vocabulary for token in range(length)]
 
-    def _says(self, attention: str | None) -> Tensor:
+    def _probe_logits(self, attention: str | None) -> Tensor:
         """Computes the logits of a text's last tokens: in one pass with the given attention, or by this module's attention."""
-        probe_ids = [*self._probe(10), 1, 2]
+        probe_ids = [*self._probe_ids(10), 1, 2]
         if attention is not None:
             logits: Tensor = self._model(
                 input_ids=torch.tensor([probe_ids], device=self._device), use_cache=False
@@ -241,16 +219,17 @@ class Forward:
             return logits[0, -3:]
         return torch.cat(self._logits([probe_ids[:-2]], [torch.tensor([token]) for token in probe_ids[-2:]]))
 
-    def _same_alone(self) -> bool:
+    def _is_batch_invariant(self) -> bool:
         """Returns whether two of several rows have, bit for bit, the same logits alone."""
-        texts = [self._probe(row) for row in range(37)]
+        texts = [self._probe_ids(row) for row in range(37)]
         tokens = [torch.arange(37) % self._vocabulary for _ in range(2)]
         batch_logits = self._logits(texts, tokens)
-        for row in (1, 36):
-            row_logits = self._logits([texts[row]], [ids[row : row + 1] for ids in tokens])
-            if not all(torch.equal(a[0], b[row]) for a, b in zip(row_logits, batch_logits, strict=True)):
-                return False
-        return True
+        row_logits = {row: self._logits([texts[row]], [ids[row : row + 1] for ids in tokens]) for row in (1, 36)}
+        return all(
+            torch.equal(step_logits[0], step_batch_logits[row])
+            for row, logits in row_logits.items()
+            for step_logits, step_batch_logits in zip(logits, batch_logits, strict=True)
+        )
 
     def _logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
         """Returns logits `[rows, V]` behind texts, and behind each further token of each."""
@@ -262,18 +241,18 @@ class Forward:
         return logits
 
 
-def _filled_up(values: Tensor, count: int) -> Tensor:
+def _pad(values: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, count - values.shape[-1]))
 
 
-def _near(logits: Tensor, expected: Tensor) -> bool:
+def _is_close(logits: Tensor, expected: Tensor) -> bool:
     relative_error = float((logits.float() - expected.float()).abs().max()) / max(
         float(expected.float().abs().max()), 1e-6
     )
-    return relative_error < (_FAR if expected.dtype == torch.float32 else _FAR_HALF)
+    return relative_error < (_TOLERANCE if expected.dtype == torch.float32 else _HALF_TOLERANCE)
 
 
-def _leave_undivided(model: nn.Module) -> None:
+def _limit_activation_rows(model: nn.Module) -> None:
     """Makes activations take so few rows at a time that no thread boundary lies within a row, where numbers differ by a
     rounding.
     """
@@ -284,13 +263,13 @@ def _leave_undivided(model: nn.Module) -> None:
     )
     for module in model.modules():
         if isinstance(module, activation_types):
-            replace_forward(module, _by_rows(module.forward))
+            replace_forward(module, _in_row_chunks(module.forward))
 
 
-def _by_rows(function: Any) -> Any:
+def _in_row_chunks(function: Any) -> Any:
     def computed(x: Tensor) -> Tensor:
         step = _STEP // gcd(x.shape[-1], _STEP)
-        num_rows = max(step, _UNDIVIDED // x.shape[-1] // step * step)
+        num_rows = max(step, _MAX_THREAD_ELEMENTS // x.shape[-1] // step * step)
         flat_x = x.reshape(-1, x.shape[-1])
         if len(flat_x) <= num_rows:
             outputs: Tensor = function(x)

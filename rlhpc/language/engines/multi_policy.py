@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class MultiPolicyEngine(RolloutBackend):
         except BaseException:
             self.close()
             raise
-        self._torn = ""
+        self._broken_update = ""
         self.capacity = min(int(engine.capacity) for engine in self._engines)
         self.context = min(int(engine.context) for engine in self._engines)
         self.vocabulary = int(self._engines[0].vocabulary)
@@ -56,8 +56,8 @@ class MultiPolicyEngine(RolloutBackend):
 
     def step(self) -> list[Completion]:
         """Advances all engines with requests; see `RolloutBackend.step`."""
-        if self._torn:
-            raise UpdateFailed(self._torn)
+        if self._broken_update:
+            raise WeightUpdateError(self._broken_update)
         return [completion for engine in self._engines if engine.unfinished() for completion in engine.step()]
 
     def unfinished(self) -> int:
@@ -94,7 +94,7 @@ class MultiPolicyEngine(RolloutBackend):
         Tensors that all policies share come once, by their names; the others are named `policy/name` (`of_policy`). They come
         in any order.
         """
-        self._torn = (
+        self._broken_update = (
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "
             "rollout group"
         )
@@ -102,18 +102,20 @@ class MultiPolicyEngine(RolloutBackend):
         engines = dict(zip(self._names, self._engines, strict=True))
         for policy, policy_tensors in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
             if policy and policy not in engines:
-                raise UpdateFailed(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
+                raise WeightUpdateError(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
             if policy:
-                engines[policy].update_weights(version, _noted(policy_tensors, received_names[policy]), complete=False)
+                engines[policy].update_weights(
+                    version, _record_names(policy_tensors, received_names[policy]), complete=False
+                )
                 continue
             for named_tensor in policy_tensors:
                 for name, engine in engines.items():
-                    engine.update_weights(version, _noted([named_tensor], received_names[name]), complete=False)
+                    engine.update_weights(version, _record_names([named_tensor], received_names[name]), complete=False)
         for name, engine in engines.items():
             if complete and (missing := sorted(engine.needs() - received_names[name])):
-                raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])} of policy {name}")
+                raise WeightUpdateError(f"a weight update left out {', '.join(missing[:3])} of policy {name}")
             engine.update_weights(version, (), complete=False)
-        self._torn = ""
+        self._broken_update = ""
 
     def held(self, name: str) -> torch.Tensor | None:
         """Returns a current tensor; of shared tensors, the first policy's. See `RolloutBackend.held`."""
@@ -146,11 +148,11 @@ def _policy(request: Request) -> int:
     return request.sampling.policy
 
 
-def _noted(named: Iterable[Any], came: set[str]) -> Iterator[Any]:
+def _record_names(named: Iterable[Any], received_names: set[str]) -> Iterator[Any]:
     """Yields tensors by their names without the policy, and records these names."""
     for full_name, tensor in named:
         name = full_name.rpartition("/")[2]
-        if name in came:
-            raise UpdateFailed(f"a weight update brought {full_name!r} twice")
-        came.add(name)
+        if name in received_names:
+            raise WeightUpdateError(f"a weight update brought {full_name!r} twice")
+        received_names.add(name)
         yield name, tensor

@@ -9,7 +9,8 @@ are not sent, but a checksum of them is compared.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from rlhpc.runtime.errors import RlhpcError
 if TYPE_CHECKING:
     import torch
 
-#: Commands of the leader; a tuple begins with one of these.
+#: Commands of the leader; a tuple begins with one of these, and all but the last two are methods of the engine.
 _ADD, _STEP, _GENERATE, _SCORE, _ABORT, _DROP, _OFFLOAD, _RELOAD, _WEIGHTS, _END = (
     "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
 )  # fmt: skip
@@ -58,7 +59,7 @@ class EngineLink(Protocol):
         """
 
 
-class EnginesDiffer(RlhpcError):
+class EngineDivergenceError(RlhpcError):
     """Error of ranks of an engine that have sampled different tokens. No rank may continue."""
 
 
@@ -88,7 +89,7 @@ class Leader(RolloutBackend):
         self._engine = engine
         self._link = link
         self._checksum = _Checksum()
-        self._before: list[tuple[Any, ...]] = []
+        self._queued_commands: list[tuple[Any, ...]] = []
         self.capacity = engine.capacity
         self.can_drop = engine.can_drop
         self.can_score = engine.can_score
@@ -102,11 +103,11 @@ class Leader(RolloutBackend):
         """Adds requests; see `RolloutBackend.add`."""
         batch = list(requests)
         self._engine.add(batch)
-        self._before.append((_ADD, batch))
+        self._queued_commands.append((_ADD, batch))
 
     def step(self) -> list[Completion]:
         """Advances all ranks; see `RolloutBackend.step`."""
-        return self._drawn((_STEP,), self._engine.step)
+        return self._run_jointly((_STEP,), self._engine.step)
 
     def unfinished(self) -> int:
         """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
@@ -116,13 +117,13 @@ class Leader(RolloutBackend):
         """Ends all running requests; see `RolloutBackend.abort`."""
         aborted = self._engine.abort()
         self._checksum.update(aborted)
-        self._before.append((_ABORT,))
+        self._queued_commands.append((_ABORT,))
         return aborted
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends some requests; see `RolloutBackend.drop`."""
         self._engine.drop(ids)
-        self._before.append((_DROP, list(ids)))
+        self._queued_commands.append((_DROP, list(ids)))
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
@@ -130,12 +131,12 @@ class Leader(RolloutBackend):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
-        return self._drawn((_GENERATE, list(requests)), lambda: self._engine.generate(requests))
+        return self._run_jointly((_GENERATE, list(requests)), lambda: self._engine.generate(requests))
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text; see `RolloutBackend.score`."""
-        self._tell((_SCORE, list(token_ids), policy))
-        with _SuppressConsequences(self._link):
+        self._broadcast((_SCORE, list(token_ids), policy))
+        with _joint_computation(self._link):
             return self._engine.score(token_ids, policy)
 
     def update_weights(
@@ -148,36 +149,36 @@ class Leader(RolloutBackend):
 
     def begin_weights(self) -> None:
         """Makes the other ranks load their weights, as this rank is about to do."""
-        self._tell((_WEIGHTS,))
+        self._broadcast((_WEIGHTS,))
 
     def offload(self) -> None:
         """Frees all ranks' accelerators; see `RolloutBackend.offload`."""
-        self._tell((_OFFLOAD,))
+        self._broadcast((_OFFLOAD,))
         self._engine.offload()
 
     def reload(self) -> None:
         """Returns to all ranks' accelerators; see `RolloutBackend.reload`."""
-        self._tell((_RELOAD,))
+        self._broadcast((_RELOAD,))
         self._engine.reload()
 
     def end(self) -> None:
         """Releases the other ranks until the next command."""
-        self._tell((_END,))
+        self._broadcast((_END,))
 
     def close(self) -> None:
         """Ends this rank's engine; the other ranks end theirs."""
         self._engine.close()
 
-    def _drawn(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
-        self._tell(command)
-        with _SuppressConsequences(self._link):
+    def _run_jointly(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
+        self._broadcast(command)
+        with _joint_computation(self._link):
             completions = act()
         self._checksum.update(completions)
         return completions
 
-    def _tell(self, command: tuple[Any, ...]) -> None:
-        commands, self._before = [*self._before, command], []
-        with _SuppressConsequences(self._link):
+    def _broadcast(self, command: tuple[Any, ...]) -> None:
+        commands, self._queued_commands = [*self._queued_commands, command], []
+        with _joint_computation(self._link):
             self._link.broadcast((commands, self._checksum.check))
 
 
@@ -187,28 +188,28 @@ class FollowerEngine:
     Args:
         engine: This rank's engine.
         link: Connection to rank 0.
-        take_weights: Loads the weights that come next.
+        load_weights: Loads the weights that come next.
     """
 
-    def __init__(self, engine: RolloutBackend, link: EngineLink, take_weights: Callable[[], object]) -> None:
+    def __init__(self, engine: RolloutBackend, link: EngineLink, load_weights: Callable[[], object]) -> None:
         self._engine = engine
         self._link = link
-        self._take = take_weights
+        self._load_weights = load_weights
         self._checksum = _Checksum()
 
     def follow(self) -> None:
         """Repeats the commands of rank 0 until it releases this rank.
 
         Raises:
-            EnginesDiffer: This rank has sampled other tokens.
+            EngineDivergenceError: This rank has sampled other tokens.
         """
-        with _SuppressConsequences(self._link):
+        with _joint_computation(self._link):
             while True:
                 commands, checksum = self._link.receive()
                 for command, *arguments in commands:
                     # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
                     if command in (_STEP, _GENERATE, _END) and checksum != self._checksum.check:
-                        raise EnginesDiffer(
+                        raise EngineDivergenceError(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
                             "requests and weights: nobody goes on with either; restart the rollout group, and report "
                             "model and version of vLLM"
@@ -218,36 +219,20 @@ class FollowerEngine:
                     self._repeat(command, arguments)
 
     def _repeat(self, command: str, arguments: list[Any]) -> None:
-        engine = self._engine
-        if command == _ADD:
-            engine.add(arguments[0])
-        elif command == _STEP:
-            self._checksum.update(engine.step())
-        elif command == _GENERATE:
-            self._checksum.update(engine.generate(arguments[0]))
-        elif command == _ABORT:
-            self._checksum.update(engine.abort())
-        elif command == _DROP:
-            engine.drop(arguments[0])
-        elif command == _SCORE:
-            engine.score(*arguments)
-        elif command == _OFFLOAD:
-            engine.offload()
-        elif command == _RELOAD:
-            engine.reload()
-        else:
-            self._take()
+        if command == _WEIGHTS:
+            self._load_weights()
+            return
+        output = getattr(self._engine, command)(*arguments)
+        if command in (_STEP, _GENERATE, _ABORT):
+            self._checksum.update(output)
 
 
-class _SuppressConsequences:
-    """Context that suppresses consequential errors: if a rank of the engine has ended, the others' are of no interest."""
-
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (RuntimeError, RlhpcError)) and not isinstance(error, EnginesDiffer):
-            self._link.handle_failure(error)
+@contextmanager
+def _joint_computation(link: EngineLink) -> Iterator[None]:
+    """Suppresses consequential errors: if a rank of the engine has ended, the errors of the others are of no interest."""
+    try:
+        yield
+    except (RuntimeError, RlhpcError) as error:
+        if not isinstance(error, EngineDivergenceError):
+            link.handle_failure(error)
+        raise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import EngineFactory, RolloutBackend, with_base_class
-from rlhpc.language.engines.common import adapters_apart
+from rlhpc.language.engines.common import has_separate_adapters
 from rlhpc.language.multi_policy import folders_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
@@ -58,7 +58,7 @@ def make_engine(
     """
     folders = folders_of(cfg, model_path)
     is_initial = {*folders.values()} == {model_path}
-    if "" in folders or (is_initial and adapters_apart(cfg)):
+    if "" in folders or (is_initial and has_separate_adapters(cfg)):
         return make_rollout(cfg, model_path=model_path, device=device, seed=seed, link=link)
     if cfg.rollout.rollout_backend.lower() != "hf":
         raise ConfigError(
@@ -80,7 +80,7 @@ def awaiting_weights(cfg: Run) -> Run:
     they are loaded.
     """
     engine_kwargs = getattr(_factory(cfg.rollout.rollout_backend), "awaiting", None)
-    if adapters_apart(cfg) or engine_kwargs is None:  # the model's weights never come, or must be loaded
+    if has_separate_adapters(cfg) or engine_kwargs is None:  # the model's weights never come, or must be loaded
         return cfg
     return changed(cfg, "rollout.engine_kwargs", {**engine_kwargs, **plain(cfg.rollout.engine_kwargs)})
 

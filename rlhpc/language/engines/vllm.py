@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.common import EngineBase, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.common import EngineBase, EngineOptions, WeightUpdateError, checked_update
 from rlhpc.language.engines.vllm_adapter import set_adapter
 from rlhpc.language.engines.vllm_images import image_prompt
 from rlhpc.language.engines.vllm_launch import VLLMProcess
@@ -27,8 +27,8 @@ from rlhpc.language.engines.vllm_weights import (
     reload_counted,
     require_all_loaded,
     tensors_of,
-    under_all_names,
     wanted_boxes,
+    with_tied_names,
 )
 from rlhpc.language.hugging_face import load_model_config, transformers
 from rlhpc.language.models.loading import auto_class
@@ -92,7 +92,7 @@ class Adapters:
         """Checks and copies an update's tensors.
 
         Raises:
-            UpdateFailed: A tensor is not of this model, or missing; names it.
+            WeightUpdateError: A tensor is not of this model, or missing; names it.
         """
         tensors = dict[str, torch.Tensor]()
         for name, tensor in named:
@@ -103,7 +103,7 @@ class Adapters:
                 factor
             )
             if tuple(tensor.shape) != expected_shape or policy not in (self._policies or ("",)):
-                raise UpdateFailed(
+                raise WeightUpdateError(
                     f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; "
                     + (
                         f"{expected_shape} is wanted"
@@ -112,17 +112,18 @@ class Adapters:
                     )
                 )
             if name in tensors:
-                raise UpdateFailed(f"a weight update brought {name!r} twice")
+                raise WeightUpdateError(f"a weight update brought {name!r} twice")
             tensors[name] = tensor.detach().to("cpu", copy=True)
         missing_names = sorted(
-            (self._names - tensors.keys()) | {_pair(name) for name in tensors if _pair(name) not in tensors}
+            (self._names - tensors.keys())
+            | {_other_factor(name) for name in tensors if _other_factor(name) not in tensors}
         )
         if missing_names or not tensors:
-            raise UpdateFailed(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
+            raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
         if missing_layers := [
             policy for policy in self._policies if not any(name.startswith(f"{policy}/") for name in tensors)
         ]:
-            raise UpdateFailed(f"a weight update left out the adapters of policy {missing_layers[0]}")
+            raise WeightUpdateError(f"a weight update left out the adapters of policy {missing_layers[0]}")
         self._names = frozenset(tensors)
         return tensors
 
@@ -139,7 +140,7 @@ class Adapters:
         return {"r": self._rank, "lora_alpha": self._alpha, "target_modules": target_modules}
 
 
-def _pair(name: str) -> str:
+def _other_factor(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
@@ -204,7 +205,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         config = load_model_config(options.model_path, options.trust_remote_code)
         self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
-        self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
+        self._end_ids = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
         model = _on_meta(config, options)
         self._needed, self._optional, self._aliases = tensors_of(model)
@@ -219,7 +220,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
             None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
         )
         self._running: dict[str, _RunningRequest] = {}
-        self._torn = ""
+        self._broken_update = ""
         self._slept = False
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
@@ -300,7 +301,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 top_k=sampling.top_k,
                 max_tokens=self._limit(request),
                 seed=request.seed % 2**63,
-                stop_token_ids=sorted({*sampling.stop_token_ids, *self._own_ends}),
+                stop_token_ids=sorted({*sampling.stop_token_ids, *self._end_ids}),
                 ignore_eos=True,
                 logprobs=0,
                 flat_logprobs=True,
@@ -317,7 +318,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
             self._running[name] = _RunningRequest(request)
 
     def _advance(self) -> list[Completion]:
-        with self._explained():
+        with self._errors_with_settings():
             outputs = self._engine.step()
         return self._collect_finished(outputs)
 
@@ -345,7 +346,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 completions.append(self._running.pop(output.request_id).completion(self.version, finish_reason))
         return completions
 
-    def _so_far(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
+    def _iter_running(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
         """Yields running requests with all their tokens and log-probs, also those that vLLM keeps until the end."""
         for request_state in self._engine.output_processor.request_states.values():
             running = self._running.get(request_state.external_req_id)
@@ -364,10 +365,10 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        return {running.request.id: tokens for running, tokens, _ in self._so_far() if running.request.id in ids}
+        return {running.request.id: tokens for running, tokens, _ in self._iter_running() if running.request.id in ids}
 
     def _abort(self) -> list[Completion]:
-        for running, token_ids, logprobs in self._so_far():
+        for running, token_ids, logprobs in self._iter_running():
             running.token_ids, running.logprobs = token_ids, logprobs
         self._engine.abort_request(list(self._running))
         aborted = [running.completion(self.version, "abort") for running in self._running.values()]
@@ -391,10 +392,10 @@ class VLLMRollout(VLLMProcess, EngineBase):
             for policy, tensors in enumerate(self._adapters.by_policy(self._adapters.fitting(named_tensors))):
                 arguments = (policy + 1, tensors, self._adapters.config(tensors))
                 if not self._engine.collective_rpc(set_adapter, args=arguments)[0]:
-                    raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
+                    raise WeightUpdateError(f"vLLM has put no adapter of version {version} anywhere")
             self._finish_load(version)
             return
-        weights = under_all_names(fitting_update(named_tensors, self._needed, self._optional), self._aliases)
+        weights = with_tied_names(checked_update(named_tensors, self._needed, self._optional), self._aliases)
         self._load(version, self._experts(weights) if self._experts else weights)
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -402,14 +403,14 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._begin_load(version)
         shapes = self._shapes()
         needed = {name: shapes[name] for name in self.wants()}
-        self._load(version, under_all_names(fitting_update(named_tensors, needed, {}), self._aliases))
+        self._load(version, with_tied_names(checked_update(named_tensors, needed, {}), self._aliases))
 
     def _begin_load(self, version: int) -> None:
-        if self._torn:
-            raise UpdateFailed(self._torn)
+        if self._broken_update:
+            raise WeightUpdateError(self._broken_update)
         self._begin_update(version)
         # An interrupted update leaves vLLM with partly loaded layers, which a second update does not repair.
-        self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
+        self._broken_update = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
 
     def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
@@ -431,9 +432,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
             self._reset_kv_cache()
         if self._has_images:  # computed with the old weights
             self._engine.reset_encoder_cache()
-        for running, token_ids, _ in self._so_far():
+        for running, token_ids, _ in self._iter_running():
             running.marks.append((len(token_ids), self.version))
-        self._torn = ""
+        self._broken_update = ""
         self._end_update(version)
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
@@ -453,7 +454,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         lora_request = self._lora_request(policy)
         self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=lora_request)
         while True:
-            with self._explained():
+            with self._errors_with_settings():
                 outputs = self._engine.step()
             self._retained += self._collect_finished(output for output in outputs if output.request_id != _PROBE)
             for output in outputs:
@@ -471,7 +472,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         if self._sleep(level=1 if keeps_weights else 2):
             self._slept = True
             if not keeps_weights:
-                self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
+                self._update_error = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def reload(self) -> None:
         """Returns to the accelerator (`RolloutBackend.reload`); running requests are prefilled again."""
@@ -483,7 +484,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
     def close(self) -> None:
         """Ends the engine (`RolloutBackend.close`)."""
         self._running.clear()
-        self._under_way.clear()
+        self._active_ids.clear()
         super().close()
 
 

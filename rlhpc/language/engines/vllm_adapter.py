@@ -68,7 +68,7 @@ def restore_variables(variables: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def launched_outside(group: str, rank: int) -> Iterator[None]:
+def external_launcher(group: str, rank: int) -> Iterator[None]:
     """Makes vLLM's executor for external launchers build rank `rank` of an engine, for the duration of the block.
 
     - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors: vLLM takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import glob
 import itertools
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.data.images import has_vision
-from rlhpc.language.engines.vllm_adapter import launched_outside, restore_variables, restored_process, use_plain_lookup
+from rlhpc.language.engines.vllm_adapter import external_launcher, restore_variables, restored_process, use_plain_lookup
 from rlhpc.language.engines.vllm_images import register_images
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def one_of_several(link: EngineLink | None) -> Iterator[None]:
+def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
     """Prepares the process while vLLM builds the engine of one rank of a group.
 
     - vLLM reads `RANK` and `LOCAL_RANK`: a rank sees only one accelerator, so its local rank is 0.
@@ -48,14 +49,14 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     name = link.ident.replace(":", "-").replace("/", "-")  # vLLM reads the text after the last colon
-    if current_platform.is_cpu() and not cores_are_apart():
+    if current_platform.is_cpu() and not has_disjoint_cores():
         name = f"{name}-{link.rank}"
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
     previous_variables = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     use_plain_lookup()
     try:
-        with launched_outside(name, link.rank):
+        with external_launcher(name, link.rank):
             yield
     finally:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
@@ -63,7 +64,7 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
         restore_variables(previous_variables)
 
 
-def sees_all_cards(size: int) -> bool:
+def sees_all_devices(size: int) -> bool:
     """Returns whether this process's device mask has as many accelerators as its engine has ranks.
 
     vLLM's custom all-reduce uses the rank as an index into that mask. If the mask is shorter it fails, and NCCL has to reduce.
@@ -77,7 +78,7 @@ def sees_all_cards(size: int) -> bool:
     return mask is None or len([device for device in mask.split(",") if device.strip()]) >= size
 
 
-def cores_are_apart() -> bool:
+def has_disjoint_cores() -> bool:
     """Returns whether all ranks of the default process group on one host have disjoint sets of cores."""
     local_cores = (host_id(), frozenset(os.sched_getaffinity(0)))
     rank_cores: list[tuple[str, frozenset[int]]] = [local_cores] * torch.distributed.get_world_size()
@@ -87,6 +88,8 @@ def cores_are_apart() -> bool:
 
 
 log = logging.getLogger(__name__)
+#: Logs a warning the first time that it is called with a text.
+_warn_once = functools.cache(log.warning)
 
 #: Environment variables for vLLM, unless the user sets them. Its engine runs in this process: weights are passed as tensors,
 #: and nothing of it outlives the rank.
@@ -116,13 +119,13 @@ class VLLMProcess:
     """
 
     #: Advice in errors when vLLM is not available.
-    instead = "take rollout_backend hf"
+    alternative = "take rollout_backend hf"
     #: Whether requests have seeds.
     draws = False
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
         self._options = options
-        self._sleeps = options.sleeps
+        self._sleep_mode = options.sleep_mode
         self._link = link
         self._has_images = has_vision(config)
         self._build(config, seed)
@@ -153,7 +156,7 @@ class VLLMProcess:
             )
             raise ConfigError(
                 f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {found_on}; "
-                f"install the other build, or {self.instead}"
+                f"install the other build, or {self.alternative}"
             )
         self._batch = options.batch if self._on_cpu else options.max_batch_size
         self._owns_group = not torch.distributed.is_initialized() and self._link is None
@@ -172,7 +175,7 @@ class VLLMProcess:
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "enable_sleep_mode": self._sleeps and not self._on_cpu,
+            "enable_sleep_mode": self._sleep_mode and not self._on_cpu,
             **self._arguments(),
         }
         if self._has_images:
@@ -200,7 +203,7 @@ class VLLMProcess:
                 "rollout.parallel.tensor how many ranks are one engine"
             )
         if self._link is not None:
-            if options.divides_experts and self._on_cpu:
+            if options.expert_parallel and self._on_cpu:
                 raise ConfigError(
                     "rollout.parallel.expert: vLLM's CPU build ends with a segmentation fault where whole experts are divided "
                     "among ranks; leave it false there (each expert is divided)"
@@ -209,10 +212,10 @@ class VLLMProcess:
             arguments |= {
                 "tensor_parallel_size": self._link.size,
                 "distributed_executor_backend": "external_launcher",
-                **({"enable_expert_parallel": True} if options.divides_experts else {}),
-                **({} if self._on_cpu or sees_all_cards(self._link.size) else {"disable_custom_all_reduce": True}),
+                **({"enable_expert_parallel": True} if options.expert_parallel else {}),
+                **({} if self._on_cpu or sees_all_devices(self._link.size) else {"disable_custom_all_reduce": True}),
             }
-        with restored_process(), one_of_several(self._link), self._explained():
+        with restored_process(), group_rank_environment(self._link), self._errors_with_settings():
             if self._has_images:
                 register_images(config, options.model_path, options.trust_remote_code)
             try:
@@ -222,7 +225,7 @@ class VLLMProcess:
             self._engine: Any = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _errors_with_settings(self) -> Iterator[None]:
         """Names the settings to change when memory runs out, and the configuration if vLLM refuses it."""
         try:
             yield
@@ -253,9 +256,9 @@ class VLLMProcess:
             Whether the engine sleeps.
         """
         if self._on_cpu:
-            _say_once("vLLM's CPU build has no sleep mode: offload frees nothing")
-        elif not self._sleeps:
-            _say_once("actor.offload_in_rollout is off, so vLLM has no sleep mode: offload frees nothing")
+            _warn_once("vLLM's CPU build has no sleep mode: offload frees nothing")
+        elif not self._sleep_mode:
+            _warn_once("actor.offload_in_rollout is off, so vLLM has no sleep mode: offload frees nothing")
         else:
             self._engine.sleep(level=level, mode="keep")
             return True
@@ -263,8 +266,8 @@ class VLLMProcess:
 
     def reload(self) -> None:
         """Takes the accelerator back (`RolloutBackend.reload`)."""
-        if self._sleeps and not self._on_cpu:
-            with self._explained():
+        if self._sleep_mode and not self._on_cpu:
+            with self._errors_with_settings():
                 self._engine.wake_up()
 
     def close(self) -> None:
@@ -307,12 +310,3 @@ def _reason(error: BaseException) -> str:
     """Returns the first lines of an error: vLLM checks its arguments with pydantic, whose second line is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])
-
-
-_logged: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _logged:
-        _logged.add(text)
-        log.warning(text)

@@ -38,7 +38,7 @@ class _BeforeFilters(nn.Module):
         return tokens, logprobs
 
 
-def _own_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+def _select_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
     """Selects the log-probs that vLLM returns: of the sampled or given tokens, and, if requested, of the most likely ones.
 
     vLLM's function also ranks them, which is not needed here, and is compiled for that: on a CPU many seconds at the
@@ -59,7 +59,7 @@ def log_before_filters(worker: Any) -> bool:
 
     No mode of vLLM returns these: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
-    return replace_sampling(worker, _BeforeFilters, _own_logprobs)
+    return replace_sampling(worker, _BeforeFilters, _select_logprobs)
 
 
 def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
@@ -108,7 +108,7 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
 
     model.compute_logits = outcomes
     if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # of the first model runner
-        sampler.gather_logprobs = _own_logprobs
+        sampler.gather_logprobs = _select_logprobs
 
 
 #: Maximum number of tokens of one forward pass. All of them have logits at the same time, which vLLM's memory estimate
@@ -140,7 +140,7 @@ class VLLMScores(VLLMProcess):
         longest: Tokens of the longest text.
     """
 
-    instead = "set rollout.rollout_backend=null, which computes with transformers"
+    alternative = "set rollout.rollout_backend=null, which computes with transformers"
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class VLLMScores(VLLMProcess):
             )
             self._engine.add_request(name, {"prompt_token_ids": list(text)}, parameters)
         scores: dict[str, Tensor] = {}
-        with self._explained():
+        with self._errors_with_settings():
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.checkpoint.tensor_slice import Box, box_of, full_box
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.vllm_adapter import observed_reload, packing_layers, reload_packed, unregistered_layers
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
@@ -98,7 +98,7 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
 
 #: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
 #: others some fail, and some continue with wrong weights (Ernie 4.5).
-PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+VERIFIED_MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def is_mixture(config: Any) -> bool:
@@ -107,7 +107,7 @@ def is_mixture(config: Any) -> bool:
     return any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
 
 
-def require_proven(config: Any, architecture: str = "") -> None:
+def require_verified_mixture(config: Any, architecture: str = "") -> None:
     """Rejects mixtures whose updates in vLLM are not known to be right.
 
     Args:
@@ -118,10 +118,10 @@ def require_proven(config: Any, architecture: str = "") -> None:
         ConfigError: Names the architecture and the supported ones.
     """
     name = architecture or next(iter(getattr(config, "architectures", None) or ()), "")
-    if name and is_mixture(config) and name not in PROVEN:
+    if name and is_mixture(config) and name not in VERIFIED_MIXTURES:
         raise ConfigError(
             f"rollout.rollout_backend is 'vllm', and actor.model is a mixture of experts, {name}, whose weight updates in "
-            f"vLLM are not known to be right; those of {', '.join(PROVEN)} are. Take rollout.rollout_backend=hf"
+            f"vLLM are not known to be right; those of {', '.join(VERIFIED_MIXTURES)} are. Take rollout.rollout_backend=hf"
         )
 
 
@@ -141,7 +141,7 @@ class FileNames:
         self._model = model
         self._revert = revert_weight_conversion
         architecture = type(model).__name__
-        require_proven(model.config, architecture)
+        require_verified_mixture(model.config, architecture)
         tensors = model.state_dict()
         shapes_one_by_one = {name: tuple(tensor.shape) for name, tensor in self(tensors.items())}
         shapes_at_once = {
@@ -180,7 +180,7 @@ def tensors_of(
     return needed, optional, aliases
 
 
-def under_all_names(
+def with_tied_names(
     weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields tied weights under each of their names: if vLLM's kernels repack them, it keeps a copy for each."""
@@ -262,7 +262,7 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
         version: Version of the weights.
 
     Raises:
-        UpdateFailed: Names the tensors, or the layers.
+        WeightUpdateError: Names the tensors, or the layers.
     """
     incomplete_names = [
         f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"
@@ -276,6 +276,6 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
 def _refuse(problem: str, names: Sequence[str]) -> None:
     if names:
         remainder = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        raise UpdateFailed(
+        raise WeightUpdateError(
             f"vLLM {problem}: {', '.join(names[:_MAX_NAMES])}{remainder}; nobody acts with these weights"
         )

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ AUTO = "auto"
 #: File name of a model's configuration.
 CONFIG = "config.json"
 _ABSENT = object()
+Linear = TypeVar("Linear", bound=nn.Linear)
 #: Files of image processors.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -44,6 +45,13 @@ def pretrained_in(module: nn.Module) -> Any:
     if package is None:  # nothing has imported transformers
         return None
     return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
+
+
+def linear_of(linear_class: type[Linear], layer: nn.Linear) -> Linear:
+    """Returns a layer of another class with the parameters of a linear layer, which are shared."""
+    converted = linear_class(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    converted.weight, converted.bias = layer.weight, layer.bias
+    return converted.train(layer.training)
 
 
 def window_of(config: Any) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from rlhpc.language.hugging_face import transformers
 from rlhpc.language.models.context_parallel import RowShare
-from rlhpc.language.models.loading import load_by, prepared, pretrained_in
+from rlhpc.language.models.loading import linear_of, load_by, prepared, pretrained_in
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
@@ -40,13 +40,6 @@ class Head(nn.Linear):
         """Computes `[..., H]` to `[..., 1]` float32."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
-
-    @classmethod
-    def of(cls, layer: nn.Linear) -> Head:
-        """Returns a head with the parameters of a layer, which are shared."""
-        head = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        head.weight, head.bias = layer.weight, layer.bias
-        return head.train(layer.training)
 
 
 def load_scalar_model(
@@ -98,7 +91,7 @@ def load_scalar_model(
         raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {unexpected_missing[0]}")
     if not classifier and not empty:
         _initialize(head, _spread(module.config), seed)
-    setattr(module, HEAD, Head.of(head))
+    setattr(module, HEAD, linear_of(Head, head))
     replace_forward(module, types.MethodType(_values, module))
     module.config.architectures = [type(module).__name__]
     module.config.pad_token_id = _pad(model, module.config)

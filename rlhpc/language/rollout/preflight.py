@@ -16,7 +16,7 @@ from rlhpc.language.data.held_out import holdout_section
 from rlhpc.language.data.images import check_looking
 from rlhpc.language.data.preferences import Preferences
 from rlhpc.language.data.tokenizer import FittingPrompts, context_tokens
-from rlhpc.language.engines.vllm_weights import is_mixture, require_proven
+from rlhpc.language.engines.vllm_weights import is_mixture, require_verified_mixture
 from rlhpc.language.evaluation.reward_model import most_tokens
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import compute_dtype
@@ -186,7 +186,7 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
     model = cfg.actor.model
     if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
         config = load_model_config(str(model.model_path), model.trust_remote_code)
-        require_proven(config)
+        require_verified_mixture(config)
         _check_divided(cfg, config)
     elif "rollout" in ranks and str(select(cfg, "rollout.weight_sync")).lower() == "shards" and _is_mixture(cfg):
         raise ConfigError(

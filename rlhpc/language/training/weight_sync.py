@@ -16,7 +16,7 @@ from torch import nn
 
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
-from rlhpc.language.engines.common import adapters_apart
+from rlhpc.language.engines.common import has_separate_adapters
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
@@ -347,7 +347,7 @@ def sync_of(cfg: GrpoConfig) -> str:
     """Returns the strategy of the weight sync: separate adapters and the weights of several policies are sent in full, not
     as shards."""
     name = cfg.rollout.weight_sync
-    return "auto" if (adapters_apart(cfg) or cfg.agent.policies) and sends_shards(name) else name
+    return "auto" if (has_separate_adapters(cfg) or cfg.agent.policies) and sends_shards(name) else name
 
 
 def reference_sync_of(cfg: GrpoConfig) -> str:
@@ -372,7 +372,7 @@ class ActorWeights:
         self._cfg = cfg
         self._prompts = prompts
         self._backend = backend
-        self._name, self._apart = sync_of(cfg), adapters_apart(cfg)
+        self._name, self._apart = sync_of(cfg), has_separate_adapters(cfg)
         self._by_shards = sends_shards(self._name)
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None

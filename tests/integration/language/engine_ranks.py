@@ -22,9 +22,9 @@ from engine_models import DEVICE, config
 
 from rlhpc.checkpoint.tensor_slice import Box, cut, full_box
 from rlhpc.language.engines import RolloutBackend, make_rollout
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
-from rlhpc.language.engines.vllm_launch import cores_are_apart
+from rlhpc.language.engines.vllm_launch import has_disjoint_cores
 from rlhpc.weights.transfer_plan import ShardMetadata, plan_transfer
 from tests.accelerators import OTHERS_ON_CARD
 from tests.extras import need_extra
@@ -190,7 +190,7 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
             try:
                 follower.follow()
                 break
-            except UpdateFailed:  # as in the first rank, whose test goes on
+            except WeightUpdateError:  # as in the first rank, whose test goes on
                 pass
         engine.close()
     except BaseException:
@@ -205,5 +205,5 @@ def apart(rank: Rank, bound: list[list[set[int]]]) -> list[bool]:
     found = []
     for cores in bound:
         os.sched_setaffinity(0, cores[rank.rank])
-        found.append(cores_are_apart())
+        found.append(has_disjoint_cores())
     return found

@@ -46,11 +46,14 @@ class Slow(HFRollout):
         pause = Path(os.environ["RLHPC_TEST_STEP"])
         with contextlib.suppress(FileNotFoundError, ValueError):
             time.sleep(float(pause.read_text()))
-            write("step", tokens=max([len(self._ledger.response(row)) for row in range(len(self._ledger))], default=0))
+            write(
+                "step",
+                tokens=max([len(self._sequences.response(row)) for row in range(len(self._sequences))], default=0),
+            )
         return super().step()
 
     def abort(self) -> list[Completion]:
-        prompts = {request.id: request.prompt_ids for request in self._ledger.requests}
+        prompts = {request.id: request.prompt_ids for request in self._sequences.requests}
         stopped = super().abort()
         for one in stopped:
             if one.token_ids:

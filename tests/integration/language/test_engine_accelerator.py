@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Completion, RolloutBackend, make_rollout
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from tests.accelerators import ON_CPU, kind
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_sleep_gives_the_memory_back(engine: RolloutBackend, model: Any) -> None
     engine.reload()
     assert torch.accelerator.get_memory_info()[0] < awake + 0.1 * given
     engine.add(requests_of(1))
-    with pytest.raises(UpdateFailed, match="gave its weights away"):
+    with pytest.raises(WeightUpdateError, match="gave its weights away"):
         engine.step()
     engine.abort()
     engine.update_weights(1, model.named_parameters())

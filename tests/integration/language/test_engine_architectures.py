@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhpc.language.engines import Completion
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.vllm_weights import wanted_boxes
 from tests.forked import forked
 
@@ -153,6 +153,6 @@ def test_adapters_as_they_are(tmp_path: Path, kind: str) -> None:
         ({k: v for k, v in adapters.items() if k != name}, "left out"),
         ({**adapters, name: adapters[name][:2]}, r"of shape \(2, 64\); \(4, 64\) is wanted"),
     ):
-        with pytest.raises(UpdateFailed, match=said):
+        with pytest.raises(WeightUpdateError, match=said):
             getattr(engine, "own", engine)._adapters.fitting(wrong.items())
     engine.close()

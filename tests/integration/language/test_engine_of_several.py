@@ -43,7 +43,7 @@ from test_rollout_backends import (  # noqa: F401 (tests and fixtures: they run 
 )
 
 from rlhpc.language.engines import RolloutBackend
-from rlhpc.language.engines.multi_rank import EnginesDiffer, FollowerEngine
+from rlhpc.language.engines.multi_rank import EngineDivergenceError, FollowerEngine
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -119,5 +119,5 @@ def test_ranks_that_draw_different_tokens_are_found_out() -> None:
     follower = FollowerEngine(_Draws(5), _Told(*said), lambda: None)  # type: ignore[arg-type]
     follower.follow()
     other = FollowerEngine(_Draws(6), _Told(*said), lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(EnginesDiffer, match="rank 1 of engine has drawn other tokens"):
+    with pytest.raises(EngineDivergenceError, match="rank 1 of engine has drawn other tokens"):
         other.follow()

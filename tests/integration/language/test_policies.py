@@ -17,7 +17,7 @@ from test_environments import RUN
 from test_reasoning import LanguageRun
 
 from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.models.micro_batching import split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
@@ -139,10 +139,10 @@ def test_an_engine_of_several_policies(model: Path) -> None:
         ([*sent, sent[-1]], "twice"),
         ([*sent, ("third/lm_head.weight", sent[0][1])], "there are: answers, asks"),
     ):
-        with pytest.raises(UpdateFailed, match=said):
+        with pytest.raises(WeightUpdateError, match=said):
             engine.update_weights(4, iter(broken))
         engine.add([Request(1, (5, 6), sampling[0])])
-        with pytest.raises(UpdateFailed, match="did not arrive whole"):
+        with pytest.raises(WeightUpdateError, match="did not arrive whole"):
             engine.step()
         engine.drop([1])
     engine.close()

@@ -20,7 +20,7 @@ from rlhpc.language.config.run import GrpoConfig, SftConfig
 from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.batch_invariance import KVCache
-from rlhpc.language.engines.common import EngineOptions, UpdateFailed
+from rlhpc.language.engines.common import EngineOptions, WeightUpdateError
 from rlhpc.language.engines.hf import Rows, draw
 from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.engines.vllm_weights import Loaded, reload_counted
@@ -62,10 +62,10 @@ from engine_ranks import engine_of
 
 def test_an_engine_sleeps_only_where_the_run_has_it_take_turns() -> None:
     rl, demonstrations = untouched(GrpoConfig), untouched(SftConfig)
-    assert not EngineOptions.from_config(demonstrations, "model", "cpu").sleeps
-    assert not EngineOptions.from_config(rl, "model", "cpu").sleeps
+    assert not EngineOptions.from_config(demonstrations, "model", "cpu").sleep_mode
+    assert not EngineOptions.from_config(rl, "model", "cpu").sleep_mode
     rl.actor.offload_in_rollout = True
-    assert EngineOptions.from_config(rl, "model", "cpu").sleeps
+    assert EngineOptions.from_config(rl, "model", "cpu").sleep_mode
 
 
 @pytest.fixture(scope="module")
@@ -485,10 +485,10 @@ def test_zz_half_an_update_stops_the_engine(built: RolloutBackend, model: Any, m
     broken = (
         weights[:-3] if missing else [*weights[:4], ("model.layers.7.mlp.up_proj.weight", torch.zeros(1)), *weights[4:]]
     )
-    with pytest.raises(UpdateFailed, match="left out" if missing else "does not have|restart"):
+    with pytest.raises(WeightUpdateError, match="left out" if missing else "does not have|restart"):
         built.update_weights(5, broken)
     built.add([Request(0, (5,), SamplingParams(max_new_tokens=3))])
-    with pytest.raises(UpdateFailed, match="version 5"):
+    with pytest.raises(WeightUpdateError, match="version 5"):
         built.step()
     built.abort()
 
@@ -522,9 +522,9 @@ def what_gets_lost_is_noticed(
         return reload_counted(worker, ((name, one) for name, one in weights if not name.endswith(lost)), packed)
 
     monkeypatch.setattr("rlhpc.language.engines.vllm.reload_counted", losing)
-    with pytest.raises(UpdateFailed, match=said.replace("{name}", re.escape(lost))):
+    with pytest.raises(WeightUpdateError, match=said.replace("{name}", re.escape(lost))):
         engine.update_weights(4, weights.items())
-    with pytest.raises(UpdateFailed, match="restart the rollout group"):
+    with pytest.raises(WeightUpdateError, match="restart the rollout group"):
         engine.update_weights(5, weights.items())
 
 

@@ -119,7 +119,7 @@ class SleepingEngine(HFRollout):
     def offload(self) -> None:
         assert self._parked is None
         super().offload()
-        self._refuses = "asleep, or without weights since"
+        self._update_error = "asleep, or without weights since"
         self._parked = OffloadedTensors((), self._model.parameters())
         note("rollout", resident())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.engines.base import Completion, Request, SamplingParams
-from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.multi_policy import MultiPolicyEngine
 
 
@@ -138,9 +138,11 @@ def test_after_an_update_that_failed_nothing_is_sampled_until_the_next(
     engine: MultiPolicyEngine, update: Any, message: str
 ) -> None:
     engine.add(REQUESTS)
-    with pytest.raises(UpdateFailed, match=message):
+    with pytest.raises(WeightUpdateError, match=message):
         engine.update_weights(1, update)
-    with pytest.raises(UpdateFailed, match="the update to version 1 of the policies' weights did not arrive whole"):
+    with pytest.raises(
+        WeightUpdateError, match="the update to version 1 of the policies' weights did not arrive whole"
+    ):
         engine.step()
     complete: Any = [("shared", 1), ("a/adapter", 1), ("b/adapter", 1)]
     engine.update_weights(2, complete)

@@ -30,7 +30,7 @@ def source(path: str) -> str:
 @pytest.mark.parametrize(
     ("caller", "call"),
     [
-        # The tuple of three that `launched_outside` returns in place of vLLM's.
+        # The tuple of three that `external_launcher` returns in place of vLLM's.
         ("vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor", "self._distributed_args()"),
         ("vllm.distributed.parallel_state", "MessageQueue.create_from_process_group("),
         # Modules that had imported these functions by name would not see the replacements.
@@ -55,7 +55,7 @@ def test_the_distributed_arguments_are_three() -> None:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     before = ExecutorWithExternalLauncher._distributed_args
-    with vllm_adapter.launched_outside("group", 3):
+    with vllm_adapter.external_launcher("group", 3):
         executor: Any = SimpleNamespace()
         assert ExecutorWithExternalLauncher._distributed_args(executor) == ("rlhpc:group", 3, 0)
     assert ExecutorWithExternalLauncher._distributed_args is before
@@ -65,7 +65,7 @@ def test_the_distributed_arguments_are_three() -> None:
 def test_no_message_queue_opens_a_port() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    with vllm_adapter.launched_outside("group", 0):
+    with vllm_adapter.external_launcher("group", 0):
         queue: Any = MessageQueue.create_from_process_group
         assert queue(None, 1, 1) is None
     assert inspect.signature(MessageQueue.create_from_process_group).parameters

@@ -138,7 +138,7 @@ def test_vllms_own_all_reduce_is_off_where_it_would_look_for_devices_beyond_the_
     from vllm import platforms
     from vllm.platforms.interface import Platform
 
-    from rlhpc.language.engines.vllm_launch import sees_all_cards
+    from rlhpc.language.engines.vllm_launch import sees_all_devices
 
     class Card(Platform):
         device_control_env_var = "CUDA_VISIBLE_DEVICES"
@@ -154,7 +154,7 @@ def test_vllms_own_all_reduce_is_off_where_it_would_look_for_devices_beyond_the_
             Card.logical_device_id_to_visible_device_id(rank)
         except IndexError:
             fails = True
-    assert sees_all_cards(size) is not fails
+    assert sees_all_devices(size) is not fails
     assert "disable_custom_all_reduce" in inspect.signature(EngineArgs).parameters
 
 
@@ -181,13 +181,19 @@ def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
 
     engine = VLLMRollout.__new__(VLLMRollout)
     sleeper = _Sleeper()
-    engine._engine, engine._on_cpu, engine._sleeps, engine._slept, engine._refuses = sleeper, False, True, False, ""
+    engine._engine, engine._on_cpu, engine._sleep_mode, engine._slept, engine._update_error = (
+        sleeper,
+        False,
+        True,
+        False,
+        "",
+    )
     engine._adapters = Adapters(8, 16, {"model.layers.0.self_attn.q_proj.weight": (4, 4)}) if apart else None
     for _ in range(2):
         engine.offload()
         engine.reload()
     assert sleeper.events == [("sleep", 1 if apart else 2, "keep"), "wake", ("reset", True)] * 2
-    assert bool(engine._refuses) is not apart
+    assert bool(engine._update_error) is not apart
 
 
 def test_vllm_keeps_weights_on_the_host_at_level_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
