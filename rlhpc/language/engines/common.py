@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,17 +156,21 @@ class EngineBase(RolloutBackend):
         self._retained: list[Completion] = []
         self._update_error: str = ""
 
+    @abc.abstractmethod
     def _queue(self, requests: Sequence[Request]) -> None:
-        raise NotImplementedError
+        """Queues checked requests."""
 
+    @abc.abstractmethod
     def _advance(self) -> list[Completion]:
-        raise NotImplementedError
+        """Advances the running requests; returns those that ended."""
 
+    @abc.abstractmethod
     def _abort(self) -> list[Completion]:
-        raise NotImplementedError
+        """Ends all requests; returns the tokens of each so far."""
 
+    @abc.abstractmethod
     def _drop(self, ids: Collection[int]) -> None:
-        raise NotImplementedError
+        """Ends some running requests."""
 
     def _limit(self, request: Request) -> int:
         """Returns the maximum number of tokens of the response."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.engines.batch_invariance import Decoding, KVCache, can_join, decoding_cache, join, present, tiles
+from rlhpc.language.models.loading import agrees
 from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.torch_adapter import replace_forward
 
@@ -27,10 +28,6 @@ logger = logging.getLogger(__name__)
 _PREFILL_TOKENS = 1024
 #: Elements that torch does not divide among threads, and the step of vectorized functions, in any dtype.
 _MAX_THREAD_ELEMENTS, _STEP = 32768, 64
-
-#: Largest deviation, relative to the largest value, of logits from those of the model's attention: in float32, and in half
-#: precision.
-_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 
 
 class Forward:
@@ -74,9 +71,8 @@ class Forward:
             with torch.inference_mode():
                 expected_logits = self._probe_logits(attention)
                 join(model, device)
-                self.batched = _is_close(self._probe_logits(None), expected_logits) and (
-                    not self._cpu or self._is_batch_invariant()
-                )
+                is_close = agrees(self._probe_logits(None), expected_logits, expected_logits.dtype)
+                self.batched = is_close and (not self._cpu or self._is_batch_invariant())
         if not self.batched:
             model.set_attn_implementation(sub_attention(model, attention))
             logger.warning(
@@ -243,13 +239,6 @@ class Forward:
 
 def _pad(values: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, count - values.shape[-1]))
-
-
-def _is_close(logits: Tensor, expected: Tensor) -> bool:
-    relative_error = float((logits.float() - expected.float()).abs().max()) / max(
-        float(expected.float().abs().max()), 1e-6
-    )
-    return relative_error < (_TOLERANCE if expected.dtype == torch.float32 else _HALF_TOLERANCE)
 
 
 def _limit_activation_rows(model: nn.Module) -> None:

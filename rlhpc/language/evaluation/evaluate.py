@@ -16,7 +16,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -277,30 +277,20 @@ def answered(
     import torch
 
     device = accelerator() or "cpu"
-    # First, because its processes start before the engine fills the memory of this one.
-    judges = judging_here(cfg, torch.device(device))
-    try:
-        engine = make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
-        try:
-            generation = make_generation(cfg, engine, tokenizer)
-            count = len(problems) * section.samples
-            try:
-                with (
-                    ProgressBar(count, name=f"eval {suite}", unit="answer")
-                    if progress
-                    else nullcontext() as progress_bar
-                ):
-                    rows = answers_to(
-                        problems, cfg, section, suite, generation, judges, tokenizer, bar=progress_bar, transcripts=True
-                    )
-            finally:
-                generation.close()
-            identify(rows, section.samples)
-            return rows
-        finally:
-            engine.close()
-    finally:
-        judges.close()
+    with (
+        # First, because its processes start before the engine fills the memory of this one.
+        closing(judging_here(cfg, torch.device(device))) as judges,
+        closing(make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)) as engine,
+        closing(make_generation(cfg, engine, tokenizer)) as generation,
+        ProgressBar(len(problems) * section.samples, name=f"eval {suite}", unit="answer")
+        if progress
+        else nullcontext() as progress_bar,
+    ):
+        rows = answers_to(
+            problems, cfg, section, suite, generation, judges, tokenizer, bar=progress_bar, transcripts=True
+        )
+    identify(rows, section.samples)
+    return rows
 
 
 def problems_of(

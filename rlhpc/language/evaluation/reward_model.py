@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.preference_losses import find_reward_loss
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import changed, plain
 from rlhpc.language.config.data import suite_named
-from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
 from rlhpc.language.data.tokenizer import PromptTokenizer, load_tokenizer
 from rlhpc.language.models.micro_batching import Parts, micro_batches
@@ -232,7 +231,7 @@ def evaluate_reward_model(
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
         selected = suite_of(cfg, section, tokenizer, form)
-        model_config = _model_of(cfg, folder)
+        model_config = changed(cfg.actor.model, "model_path", folder)
         dtype = compute_dtype(model_config, device)
         module = load_scalar_model(model_config, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
         max_tokens = cfg.actor.max_tokens_per_micro_batch
@@ -272,17 +271,6 @@ def evaluate_reward_model(
     return summary
 
 
-def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
-    """Returns `actor.model` with another path."""
-    model = cfg.actor.model
-    return LanguageModelConfig(
-        model_path=path,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-    )
-
-
 def check_reward_model(cfg: RewardRunConfig) -> None:
     """Checks model, tokenizer and dataset before the start, and refuses those that would fail after it.
 
@@ -291,7 +279,7 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
     """
     model, form = cfg.actor.model, _form(cfg)
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
-    load_scalar_model(_model_of(cfg, model.model_path), empty=True)
+    load_scalar_model(model, empty=True)
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"actor.model.model_path={model.model_path}: the tokenizer has neither a padding nor an end token; a reward "

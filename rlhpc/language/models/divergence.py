@@ -59,8 +59,8 @@ class FullDivergence(RowReader):
         self._scale = 1.0 / temperature
         self._beta = beta
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.say`."""
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.values`."""
         return divergence(*self._both(logits, part), self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class TopDivergence(RowReader):
         self._scale = 1.0 / temperature
         self._beta = beta
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.say`."""
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.values`."""
         _, merged_logprobs = self._merged(logits, part)
         return divergence(merged_logprobs, self._teacher[part], self._beta)[0][:, None]
 

@@ -22,6 +22,7 @@ from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.scratch import temporary_folder
+from rlhpc.runtime.text import first_line
 from rlhpc.training.lora import ADAPTER
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ AUTO = "auto"
 CONFIG = "config.json"
 _ABSENT = object()
 Linear = TypeVar("Linear", bound=nn.Linear)
+#: Largest deviations that rounding explains: in float32, and in half precision.
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 #: Files of image processors.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -122,7 +125,7 @@ def load_by(
     """Loads a model by one of transformers' auto classes.
 
     Args:
-        auto: The class's name; "" selects the generating class, `writes_by`.
+        auto: The class's name; "" selects the generating class, `auto_class`.
         model: Section with the path.
         dtype, empty: See `load_causal_lm`.
         key: Name of `model_path` in messages.
@@ -145,29 +148,32 @@ def load_by(
     }
     try:
         with no_progress_bar():
-            model_class = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
-            if empty:
+            if empty or not auto:
                 config = package.AutoConfig.from_pretrained(
-                    path, trust_remote_code=model.trust_remote_code, **config_changes
+                    path, trust_remote_code=model.trust_remote_code, **(config_changes if empty else {})
                 )
-                with torch.device("meta"):
-                    module = model_class.from_config(config, **load_options)
-            else:
-                module = model_class.from_pretrained(path, **load_options, **(options or {}), **config_changes)
+            model_class = getattr(package, auto or auto_class(config))
+            if not empty:
+                return model_class.from_pretrained(path, **load_options, **(options or {}), **config_changes)
+            with torch.device("meta"):
+                return model_class.from_config(config, **load_options)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
-    return module
+        raise ConfigError(f"{key}={path}: the model cannot be loaded: {first_line(error)}") from error
 
 
-def writes_by(package: Any, path: str, trust_remote_code: bool) -> str:
-    """Returns the name of transformers' auto class for generation; vision-language models have a different one."""
-    config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return auto_class(config)
+def agrees(outputs: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether outputs of a model deviate from others no more than by rounding, relative to the largest value.
+
+    Args:
+        outputs, expected: Tensors of the same shape.
+        dtype: Dtype of the computation.
+    """
+    deviation = float((outputs.float() - expected.float()).abs().max()) / max(float(expected.float().abs().max()), 1e-6)
+    return deviation < (_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE)
 
 
 def auto_class(config: Any) -> str:
-    """Returns `writes_by` of a configuration."""
+    """Returns the name of transformers' auto class for generation; vision-language models have a different one."""
     return "AutoModelForImageTextToText" if has_vision(config) else "AutoModelForCausalLM"
 
 

@@ -74,7 +74,7 @@ class LogitRows:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyShard:
     """Part of the vocabulary for which a rank's head computes logits.
 
     Attributes:
@@ -85,7 +85,7 @@ class Vocabulary:
     first: int
     group: Any
 
-    def gathered(self, logits: Tensor) -> Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """Returns `[m, V]`, gathered from all ranks' `[m, V / n]`."""
         rank_logits = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(rank_logits, logits.contiguous(), group=self.group)
@@ -95,12 +95,12 @@ class Vocabulary:
         """Returns this rank's columns of a gradient."""
         return gradient[:, self.first : self.first + width]
 
-    def summed(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Takes the maximum over the ranks, in place."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
@@ -111,25 +111,25 @@ class RowReader(abc.ABC):
 
     Attributes:
         columns: Number of values that it computes for a row.
-        divided: Whether it can read a rank's part of the vocabulary (`divided_by` is called first); other readers get a
+        supports_shards: Whether it can read a rank's part of the vocabulary (`set_shard` is called first); other readers get a
             chunk's logits of the full vocabulary.
     """
 
     columns: int = 1
-    divided: bool = False
+    supports_shards: bool = False
 
-    def divided_by(self, vocabulary: Vocabulary) -> None:  # noqa: B027 (only readers with `divided` need it)
+    def set_shard(self, vocabulary: VocabularyShard) -> None:  # noqa: B027 (only readers with `supports_shards` need it)
         """Sets the part of the vocabulary that the following logits cover."""
 
     @abc.abstractmethod
-    def say(self, logits: Tensor, part: slice) -> Tensor:
+    def values(self, logits: Tensor, part: slice) -> Tensor:
         """Returns `[m, columns]` float32 for rows `[m, V]` in the model's precision; `part` is their slice of the M rows."""
 
     @abc.abstractmethod
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the gradient of the logits, `[m, V]` float32, from the gradient `[m, columns]` of the results.
 
-        Called after `say` of all rows.
+        Called after `values` of all rows.
         """
 
 
@@ -147,18 +147,18 @@ class TokenReader(RowReader):
         self._scale = 1.0 / temperature
         self._entropy = entropy
         self.columns = 1 + entropy
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: VocabularyShard | None = None
         self._log_sums = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
         self._entropies = torch.empty_like(self._log_sums) if entropy else self._log_sums
 
-    divided = True
+    supports_shards = True
 
-    def divided_by(self, vocabulary: Vocabulary) -> None:
-        """Sets the part of the vocabulary; see `RowReader.divided_by`."""
+    def set_shard(self, vocabulary: VocabularyShard) -> None:
+        """Sets the part of the vocabulary; see `RowReader.set_shard`."""
         self._vocabulary = vocabulary
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns log-probs and entropies; see `RowReader.say`."""
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns log-probs and entropies; see `RowReader.values`."""
         logprobs, self._log_sums[part], entropies = logprobs_and_entropy(
             scaled(logits, self._scale), self._targets[part], self._entropy, self._vocabulary
         )
@@ -185,16 +185,16 @@ class CombinedReader(RowReader):
         self._readers = list(readers)
         self._columns = [reader.columns for reader in readers]
         self.columns = sum(self._columns)
-        self.divided = all(reader.divided for reader in self._readers)
+        self.supports_shards = all(reader.supports_shards for reader in self._readers)
 
-    def divided_by(self, vocabulary: Vocabulary) -> None:
-        """Sets the part of the vocabulary; see `RowReader.divided_by`."""
+    def set_shard(self, vocabulary: VocabularyShard) -> None:
+        """Sets the part of the vocabulary; see `RowReader.set_shard`."""
         for reader in self._readers:
-            reader.divided_by(vocabulary)
+            reader.set_shard(vocabulary)
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns all readers' columns; see `RowReader.say`."""
-        return torch.cat([reader.say(logits, part) for reader in self._readers], 1)
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns all readers' columns; see `RowReader.values`."""
+        return torch.cat([reader.values(logits, part) for reader in self._readers], 1)
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the sum of the readers' gradients; see `RowReader.gradient`."""
@@ -213,22 +213,22 @@ class OffsetReader(RowReader):
         self._reader = reader
         self._start = start
         self.columns = reader.columns
-        self.divided = reader.divided
+        self.supports_shards = reader.supports_shards
 
-    def _moved(self, part: slice) -> slice:
+    def _shifted(self, part: slice) -> slice:
         return slice(part.start + self._start, part.stop + self._start)
 
-    def divided_by(self, vocabulary: Vocabulary) -> None:
-        """Sets the part of the vocabulary; see `RowReader.divided_by`."""
-        self._reader.divided_by(vocabulary)
+    def set_shard(self, vocabulary: VocabularyShard) -> None:
+        """Sets the part of the vocabulary; see `RowReader.set_shard`."""
+        self._reader.set_shard(vocabulary)
 
-    def say(self, logits: Tensor, part: slice) -> Tensor:
-        """Reads rows at an offset; see `RowReader.say`."""
-        return self._reader.say(logits, self._moved(part))
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Reads rows at an offset; see `RowReader.values`."""
+        return self._reader.values(logits, self._shifted(part))
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the gradient of rows at an offset; see `RowReader.gradient`."""
-        return self._reader.gradient(logits, self._moved(part), grad)
+        return self._reader.gradient(logits, self._shifted(part), grad)
 
 
 def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
@@ -253,7 +253,7 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
         row_values = logits.new_empty(len(places), reader.columns, dtype=torch.float32)
         for rows in chunks(len(places), logits.shape[1], logits.device):
-            row_values[rows] = reader.say(logits[places[rows]], rows)
+            row_values[rows] = reader.values(logits[places[rows]], rows)
         ctx.save_for_backward(logits, places)
         ctx.reader = reader
         return row_values
@@ -269,7 +269,7 @@ class _FromLogits(torch.autograd.Function):
 
 
 def logprobs_and_entropy(
-    z: Tensor, targets: Tensor, entropy: bool, vocabulary: Vocabulary | None = None
+    z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns log-probs and entropies of logits `[m, V]`, already divided by the temperature, and targets `[m]`.
 
@@ -294,13 +294,13 @@ def logprobs_and_entropy(
 
 
 def _sharded_logprobs_and_entropy(
-    z: Tensor, targets: Tensor, entropy: bool, vocabulary: Vocabulary
+    z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes `logprobs_and_entropy` over ranks with a part of the vocabulary each.
 
     They exchange three numbers a row, or four.
     """
-    max_logits = vocabulary.largest(z.amax(-1))
+    max_logits = vocabulary.all_reduce_max(z.amax(-1))
     columns, is_local = _within(targets, z.shape[1], vocabulary)
     of_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
     shifted = z - max_logits[:, None]
@@ -308,12 +308,12 @@ def _sharded_logprobs_and_entropy(
     local_sums = [exponentials.sum(-1), of_target]
     if entropy:  # relative to the largest: large logits do not cancel
         local_sums.append(exponentials.mul_(shifted).sum(-1))
-    exp_sum, target, *weighted_sum = vocabulary.summed(torch.stack(local_sums)).unbind(0)
+    exp_sum, target, *weighted_sum = vocabulary.all_reduce_sum(torch.stack(local_sums)).unbind(0)
     log_total = exp_sum.log()
     return target - log_total, log_total + max_logits, log_total - weighted_sum[0] / exp_sum if weighted_sum else None
 
 
-def _within(targets: Tensor, width: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _within(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Returns targets as columns of a part of the vocabulary, and whether they lie in it."""
     local_ids = targets - vocabulary.first
     return local_ids.clamp(0, width - 1), (local_ids >= 0) & (local_ids < width)
@@ -326,7 +326,7 @@ def gradient(
     targets: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """Returns the gradient of `logprobs_and_entropy` with respect to z: `[m, V]`.
 
@@ -346,7 +346,7 @@ def gradient(
 
 log = logging.getLogger(__name__)
 #: Whether a model returns its linear head's output unchanged.
-_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_has_plain_head: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 #: Logits that any scale, bound, shift or rounding changes.
 _PROBE = ((-900.0, -1.0, 0.1, 7.0, 600.0),)
 
@@ -362,7 +362,7 @@ class ChunkedHead:
     layer: nn.Module
 
     @contextlib.contextmanager
-    def answering(self, places: Tensor, reader: RowReader) -> Iterator[None]:
+    def reading_head(self, places: Tensor, reader: RowReader) -> Iterator[None]:
         """Makes calls of the model in the block return the reader's results as logits, `[M, columns]` in float32.
 
         Args:
@@ -372,8 +372,8 @@ class ChunkedHead:
 
         def answer(hidden: Tensor) -> Tensor:
             vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
-            if vocabulary is not None and reader.divided:
-                reader.divided_by(vocabulary)
+            if vocabulary is not None and reader.supports_shards:
+                reader.set_shard(vocabulary)
             row_values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
             return row_values
 
@@ -385,7 +385,7 @@ class ChunkedHead:
 
         Args:
             call: Calls the model, and returns its logits.
-            places: `[M]`: see `answering`.
+            places: `[M]`: see `reading_head`.
         """
         with torch.no_grad():
             with forward_replaced(self.layer, lambda hidden: hidden.flatten(0, -2)[places]):
@@ -403,13 +403,13 @@ class ChunkedHead:
         return (_vocabulary(base.weight), *tensors)
 
 
-def _vocabulary(weight: Tensor) -> Vocabulary | None:
+def _vocabulary(weight: Tensor) -> VocabularyShard | None:
     """Returns the part of the vocabulary for which a head's weight `[V, H]` computes logits; None for all of it."""
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
     first_id = mesh.get_local_rank() * weight.to_local().shape[0]
-    return Vocabulary(first_id, mesh.get_group())
+    return VocabularyShard(first_id, mesh.get_group())
 
 
 def linear_head(model: nn.Module) -> ChunkedHead | None:
@@ -418,14 +418,14 @@ def linear_head(model: nn.Module) -> ChunkedHead | None:
     head = None if causal_model is None else causal_model.get_output_embeddings()
     if head is None:
         return None
-    if causal_model not in _plain:
-        _plain[causal_model] = _gives_as_is(causal_model, head)
-        if not _plain[causal_model]:
+    if causal_model not in _has_plain_head:
+        _has_plain_head[causal_model] = _returns_head_output(causal_model, head)
+        if not _has_plain_head[causal_model]:
             log.info("%s makes whole logits: its head is more than a linear layer", type(causal_model).__name__)
-    return ChunkedHead(head) if _plain[causal_model] else None
+    return ChunkedHead(head) if _has_plain_head[causal_model] else None
 
 
-def _gives_as_is(causal: Any, head: nn.Module) -> bool:
+def _returns_head_output(causal: Any, head: nn.Module) -> bool:
     """Returns whether a model returns its head's output unchanged as logits, and the head is linear. Trunk and head are not
     run.
     """
@@ -481,15 +481,15 @@ class _ChunkedHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reader: RowReader, vocabulary: Vocabulary | None, bias: Tensor | None, *factors: Tensor
+        ctx: Any, reader: RowReader, vocabulary: VocabularyShard | None, bias: Tensor | None, *factors: Tensor
     ) -> Tensor:
         hidden = factors[0]
         row_values = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
         for rows in chunks(len(hidden), len(factors[1]), hidden.device):
             logits = _logits(rows, bias, factors)
-            if vocabulary is not None and not reader.divided:
-                logits = vocabulary.gathered(logits)
-            row_values[rows] = reader.say(logits, rows)
+            if vocabulary is not None and not reader.supports_shards:
+                logits = vocabulary.gather(logits)
+            row_values[rows] = reader.values(logits, rows)
         ctx.save_for_backward(bias, *factors)
         ctx.reader, ctx.vocabulary = reader, vocabulary
         return row_values
@@ -499,7 +499,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, *factors = ctx.saved_tensors
         needs_grad, vocabulary = ctx.needs_input_grad[3:], ctx.vocabulary
-        gathers_logits = vocabulary is not None and not ctx.reader.divided
+        gathers_logits = vocabulary is not None and not ctx.reader.supports_shards
         # Sums over chunks are kept in float32; each row of the hidden states lies in one chunk.
         grad_sums: list[Tensor | None] = [
             (
@@ -516,9 +516,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         )
         for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
             logits = _logits(rows, bias, factors)
-            grad_logits = ctx.reader.gradient(
-                vocabulary.gathered(logits) if gathers_logits else logits, rows, grad[rows]
-            )
+            grad_logits = ctx.reader.gradient(vocabulary.gather(logits) if gathers_logits else logits, rows, grad[rows])
             grad_logits = (vocabulary.local(grad_logits, logits.shape[1]) if gathers_logits else grad_logits).to(
                 logits.dtype
             )
@@ -535,7 +533,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
                     grad_weight += grad_output.T @ x[rows]
         for factor in grad_sums[::2] if vocabulary is not None else []:
             if factor is not None:
-                vocabulary.summed(factor)
+                vocabulary.all_reduce_sum(factor)
         gradients = [
             None if factor is None else factor.to(factor_like.dtype)
             for factor, factor_like in zip(grad_sums, factors, strict=True)
@@ -617,7 +615,7 @@ def token_scores(
         outputs = model(**inputs, use_cache=False)
         values_read = read_rows(outputs["logits"], places, reader)
     else:
-        with head.answering(places, reader):
+        with head.reading_head(places, reader):
             outputs = model(**inputs, use_cache=False)
         values_read = outputs["logits"]
     token_values = values_read.new_zeros(batch.tokens, values_read.shape[1]).index_copy(0, trained_tokens, values_read)

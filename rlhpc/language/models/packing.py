@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.models.context_parallel import Heads, RowShare, to_heads, to_tokens
-from rlhpc.language.models.loading import pretrained_in
+from rlhpc.language.models.loading import agrees, pretrained_in
 from rlhpc.language.models.token_batch import Segments, TokenBatch
 from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.devices import has_segment_attention
@@ -32,9 +32,7 @@ NAME = "rlhpc_segments"
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 #: Rotary position types whose factors depend on the longest position: in a row, that is another sample's.
 _ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
-#: Largest deviation, relative to the largest value, of a sample's outputs in a row from those alone: in float32, and in half
-#: precision.
-_FAR, _FAR_HALF = 1e-3, 0.1
+
 #: Where `reads_rows` records, for each attention call, whether it got segments, and whether it got a window.
 _calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
 #: Arguments of some families' attention that are not implemented here.
@@ -95,16 +93,11 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
     finally:
         _calls.reset(token)
     row_part, alone_part = outputs[len(first_ids) : row.tokens], alone_outputs[: second_alone.tokens]
-    relative_error = float((row_part - alone_part).abs().max()) / max(float(alone_part.abs().max()), 1e-6)
     passes_segments = bool(calls) and all(has_segments for has_segments, _ in calls)
-    return (
-        passes_segments
-        and _hands_on_windows(model, windows)
-        and relative_error < (_FAR if dtype == torch.float32 else _FAR_HALF)
-    )
+    return passes_segments and _passes_windows(model, windows) and agrees(row_part, alone_part, dtype)
 
 
-def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
+def _passes_windows(model: nn.Module, windows: list[bool]) -> bool:
     """Returns whether each layer whose configuration has a sliding window passes it to its attention.
 
     Args:

@@ -131,18 +131,15 @@ class TokenBatch:
         if not batches:
             raise ValueError("there is no batch to join")
         first_batch = batches[0]
-        lengths = torch.cat([batch.lengths for batch in batches])
-        columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first_batch.columns}
         joined_fields = {
             name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)
         }
-        pictures = Pictures.joined([(batch.pictures, len(batch)) for batch in batches])
         return cls(
-            cu_seqlens=cumulated(lengths),
-            columns=columns,
+            cu_seqlens=cumulated(torch.cat([batch.lengths for batch in batches])),
+            columns={name: torch.cat([batch.columns[name] for batch in batches]) for name in first_batch.columns},
             pad_id=first_batch.pad_id,
             packed=first_batch.packed,
-            pictures=pictures,
+            pictures=Pictures.joined([(batch.pictures, len(batch)) for batch in batches]),
             **joined_fields,
         )
 
@@ -248,24 +245,19 @@ class TokenBatch:
 
     def tokens_of(self, samples: Tensor) -> Tensor:
         """Returns the indices in `[T]` of the tokens of some samples, one sample after the other."""
-        lengths = self.lengths[samples]
-        offsets = self.cu_seqlens[samples] - cumulated(lengths)[:-1]
-        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(offsets, lengths)
+        return _ranges(self.lengths, samples)
 
     def select(self, samples: Tensor) -> TokenBatch:
         """Returns some of the samples, in this order."""
         token_indices = self.tokens_of(samples)
         selected = {name: getattr(self, name)[token_indices] for name in _OF_TOKENS}
         selected |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
-        columns = {name: column[token_indices] for name, column in self.columns.items()}
-        cu_seqlens = cumulated(self.lengths[samples])
-        pictures = None if self.pictures is None else self.pictures.select(samples)
         return TokenBatch(
-            cu_seqlens=cu_seqlens,
-            columns=columns,
+            cu_seqlens=cumulated(self.lengths[samples]),
+            columns={name: column[token_indices] for name, column in self.columns.items()},
             pad_id=self.pad_id,
             packed=self.packed,
-            pictures=pictures,
+            pictures=None if self.pictures is None else self.pictures.select(samples),
             **selected,
         )
 
@@ -275,14 +267,9 @@ class TokenBatch:
 
     def empty_sample(self) -> TokenBatch:
         """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
-        no_tokens = self.tokens_of(torch.zeros(0, dtype=torch.long))
-        empty_fields = {name: getattr(self, name)[no_tokens] for name in _OF_TOKENS}
-        empty_fields |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
-        columns = {name: column[no_tokens] for name, column in self.columns.items()}
-        cu_seqlens = cumulated([0])
-        return TokenBatch(
-            cu_seqlens=cu_seqlens, columns=columns, pad_id=self.pad_id, packed=self.packed, **empty_fields
-        )
+        sample_fields = {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
+        no_samples = torch.zeros(0, dtype=torch.long)
+        return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulated([0]), pictures=None, **sample_fields)
 
     def by_episode(self) -> TokenBatch:
         """Returns the same tokens, with all samples of a role in an episode as one sequence, which gets an advantage.

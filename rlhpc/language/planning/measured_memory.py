@@ -25,6 +25,7 @@ from rlhpc.language.planning.memory_model import STEP, Training
 from rlhpc.language.planning.model_size import config_of, size_of
 from rlhpc.runs.memory.account import gib
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import first_line
 
 #: Numbers of layers of the measured models.
 DEPTHS = (4, 8)
@@ -158,9 +159,8 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
                     model(input_ids=ids, logits_to_keep=1).logits.float().mean().backward()
             peak_snapshots = tracker.get_tracker_snapshot("peak")
         except (RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
-                f"--measure: models of type {config.get('model_type')} cannot be followed: {reason}"
+                f"--measure: models of type {config.get('model_type')} cannot be followed: {first_line(error)}"
             ) from error
     return float(sum(_total(snapshot) for snapshot in peak_snapshots.values()))
 

@@ -19,6 +19,7 @@ from rlhpc.language.models.tiny import SPECIAL, VOCABULARY
 from rlhpc.runs.model_names import cached_config
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.text import first_line
 from rlhpc.training.targets import is_all_linear, is_target
 
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768}
@@ -416,8 +417,7 @@ def _build_on_meta(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config)
     except (KeyError, ValueError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnknownModelError(f"{path}: this transformers cannot build it: {reason}") from error
+        raise UnknownModelError(f"{path}: this transformers cannot build it: {first_line(error)}") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     text_config = model_config.get_text_config()
     cache_settings = {key: setting for key in _CACHE_KEYS if (setting := getattr(text_config, key, None)) is not None}

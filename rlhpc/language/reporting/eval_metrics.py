@@ -14,7 +14,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -52,20 +53,15 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     if not vote_counts:
         return 0.0
     max_count = max(vote_counts.values())
-    tied_answers = [answer for answer, count in vote_counts.items() if count == max_count]
-    shares = [
-        sum(is_right for voted_answer, is_right in zip(votes, right, strict=True) if voted_answer == answer) / max_count
-        for answer in tied_answers
-    ]
-    return sum(shares) / len(shares)
+    tied_answers = {answer for answer, count in vote_counts.items() if count == max_count}
+    num_right = sum(is_right for vote, is_right in zip(votes, right, strict=True) if vote in tied_answers)
+    return num_right / (max_count * len(tied_answers))
 
 
 def _group_by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
     """Groups rows by problem; sorts problems by id, and their rows by sample."""
-    groups: dict[Any, list[_Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
-        groups.setdefault(row["id"], []).append(row)
-    return list(groups.values())
+    ordered = sorted(rows, key=itemgetter("id", "sample"))
+    return [list(problem) for _, problem in groupby(ordered, itemgetter("id"))]
 
 
 def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
@@ -88,7 +84,11 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
     term_names = problems[0][0]["terms"]
     return {
         **_scores(problems),
-        "reward_terms": {name: _overall(problems, partial(_term, name)) for name in term_names},
+        "reward_terms": {
+            name: sum(_share([row["terms"] for row in problem], itemgetter(name)) for problem in problems)
+            / len(problems)
+            for name in term_names
+        },
         "response_tokens": {
             "mean": float(tokens.mean()),
             "median": float(np.median(tokens)),
@@ -149,16 +149,8 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
 
 
-def _term(name: str, row: _Row) -> float:
-    return float(row["terms"][name])
-
-
 def _share(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
     return sum(float(value(row)) for row in problem) / len(problem)
-
-
-def _overall(problems: Sequence[Sequence[_Row]], value: Callable[[_Row], float]) -> float:
-    return sum(_share(problem, value) for problem in problems) / len(problems)
 
 
 #: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.

@@ -278,20 +278,22 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
     rows: list[list[Cell]] = []
     for evaluation in named_evaluations:
         sample_cells = (
-            [_percent(evaluation.get(pass_metric)), _percent(evaluation.get("majority"))] if pass_metric else []
+            [_format(evaluation.get(pass_metric), ".1%"), _format(evaluation.get("majority"), ".1%")]
+            if pass_metric
+            else []
         )
         rows.append(
             [
                 str(evaluation["suite"]),
                 evaluation["global_step"],
                 evaluation["n"],
-                _percent(evaluation["accuracy"])
+                _format(evaluation["accuracy"], ".1%")
                 + (" ★" if evaluation["accuracy"] == best_accuracies[str(evaluation["suite"])] else ""),
                 interval_text((evaluation["low"], evaluation["high"]), ".1%") or "–",
                 *sample_cells,
-                _digits(evaluation.get("reward_mean"), 3),
-                _digits((evaluation.get("response_tokens") or {}).get("mean"), 1),
-                _percent(evaluation.get("truncated")),
+                _format(evaluation.get("reward_mean"), ".3f"),
+                _format((evaluation.get("response_tokens") or {}).get("mean"), ".1f"),
+                _format(evaluation.get("truncated"), ".1%"),
                 str(evaluation.get("backend", "–")),
             ]
         )
@@ -321,7 +323,7 @@ def _levels(evaluations: Sequence[Evaluation]) -> str:
         for evaluation in evaluations:
             scores = (evaluation.get("levels") or {}).get(level) or {}
             cells.append(
-                _percent(scores.get("accuracy")) + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
+                _format(scores.get("accuracy"), ".1%") + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
             )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
     return table(
@@ -329,9 +331,5 @@ def _levels(evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def _percent(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, (int, float)) else "–"
-
-
-def _digits(value: Any, digits: int) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "–"
+def _format(value: Any, spec: str) -> str:
+    return f"{value:{spec}}" if isinstance(value, (int, float)) else "–"

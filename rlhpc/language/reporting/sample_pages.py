@@ -376,17 +376,17 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
         rows = sorted(column.selected_rows.get(key, []), key=lambda row: row["sample"])
         # A suite that was changed between two evaluations has another prompt under the same number.
         same_prompt = bool(rows) and rows[0]["prompt"] == first_sample["prompt"]
-        cells.append(_answer(column.step, rows) if same_prompt else _not_asked(column.step))
+        cells.append(
+            _answer(column.step, rows)
+            if same_prompt
+            else f'<div class="answer"><h4>step {column.step}</h4>{missing("Not asked at this checkpoint.")}</div>'
+        )
     right_shares = {column.share[key] for column in columns if key in column.share}
     changed_attribute = " data-changed" if len(right_shares) > 1 else ""
     return (
         f'<article class="problem"{changed_attribute}><header>{"".join(fact_items)}{_text(first_sample["prompt"])}</header>'
         f'<div class="answers">{"".join(cells)}</div></article>'
     )
-
-
-def _not_asked(step: int) -> str:
-    return f'<div class="answer"><h4>step {step}</h4>{missing("Not asked at this checkpoint.")}</div>'
 
 
 def _answer(step: int, rows: Sequence[_Row]) -> str:
@@ -510,7 +510,6 @@ border-radius:8px;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospa
 .drawn i{font-style:normal;border-radius:3px}
 .ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
 """
-_EpisodeRow = dict[str, Any]
 
 
 def episodes_page(paths: RunPaths) -> Path:
@@ -528,7 +527,7 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     sections = []
     for suite, suite_results in _results_with_samples(paths).items():
         step, path, _ = suite_results[-1]
-        rows = _episode_rows(samples_path(path))
+        rows = [row for row in _rows(samples_path(path)) if _is_episode(row.get("episode"))]
         if rows:
             selected_rows = [rows[row_index] for row_index in spread(len(rows), _EPISODES)]
             selection_note = (
@@ -546,13 +545,6 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         css=_EPISODE_CSS,
     )
     return write_page(html, target)
-
-
-def _episode_rows(path: Path) -> list[_EpisodeRow]:
-    try:
-        return [row for row in read_samples(path) if _is_episode(row.get("episode"))]
-    except OSError:
-        return []
 
 
 def _is_episode(samples: Any) -> bool:
@@ -579,7 +571,7 @@ def _is_token(token: Any) -> bool:
     return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
 
 
-def _episode(row: _EpisodeRow) -> str:
+def _episode(row: _Row) -> str:
     verdict_html = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     samples: Sequence[Any] = row["episode"]
     turns = {(str(s.get("role")), part["turn"]) for s in samples for part in s["parts"] if "drawn" in part}
