@@ -47,7 +47,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     """Returns prediction and measurement of one workload."""
     config, overrides = WORKLOADS[workload]
     run_overrides = (*overrides, f"runner.run_dir={folder}")
-    request = TuneRequest(str(ROOT / config), run_overrides, ahead=1, steps=options.steps)
+    request = TuneRequest(str(ROOT / config), run_overrides, max_staleness=1, steps=options.steps)
     record = tune(request, say)
     cfg = load_config(request.config, run_overrides)
     space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)

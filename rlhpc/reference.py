@@ -66,7 +66,7 @@ if __name__ == "__main__":
 """
 
 #: Parts of the page. A name with `…` also lists its members.
-_PARTS = {
+_PAGE_SECTIONS = {
     "Cluster": ("Cluster…", "Node", "NodeGroup"),
     "Placement": (
         "Placement", "PackedPlacementStrategy", "FlexiblePlacementStrategy", "NodePlacementStrategy",
@@ -254,13 +254,13 @@ def _entry(name: str) -> list[str]:
 def render_runtime() -> str:
     """Formats the page of all names that `rlhpc` exports, in Markdown."""
     lines = [_RUNTIME_HEAD]
-    for title, names in _PARTS.items():
+    for title, names in _PAGE_SECTIONS.items():
         lines.append(f"## {title}\n")
         if title in _INTRODUCTIONS:
             lines.append(f"{_INTRODUCTIONS[title]}\n")
         for name in names:
             lines += _entry(name)
-    documented = {name.rstrip("…") for names in _PARTS.values() for name in names}
+    documented = {name.rstrip("…") for names in _PAGE_SECTIONS.values() for name in names}
     lines += ["## Errors\n", "Every error that is meant for a user is an `RlhpcError`. A command ends with its exit code.\n",
               "| error | is a | exit code | meaning |", "|---|---|---|---|"]  # fmt: skip
     error_names = [name for name in rlhpc.__all__ if name not in documented]

@@ -15,7 +15,7 @@ import torch
 from bench.gpu.part import Report, synchronize
 from bench.gpu.ranks import groups
 from rlhpc import Channel, Worker, WorkerGroup
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm.context import current
 
 ACTIONS = 8
@@ -28,7 +28,7 @@ class Ends(Worker):
         self, outward: Channel, back: Channel, shape: list[int], steps: int, stays: bool
     ) -> tuple[list[float], int]:
         """Returns the seconds of each step, and the number of messages that stayed on the accelerator."""
-        device, crossed_before = own_device(self), current().service.lane.num_device_messages
+        device, crossed_before = worker_device(self), current().service.lane.num_device_messages
         dtype = torch.uint8 if len(shape) > 2 else torch.float32
         obs = torch.randint(0, 255, shape, device=device).to(dtype)
         durations = []
@@ -45,7 +45,7 @@ class Ends(Worker):
 
     def act(self, outward: Channel, back: Channel, steps: int) -> bool:
         """Answers each observation with actions computed from it; returns whether all observations arrived unchanged."""
-        device, sums = own_device(self), []
+        device, sums = worker_device(self), []
         for _ in range(steps):
             obs = outward.get().to(device)
             slots = obs.reshape(len(obs), -1).float().mean(1)

@@ -15,7 +15,7 @@ from rlhpc import Cluster, NodePlacementStrategy, PackedPlacementStrategy, Sessi
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.receiver import apply
@@ -97,7 +97,7 @@ class DeviceHolder(Worker):
     """Worker with weights on its device, as sender or receiver of updates."""
 
     def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:
-        device = own_device(self)
+        device = worker_device(self)
         self.held = [(f"t{i}", torch.zeros(elements, dtype=torch.bfloat16, device=device)) for i in range(tensors)]
         self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
 
@@ -123,7 +123,7 @@ class Linked(Worker):
         import torch.distributed as dist
 
         self.init_process_group()
-        device, peer_rank = own_device(self), 1 - self.rank
+        device, peer_rank = worker_device(self), 1 - self.rank
         tensor = torch.ones(elements, dtype=torch.float32, device=device)
 
         def torchs() -> None:
@@ -148,7 +148,7 @@ class Linked(Worker):
 
     def visible_cards(self) -> tuple[str, int, str]:
         """Returns the mask, the number of cards that torch sees through it, and the index of the card."""
-        device_type = own_device(self).type
+        device_type = worker_device(self).type
         module: Any = torch.get_device_module(device_type)
         card_id = str(module.get_device_properties(0).uuid)
         return os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.accelerator.device_count(), card_id

@@ -55,16 +55,18 @@ _EXAMPLES = {
 _INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one with settings: '{keyboard: {hz: 5}}'"
 
 
-def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> tuple[Path | None, Path, Trust | None]:
+def _source(
+    args: argparse.Namespace, alternative: str = "", purpose: str = ""
+) -> tuple[Path | None, Path, Trust | None]:
     """Returns the checkpoint, the configuration and, if the configuration is the checkpoint's own, the code that it may name.
 
     Args:
-        instead: Option that replaces the checkpoint, which is then None; "" without such an option.
-        what_for: Use of the configuration, for the message.
+        alternative: Option that replaces the checkpoint, which is then None; "" without such an option.
+        purpose: Use of the configuration, for the message.
     """
-    if instead and getattr(args, instead) is not None:
+    if alternative and getattr(args, alternative) is not None:
         if args.config is None or args.checkpoint or args.run:
-            raise ConfigError(f"--{instead} needs --config RUN.yaml, which {what_for}; and no checkpoint")
+            raise ConfigError(f"--{alternative} needs --config RUN.yaml, which {purpose}; and no checkpoint")
         return None, Path(args.config), None
     checkpoint = checkpoint_of(args)
     if args.config is not None:

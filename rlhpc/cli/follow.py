@@ -193,13 +193,13 @@ class WorkflowFollower:
         self._live = self._out.isatty()
         self._bar: ProgressBar | None = None
         self._track = ""
-        self._before = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
+        self._rows_at_start = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
         self._job: RuleJob | None = None
         self._printed: set[str] = set()
         self._open = False
         self._started_at = time.monotonic()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Reads and displays what has changed."""
         for job in self._log.read():
             if (track := _TRAINING.get(job.rule)) in self._tracks:
@@ -221,7 +221,7 @@ class WorkflowFollower:
             return
         row = track.row()
         step = int(row.get("step", 0))
-        has_moved = row and row.get("time/wall_s") != self._before[self._track].get("time/wall_s")
+        has_moved = row and row.get("time/wall_s") != self._rows_at_start[self._track].get("time/wall_s")
         if self._bar is None and has_moved and self._training():
             self._end_line()
             self._bar = ProgressBar(
@@ -285,7 +285,7 @@ class WorkflowFollower:
 
     def close(self) -> None:
         """Ends the bar or the line."""
-        self.look()
+        self.update()
         self._close_bar()
         self._end_line()
         self._out.flush()

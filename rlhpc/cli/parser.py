@@ -69,7 +69,7 @@ class TopParser(_Parser):
         ]
         return "\n".join(lines) + "\n"
 
-    def near(self, word: str) -> str:
+    def suggestion(self, word: str) -> str:
         """Returns a hint at the intended command for a command that does not exist."""
         matches = difflib.get_close_matches(word, self.commands, 1, 0.5)
         return f"; did you mean rlhpc {matches[0]}?" if matches else ""
@@ -79,7 +79,7 @@ class TopParser(_Parser):
         long line).
         """
         if words and not words[0].startswith("-") and words[0] not in self.commands:
-            self.error(f"there is no command {words[0]!r}{self.near(words[0])}")
+            self.error(f"there is no command {words[0]!r}{self.suggestion(words[0])}")
 
 
 def documentation_root() -> str:

@@ -48,7 +48,7 @@ def _resume(args: argparse.Namespace) -> int:
     return 0
 
 
-def _meeting(text: str) -> Path:
+def _registration_folder(text: str) -> Path:
     """Returns the folder in which a run, or a command with a folder, waits for robots."""
     from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
@@ -71,19 +71,19 @@ def _invite(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes is {args.minutes:g} and --wait {args.wait:g}; above 0 and at least 0 are wanted")
     output = check_file("--output", Path(args.output))
     key = invite(
-        _meeting(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
+        _registration_folder(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
     )  # fmt: skip
     address = key.place
     print(
         f"{output}: a key for {address.robot} (slot {address.slot}), for one joining within {args.minutes:g} minutes. "
         f"Take it there (scp {output} ROBOT:), and there:\n"
-        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_find_driver(address)}"
+        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_ssh_host(address)}"
     )
     return 0
 
 
-def _find_driver(place: Any) -> str:
-    return f"{place.node}" if place.address.startswith("127.") else "LOGIN_NODE"
+def _ssh_host(address: Any) -> str:
+    return f"{address.node}" if address.address.startswith("127.") else "LOGIN_NODE"
 
 
 def _serve(args: argparse.Namespace) -> int:

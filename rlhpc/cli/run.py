@@ -90,7 +90,7 @@ def find_profile(name: str) -> str:
     )
 
 
-def command_of(args: argparse.Namespace) -> list[str]:
+def snakemake_command(args: argparse.Namespace) -> list[str]:
     """Returns the command line of Snakemake."""
     config = [
         f"run={args.config}",
@@ -141,7 +141,7 @@ def _run(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides, site=args.site)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     refuse_braces(args.config, paths.root)
-    command = command_of(args)
+    command = snakemake_command(args)
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
@@ -160,7 +160,8 @@ def _run(args: argparse.Namespace) -> int:
         saved_steps = paths.complete_steps()
         start_text = f", from step {saved_steps[-1][0]} on" if saved_steps else ""
         say(
-            f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{start_text}; Snakemake log: {near(path)}"
+            f"{cfg.runner.name}: {total_steps(cfg)} steps into {relative(paths.root)}{start_text}; "
+            f"Snakemake log: {relative(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
         started_at = time.monotonic()
@@ -168,7 +169,7 @@ def _run(args: argparse.Namespace) -> int:
             command, path, WorkflowFollower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
         if code == 0:
-            print("\n".join(ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
+            print("\n".join(render_ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
         elif not isinstance(code, InterruptedCode):
             code = _tell_failure(log, path, args, code)
     return code
@@ -177,19 +178,19 @@ def _run(args: argparse.Namespace) -> int:
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     """Runs several runs in one graph."""
     from rlhpc.cli.follow import Track, WorkflowLog
-    from rlhpc.cli.sweep import SweepFollower, ending_of
+    from rlhpc.cli.sweep import SweepFollower, render_sweep_ending
     from rlhpc.config import total_steps
     from rlhpc.runs.sweep import check_begun
 
     refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
-    command = command_of(args)
+    command = snakemake_command(args)
     index = command.index("--config")  # with any profile: a failed run does not stop the others
     command[index:index] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     with _workflow_log(sweep.paths.logs) as path:
-        say(f"{sweep.name}: {len(sweep.runs)} runs into {near(sweep.paths.root)}; Snakemake log: {near(path)}")
+        say(f"{sweep.name}: {len(sweep.runs)} runs into {relative(sweep.paths.root)}; Snakemake log: {relative(path)}")
         log = WorkflowLog(path, Path.cwd())
         tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
         tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
@@ -200,9 +201,9 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
             return code
         if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
             return _tell_failure(log, path, args, code)  # nothing started
-        print("\n".join(["", *ending_of(sweep)]))
+        print("\n".join(["", *render_sweep_ending(sweep)]))
         if sweep.paths.page.is_file():
-            print(f"  page    {near(sweep.paths.page)}", flush=True)
+            print(f"  page    {relative(sweep.paths.page)}", flush=True)
         if code != 0:
             code = _tell_failure(log, path, args, code)
     return code
@@ -243,7 +244,7 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
             while process.poll() is None:
-                follower.look()
+                follower.update()
                 time.sleep(_POLL_S)
             follower.close()
         except KeyboardInterrupt as interrupt:
@@ -266,9 +267,9 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
     print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
     if not log.failed and error_text.startswith("rlhpc: error: "):
         return 2
-    more_text = f"; Snakemake's: {near(path)}" if error_log != path else ""
+    more_text = f"; Snakemake's: {relative(path)}" if error_log != path else ""
     say(
-        f"failed; log: {near(error_log)}{more_text}\n"
+        f"failed; log: {relative(error_log)}{more_text}\n"
         f"  the same command goes on from the last checkpoint: {same_command(args)}"
     )
     return code
@@ -279,12 +280,12 @@ def say(text: str) -> None:
     tell(f"rlhpc: {text}")
 
 
-def near(path: Path) -> str:
+def relative(path: Path) -> str:
     """Returns the path relative to the working directory, if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
+def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
     """Returns the lines to print about a finished run: its result, its files, and the next commands."""
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.provenance import last_result
@@ -292,15 +293,15 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
     suite = next(iter(cfg.workflow.eval_suites), "default")
     step, last_metrics, result_text = last_result(paths, suite)
     program = same_command(args).split(" run ", 1)[0]
-    run = shlex.quote(near(paths.root))
+    run = shlex.quote(relative(paths.root))
     # Suites of language models have names in data.eval; those of episodes may have any.
     suite_options = "again --episodes 20" if "return_mean" in last_metrics else shlex.quote(suite)
     next_name = shlex.quote(f"{cfg.runner.name}-2")
     return [
         "",
         f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result_text else ''}{result_text}",
-        f"  report  {near(paths.report)}",
-        *([f"  policy  {near(paths.export(step))}"] if paths.export(step).is_dir() else []),
+        f"  report  {relative(paths.report)}",
+        *([f"  policy  {relative(paths.export(step))}"] if paths.export(step).is_dir() else []),
         "next",
         f"  {program} status {run}",
         *([f"  {program} eval --run {run} --suite {suite_options}"] if last_metrics else []),
@@ -358,7 +359,7 @@ def _stop(
         root = next(iter(tracks.values())).paths.root.parent
         say(f"interrupted; {num_saved} of {len(tracks)} runs have saved something")
         if running_names and not is_hurried:
-            say(f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(near(root))}")
+            say(f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(relative(root))}")
     say(f"go on: {same_command(args)}")
     return 128 + signum
 
@@ -367,10 +368,10 @@ def _tell_saved(track: Track, hurried: bool) -> None:
     """Prints the progress of an interrupted run, and whether its job continues."""
     from rlhpc.jobs.status import run_state
 
-    saved_text = describe_saved(track.paths, track.total, near(track.paths.root))
+    saved_text = describe_saved(track.paths, track.total, relative(track.paths.root))
     if not hurried and run_state(track.paths)[0] in ("running", "waiting"):
         say(f"interrupted; its job goes on ({saved_text})")
-        say(f"stop it: rlhpc cancel {shlex.quote(near(track.paths.root))}")
+        say(f"stop it: rlhpc cancel {shlex.quote(relative(track.paths.root))}")
     else:
         say(f"interrupted; {saved_text}")
 

@@ -14,7 +14,6 @@ from rlhpc.cli.follow import WorkflowLog, last_row
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.text import count_noun
 
 if TYPE_CHECKING:
     from rlhpc.jobs.plan import JobPlan
@@ -101,9 +100,9 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
 # -- plan -------------------------------------------------------------------------------------------------------------
 
 
-def render_plan_of(sweep: Sweep, launcher: str) -> str:
+def render_sweep_plan(sweep: Sweep, launcher: str) -> str:
     """Renders the number of runs and jobs of a sweep, their maximum cost, and the plan of the first run."""
-    from rlhpc.jobs.plan import build_plan, render_plan
+    from rlhpc.jobs.plan import build_plan, count_noun, render_plan
 
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
     jobs = sum(map(_jobs_of, sweep.runs), Counter[str]())
@@ -182,7 +181,7 @@ class SweepFollower:
         self._progress_text, self._next = "", 0.0
         self.done: list[str] = []
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Reads and displays what has changed."""
         for job in self._log.read():
             name, rule = self.split(job.rule)
@@ -237,12 +236,12 @@ class SweepFollower:
     def close(self) -> None:
         """Ends the line."""
         self._next = float("inf")
-        self.look()
+        self.update()
         self._clear()
         self._out.flush()
 
 
-def ending_of(sweep: Sweep) -> list[str]:
+def render_sweep_ending(sweep: Sweep) -> list[str]:
     """Renders a finished sweep: failed runs, and each configuration with its score."""
     from rlhpc.jobs.state import states
 

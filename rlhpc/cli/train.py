@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.arguments import describe_saved, run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, argument, words
-from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
+from rlhpc.cli.sweep import cancel_sweep, render_sweep_plan, sweep_paths
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
 
@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
     resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
     if sweep is not None:
         skipped_checks = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
-        print(render_plan_of(sweep, args.launcher))
+        print(render_sweep_plan(sweep, args.launcher))
         _print_skipped(skipped_checks)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)

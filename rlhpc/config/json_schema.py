@@ -118,7 +118,11 @@ class _Sections:
         if (element := element_of(key.type)) is not None:
             element_schema = self._define(element.__name__, self._properties(element, f"{key.path}[].", tree))
             return {"description": describe(key), "type": "array", "items": element_schema}
-        return {"description": describe(key), **_default(key), **_value(key)}
+        return {
+            "description": describe(key),
+            **({} if key.default == MISSING else {"default": key.default}),
+            **_value(key),
+        }
 
 
 def describe(key: ConfigKey) -> str:
@@ -131,10 +135,6 @@ def describe(key: ConfigKey) -> str:
     return " ".join(sentences)
 
 
-def _default(key: ConfigKey) -> Schema:
-    return {} if key.default == MISSING else {"default": key.default}
-
-
 def _value(key: ConfigKey) -> Schema:
     """Returns the schema of a value; a value of any type has an empty one."""
     value_type, is_nullable = without_null(key.type)
@@ -145,12 +145,12 @@ def _value(key: ConfigKey) -> Schema:
         any_case = "|".join("".join(_any_case(letter) for letter in choice) for choice in key.choices)
         options: list[Schema] = [{"enum": list(key.choices)}, {"type": "string", "pattern": rf"^({any_case})$|\$\{{"}]
     else:
-        options = [*([{"enum": names}] if names else []), *_of_type(value_type, key.range)]
+        options = [*([{"enum": names}] if names else []), *_type_schemas(value_type, key.range)]
     if key.range is not None and key.range.also is not None:
         options += [{"const": key.range.also[0], "description": key.range.also[1]}, {"type": "null"}]
     elif is_nullable:
         options.append({"type": "null"})
-    return options[0] if len(options) == 1 else {"anyOf": options}
+    return _any_of(options)
 
 
 def _any_case(letter: str) -> str:
@@ -159,32 +159,36 @@ def _any_case(letter: str) -> str:
     return letter if letter.isalnum() or letter in "_-" else f"\\{letter}"
 
 
-def _of_type(value_type: Any, allowed: Range | None) -> list[Schema]:
+def _type_schemas(value_type: Any, value_range: Range | None) -> list[Schema]:
     """Returns the schemas of the forms in which a value of a type may be written."""
     if value_type in _TYPES:
         return [
-            {"type": _TYPES[value_type], **_bounds(allowed)},
+            {"type": _TYPES[value_type], **_bounds(value_range)},
             {"type": "string", "pattern": rf"{_TEXTS[value_type]}|\$\{{"},
         ]
     if value_type is str:
         return [{"type": ["string", "number", "boolean"]}]  # a number without quotes is a text
     if typing.get_origin(value_type) is list:
-        return [{"type": "array", "items": _one_of(_of_type(typing.get_args(value_type)[0], allowed))}, _INTERPOLATION]
+        return [
+            {"type": "array", "items": _any_of(_type_schemas(typing.get_args(value_type)[0], value_range))},
+            _INTERPOLATION,
+        ]
     if typing.get_origin(value_type) is dict:
-        values = _of_type(typing.get_args(value_type)[1], None)
-        return [{"type": "object", "additionalProperties": _one_of(values)}, _INTERPOLATION]
+        values = _type_schemas(typing.get_args(value_type)[1], None)
+        return [{"type": "object", "additionalProperties": _any_of(values)}, _INTERPOLATION]
     return [{}]
 
 
-def _one_of(options: Sequence[Schema]) -> Schema:
+def _any_of(options: Sequence[Schema]) -> Schema:
     return options[0] if len(options) == 1 else {"anyOf": list(options)}
 
 
-def _bounds(allowed: Range | None) -> Schema:
+def _bounds(value_range: Range | None) -> Schema:
     """Returns the bounds of a range in the words of JSON schema."""
-    bounds: Schema = {}
-    if allowed is not None and allowed.low is not None:
-        bounds["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
-    if allowed is not None and allowed.high is not None:
-        bounds["exclusiveMaximum" if allowed.below else "maximum"] = allowed.high
-    return bounds
+    if value_range is None:
+        return {}
+    bounds = {
+        "exclusiveMinimum" if value_range.above else "minimum": value_range.low,
+        "exclusiveMaximum" if value_range.below else "maximum": value_range.high,
+    }
+    return {name: bound for name, bound in bounds.items() if bound is not None}

@@ -226,7 +226,7 @@ def _select_known(content: Any, cls: Any) -> Any:
     return {key: _select_known(value, fields[key]) for key, value in content.items() if key in fields}
 
 
-def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
+def _build_list_item(item: dict[str, Any], cls: type, path: str, source: str) -> DictConfig:
     """Returns one element of a list of sections, typed."""
     section = untouched(cls)
     fields = fields_of(cls)
@@ -236,7 +236,7 @@ def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -
         except OmegaConfBaseException as error:
             type_text = words_of(fields[key])
             raise ConfigError(
-                f"{source}: {where}.{key} is {short_repr(value)}; it must be {type_text} ({reason(error)})"
+                f"{source}: {path}.{key} is {short_repr(value)}; it must be {type_text} ({reason(error)})"
             ) from None
     return section
 

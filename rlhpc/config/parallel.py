@@ -99,7 +99,7 @@ class MeshSizes:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the rank's coordinates along replicate, shard, context and tensor."""
-        coordinates = dict[str, int]()
+        coordinates: dict[str, int] = {}
         for name in ("tensor", "context", "shard", "replicate"):
             rank, coordinates[name] = divmod(rank, getattr(self, name))
         return coordinates

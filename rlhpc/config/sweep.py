@@ -188,8 +188,8 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
         ConfigError: The section has an empty list, a repeated value, two runs of one name, or a key that a sweep cannot vary.
     """
 
-    def fail(where: str, rule: str) -> ConfigError:
-        return ConfigError(f"{source}: {SWEEP}{'.' if where else ''}{where}: {rule}")
+    def fail(key_path: str, rule: str) -> ConfigError:
+        return ConfigError(f"{source}: {SWEEP}{'.' if key_path else ''}{key_path}: {rule}")
 
     if section.grid and section.list:
         raise fail("", "it has both grid and list; give one of them")
@@ -211,7 +211,12 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
             )
     runs = [
-        Point(_joined(name, seed), _label(name, values), values, seed)
+        Point(
+            "-".join([*([name] if name else []), *([] if seed is None else [f"s{seed}"])]),
+            _label(name, values),
+            values,
+            seed,
+        )
         for name, values in combinations
         for seed in seeds or (None,)
     ]
@@ -273,13 +278,13 @@ def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]
     return named_values
 
 
-def _check_key(key: Any, fail: Any, where: str) -> None:
+def _check_key(key: Any, fail: Any, key_path: str) -> None:
     if not isinstance(key, str) or not all(key_part.strip() for key_part in key.split(".")):
-        raise fail(where, f"{cut(str(key))} is no key of a configuration")
+        raise fail(key_path, f"{cut(str(key))} is no key of a configuration")
     if key.split(".")[0] in (SWEEP, "defaults"):
-        raise fail(f"{where}.{key}", "a sweep cannot be within a sweep")
+        raise fail(f"{key_path}.{key}", "a sweep cannot be within a sweep")
     if key in _FIXED_KEYS:
-        raise fail(f"{where}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
+        raise fail(f"{key_path}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
 
 
 def _check_names(runs: Sequence[Point], fail: Any) -> None:
@@ -289,16 +294,9 @@ def _check_names(runs: Sequence[Point], fail: Any) -> None:
             raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
         same_name_point = points_by_name.setdefault(point.name.lower(), point)
         if same_name_point is not point:
-            override_texts = [" ".join(named_point.overrides) for named_point in (same_name_point, point)]
-            way_out = (
-                "give them other names (list: [{name: …, …}])"
-                if override_texts[0] != override_texts[1]
-                else "leave out one of them"
-            )
-            raise fail(
-                "",
-                f"two runs would have the name {point.name}: {override_texts[0]}, and {override_texts[1]}; {way_out}",
-            )
+            first, second = (" ".join(named_point.overrides) for named_point in (same_name_point, point))
+            way_out = "give them other names (list: [{name: …, …}])" if first != second else "leave out one of them"
+            raise fail("", f"two runs would have the name {point.name}: {first}, and {second}; {way_out}")
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:
@@ -333,10 +331,6 @@ def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if sum(other_key.split(".")[-count:] == suffix for other_key in values) == 1:
                 break
         yield ".".join(suffix), value
-
-
-def _joined(name: str, seed: int | None) -> str:
-    return "-".join([*([name] if name else []), *([] if seed is None else [f"s{seed}"])])
 
 
 def _word(value: Any) -> str:

@@ -221,7 +221,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
         """Checks names, levels and batches."""
-        check_estimators(cfg)
+        check_estimators(cfg.algorithm.adv_type, cfg.algorithm.loss_type)
         checks.check_common(cfg, fail)
         checks.check_ppo(cfg, fail)
         if training:

@@ -295,7 +295,7 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
     for rank, node in enumerate(nodes):
         local_ranks = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
         if node.cpus and len(local_ranks) > node.cpus:
-            warnings.append(f"{node.name}: {len(local_ranks)} processes share {_some(node.cpus, 'core')}")
+            warnings.append(f"{node.name}: {len(local_ranks)} processes share {count_noun(node.cpus, 'core')}")
         indices_by_users: dict[tuple[str, ...], list[int]] = {}
         for index in range(node.accelerators):
             users = tuple(_ranks_on(placements, rank, index))
@@ -328,9 +328,9 @@ def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: i
 def render_plan(plan: JobPlan) -> str:
     """Renders the plan as the text that `rlhpc plan` prints."""
     slurm = plan.launcher == "slurm"
-    size = _some(len(plan.nodes), "node")
+    size = count_noun(len(plan.nodes), "node")
     lines = [
-        f"run {plan.name}: {size}, " + (_some(len(plan.components), "job component") if slurm else "without Slurm")
+        f"run {plan.name}: {size}, " + (count_noun(len(plan.components), "job component") if slurm else "without Slurm")
     ]
     if slurm:
         for component in plan.components:
@@ -358,8 +358,8 @@ def render_plan(plan: JobPlan) -> str:
             lines.append(f"  {step.group}: {ranks}, {start_method} {shlex.join(step.argv)}")
     lines += ["", "placement"]
     for rank, node in enumerate(plan.nodes):
-        cores = _some(node.cpus, "core") if node.cpus else "the site's number of cores"
-        lines.append(f"  {node.name}: {cores}, {_some(node.accelerators, 'accelerator')}")
+        cores = count_noun(node.cpus, "core") if node.cpus else "the site's number of cores"
+        lines.append(f"  {node.name}: {cores}, {count_noun(node.accelerators, 'accelerator')}")
         for index in range(node.accelerators):
             lines.append(f"    accelerator {index}: {' '.join(_ranks_on(plan.placements, rank, index)) or '-'}")
         if (cpu_ranks := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
@@ -371,7 +371,8 @@ def render_plan(plan: JobPlan) -> str:
     return "\n".join(lines)
 
 
-def _some(count: int, noun: str) -> str:
+def count_noun(count: int, noun: str) -> str:
+    """Formats a number with its noun, such as "1 run" or "3 runs"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -335,7 +335,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
         """Checks the configuration, and refuses wrong estimators, rewards and batches."""
-        check_estimators(cfg)
+        check_estimators(cfg.algorithm.adv_type, cfg.algorithm.loss_type)
         super().check(cfg, fail, training=training)
         if training:
             checks.check_reasoning(cfg, fail)

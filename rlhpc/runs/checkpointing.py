@@ -223,13 +223,13 @@ class BestCheckpoint:
         self.waited = 0
         self._previous_step: int | None = None
 
-    def take(self, step: int, row: Mapping[str, float]) -> bool:
+    def record(self, step: int, row: Mapping[str, float]) -> bool:
         """Records a step's row of metrics and returns whether the step is now the best. A non-finite value never is, and the
         first of equal values stays the best.
         """
         metric_value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
         if metric_value is None:
-            self._require_measured(row)
+            self._check_metric_exists(row)
             return False
         is_better = math.isfinite(metric_value) and (
             self.step is None
@@ -241,7 +241,7 @@ class BestCheckpoint:
         self._previous_step, self.step, self.value, self.waited = self.step, step, float(metric_value), 0
         return True
 
-    def _require_measured(self, row: Mapping[str, float]) -> None:
+    def _check_metric_exists(self, row: Mapping[str, float]) -> None:
         eval_metrics = sorted(name for name in row if name.startswith("eval/"))
         if eval_metrics and self.metric is not None and self.step is None and not self.waited:
             raise ConfigError(

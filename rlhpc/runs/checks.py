@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -189,29 +189,14 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
         return run_checks(task_type.checks.preflight(trial_cfg, ranks), resources)
 
 
-class Estimating(Protocol):
-    """Section `algorithm` of a task type that estimates advantages."""
-
-    adv_type: str
-    loss_type: str
-
-
-class EstimatingRun(Protocol):
-    """Configuration of a task type that estimates advantages."""
-
-    @property
-    def algorithm(self) -> Estimating:
-        """Section with the names of the estimators."""
-
-
-def check_estimators(cfg: EstimatingRun) -> None:
+def check_estimators(adv_type: str, loss_type: str) -> None:
     """Checks `algorithm.adv_type` and `loss_type`; built-in names pass without an import of torch.
 
     Raises:
         ConfigError: No estimator has that name.
     """
-    for registry, name in ((ADVANTAGES, cfg.algorithm.adv_type), (POLICY_LOSSES, cfg.algorithm.loss_type)):
-        _find(registry, name)
+    _find(ADVANTAGES, adv_type)
+    _find(POLICY_LOSSES, loss_type)
 
 
 def _find(registry: Registry[Any], name: str) -> None:

@@ -15,10 +15,10 @@ from rlhpc.runtime.worker import Worker
 
 #: Number of parameters below which a second thread costs more in synchronisation than it saves in arithmetic. On a machine
 #: with shared cores, waiting threads spin against working threads: a small MLP became 10 times slower.
-_ONE_THREAD = 250_000
+_MIN_PARAMETERS_FOR_THREADS = 250_000
 
 
-def own_device(worker: Worker) -> torch.device:
+def worker_device(worker: Worker) -> torch.device:
     """Returns the rank's first accelerator, or the CPU if the rank has none.
 
     Raises:
@@ -43,7 +43,7 @@ def settle(module: nn.Module, device: torch.device) -> Any:
 
 def limit_threads(module: nn.Module, device: torch.device) -> None:
     """Limits the process to the threads that a module of this size can use on the device."""
-    if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _ONE_THREAD:
+    if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _MIN_PARAMETERS_FOR_THREADS:
         torch.set_num_threads(1)
 
 

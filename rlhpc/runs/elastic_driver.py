@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Seconds that the end of a run waits for the last answer of Slurm.
-_ANSWERS_S = 2.0
+_ANSWER_TIMEOUT_S = 2.0
 #: Seconds that a leaving job may take before it is cancelled.
-_LEAVES_S = 60.0
+_LEAVE_TIMEOUT_S = 60.0
 #: Weight of a new step in the moving average of the wait share.
-_FRESH = 0.3
+_NEW_STEP_WEIGHT = 0.3
 #: Slurm's states of jobs whose processes have ended or are ending.
 _ENDING = ("COMPLETING", "STAGE_OUT")
 
@@ -89,7 +89,7 @@ class HelperJobs:
         if step_s > 0:
             wait_share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
             previous = wait_share if self._wait_share is None else self._wait_share
-            self._wait_share = (1 - _FRESH) * previous + _FRESH * wait_share
+            self._wait_share = (1 - _NEW_STEP_WEIGHT) * previous + _NEW_STEP_WEIGHT * wait_share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
         """Stops to manage the jobs when the driver ends.
@@ -100,10 +100,10 @@ class HelperJobs:
         """
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join(_ANSWERS_S)
+            self._thread.join(_ANSWER_TIMEOUT_S)
             if self._thread.is_alive():
                 give_up(self._thread)
-                self._thread.join(_ANSWERS_S)
+                self._thread.join(_ANSWER_TIMEOUT_S)
         if shutil.which("scancel") is not None and not again:
             end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
 
@@ -117,7 +117,7 @@ class HelperJobs:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                self.look()
+                self.update()
             except RlhpcError as error:
                 self._say(str(error).splitlines()[0])
             except Exception as error:  # such as a full disk; no error here may end the run
@@ -131,7 +131,7 @@ class HelperJobs:
             self._last_note = text
             note(f"cluster.elastic: {text}")
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Queries the queue and the run once, and applies the rule's decision."""
         queue = jobs_named(self._name)
         if queue is None:
@@ -199,7 +199,7 @@ class HelperJobs:
 
     def _act(self, decision: Decision, now: float) -> None:
         for job in self._record.live():
-            if job.leaving is not None and now - job.leaving > _LEAVES_S:
+            if job.leaving is not None and now - job.leaving > _LEAVE_TIMEOUT_S:
                 scancel(job.id, name=self._name)
         for job_id in decision.leave:
             job = self._record.jobs[job_id]

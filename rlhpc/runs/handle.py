@@ -39,7 +39,7 @@ from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
 from rlhpc.runtime.imports import python_path
 
 #: Exit codes of a driver that was asked to end: before it could save, and after it has saved.
-_ASKED_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
+_STOP_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
 _POLL_S = 0.5
 _GRACE_S = 600.0
 #: Runs of this process that have not ended.
@@ -170,7 +170,7 @@ class TrainingRun:
         code = None if self._process is None or not self._finished.is_set() else self._process.returncode
         if code is None:
             return "running"
-        return "finished" if code == 0 else "stopped" if code in _ASKED_TO_END else "failed"
+        return "finished" if code == 0 else "stopped" if code in _STOP_CODES else "failed"
 
     @property
     def step(self) -> int:
@@ -257,12 +257,12 @@ class TrainingRun:
         """Raises the run's first error, if it has failed."""
         assert self._process is not None
         code, log = self._process.returncode, self._files.driver_err
-        if code == 0 or (self._cancelled and code in (*_ASKED_TO_END, -signal.SIGKILL)):
+        if code == 0 or (self._cancelled and code in (*_STOP_CODES, -signal.SIGKILL)):
             return
         if code == UserError.exit_code:
             raise DriverRejected(self._failure)
         saved = f"saved in {self.checkpoint}" if self.checkpoint else "nothing is saved"
-        if code in _ASKED_TO_END:
+        if code in _STOP_CODES:
             raise DriverFailed(
                 f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total}; {saved}; to go on: "
                 'runner.resume_dir="auto"', exit_code=abs(code), log_path=str(log),
@@ -298,7 +298,7 @@ class TrainingRun:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
 

@@ -113,11 +113,11 @@ class Replicas:
         """Returns, in order, the ranks whose complete replica is among them."""
         return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
 
-    def of_step(self) -> WorkerGroup:
+    def step_group(self) -> WorkerGroup:
         """Returns the group restricted to the ranks that take part."""
         return self._group.execute_on(*self.present())
 
-    def tend(self) -> None:
+    def update_presence(self) -> None:
         """Updates the replicas before a step: removes lost ranks, restarts them, and adds ranks that are ready."""
         present_ranks = self._group.present
         self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*present_ranks}}

@@ -247,7 +247,7 @@ class Runner(Generic[Cfg]):
                     folder.write_marks(current().registry.root)
                 logger.log(self.step, row)
                 bar.update(self.step, row)
-                is_best = self.best.take(self.step, row)
+                is_best = self.best.record(self.step, row)
                 folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed,
                                     **self.facts(row), **self.best.facts())  # fmt: skip
                 self.stop_reason = self._end()

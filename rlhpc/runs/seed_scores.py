@@ -105,7 +105,7 @@ def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScor
     sign = -1 if goal == "maximize" else 1
     return sorted(
         (config_scores for config_scores in configurations if config_scores.scores),
-        key=lambda one: sign * interquartile_mean(one.scores).value,
+        key=lambda config_scores: sign * interquartile_mean(config_scores.scores).value,
     )
 
 

@@ -15,7 +15,7 @@ from rlhpc.config.schema import typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.plan import build_plan
+from rlhpc.jobs.plan import build_plan, count_noun
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, minutes_of, would_start
 from rlhpc.runs.config_changes import training_fingerprint
@@ -26,10 +26,10 @@ from rlhpc.runs.tuning.tune import TuneRequest, configured_candidate, is_allowed
 from rlhpc.runs.tuning.workload import Knob
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.text import align_columns, count_noun
+from rlhpc.runtime.text import align_columns
 
 #: Ratio of walltime to training time: evaluations, checkpoints, and the error of the prediction.
-_ROOM = 1.25
+_WALLTIME_MARGIN = 1.25
 #: Starts and ends closer than this, in seconds, are equal: the scheduler plans in such intervals.
 SAME_S = 60.0
 
@@ -113,14 +113,14 @@ class StartEstimate:
 
     Attributes:
         answers: Start times of the shapes, the best first.
-        allowed: Allowance of the account, if Slurm reports it.
+        allowance: Allowance of the account, if Slurm reports it.
         unknown_duration: Reason for an unknown duration; "" if the duration is known.
         impossible_shapes: Shapes that the configuration does not allow, with the reasons.
         now: Unix time of the queries.
     """
 
     answers: Sequence[StartTimes]
-    allowed: Allowance | None
+    allowance: Allowance | None
     unknown_duration: str
     impossible_shapes: Sequence[str]
     now: float
@@ -273,7 +273,7 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
         return [configured]  # each component has its own
     candidates: list[int | None] = [configured]
     if train_s is not None:
-        candidates.append(math.ceil((train_s * _ROOM + _reserve_s(cfg)) / 60))
+        candidates.append(math.ceil((train_s * _WALLTIME_MARGIN + _reserve_s(cfg)) / 60))
     if configured is not None:
         candidates.append(configured // 4)
     min_minutes = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
@@ -359,7 +359,7 @@ def moment(at: float, now: float) -> str:
 
 def _account(estimate: StartEstimate) -> list[str]:
     """Formats the remaining allowance of the account, and the shapes that need more."""
-    account_allowance = estimate.allowed
+    account_allowance = estimate.allowance
     if account_allowance is None:
         return ["what the account may use is not known: sshare does not tell"]
     fair_share_text = "" if account_allowance.fair_share is None else f"; fair share {account_allowance.fair_share:.2f}"

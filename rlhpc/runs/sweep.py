@@ -120,17 +120,17 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         return None
     sweep_section = read_section(files, overrides, find_task_type(*read_task_type(files, overrides)).schema)
     assert sweep_section is not None
-    section, said_by = sweep_section
+    section, sweep_source = sweep_section
     common_overrides = [
         *(override_text for override_text in overrides if not is_about_sweep(override_text)),
         f"{SWEEP}=null",
     ]
-    named_points = points(section, said_by, common_overrides)
+    named_points = points(section, sweep_source, common_overrides)
     first_cfg = _load(
         source,
         [*common_overrides, *named_points[0].overrides],
         named_points[0],
-        said_by,
+        sweep_source,
         common_overrides,
         site,
         check=False,
@@ -139,21 +139,23 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     paths = SweepPaths(RunPaths.of(folder, name).root)
     if os.path.isfile(RunPaths(paths.root).config):
         raise ConfigError(
-            f"{said_by}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
+            f"{sweep_source}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
         )
     if reason := unwritable(paths.root):
-        raise ConfigError(f"{said_by}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…")
+        raise ConfigError(
+            f"{sweep_source}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…"
+        )
     run_dir_overrides = [*common_overrides, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
     runs = []
     for point in named_points:
         run_overrides = [*run_dir_overrides, override("runner.name", point.name), *point.overrides]
-        cfg = _load(source, run_overrides, point, said_by, common_overrides, site)
+        cfg = _load(source, run_overrides, point, sweep_source, common_overrides, site)
         runs.append(
-            _place_preparations(
-                SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common_overrides, site
+            _move_preparations(
+                SweepRun(point, tuple(run_overrides), cfg), source, paths, sweep_source, common_overrides, site
             )
         )
-    return Sweep(name, paths, source, section, tuple(_share_preparations(runs, source, said_by, site)))
+    return Sweep(name, paths, source, section, tuple(_share_preparations(runs, source, sweep_source, site)))
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
@@ -167,7 +169,7 @@ def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
 
 
 def _load(
-    source: str, run_overrides: Sequence[str], point: Point, said_by: str, common: Sequence[str], site: str | None, *,
+    source: str, run_overrides: Sequence[str], point: Point, sweep_source: str, common: Sequence[str], site: str | None, *,
     check: bool = True,
 ) -> RunConfig:  # fmt: skip
     try:
@@ -178,7 +180,7 @@ def _load(
         except ConfigError as common_error:
             if str(common_error) == str(error):
                 raise error from None  # the sweep's values are not the cause
-        raise ConfigError(f"{said_by}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
+        raise ConfigError(f"{sweep_source}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
 
 
 # -- preparations -----------------------------------------------------------------------------------------------------
@@ -229,8 +231,8 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
     return last_export
 
 
-def _place_preparations(
-    run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
+def _move_preparations(
+    run: SweepRun, source: str, paths: SweepPaths, sweep_source: str, common: Sequence[str], site: str | None
 ) -> SweepRun:
     """Returns the run with its preparations in folders named by their content, if they would be named after the run.
     References to these folders in its configuration change with them.
@@ -264,7 +266,7 @@ def _place_preparations(
     if not moved_overrides:
         return run
     overrides = (*run.overrides, *moved_overrides)
-    return SweepRun(run.point, overrides, _load(source, overrides, run.point, said_by, common, site))
+    return SweepRun(run.point, overrides, _load(source, overrides, run.point, sweep_source, common, site))
 
 
 def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
@@ -296,7 +298,9 @@ def recording_key(cfg: RunConfig) -> str:
     return digest(_recording(cfg))
 
 
-def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
+def _share_preparations(
+    runs: Sequence[SweepRun], source: str, sweep_source: str, site: str | None
+) -> Iterator[SweepRun]:
     """Yields the runs; assigns each shared preparation to the first run that needs it.
 
     Raises:
@@ -316,8 +320,8 @@ def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, sit
             maker, maker_content = makers_by_path.setdefault(path, (run, content))
             if maker_content != content:
                 raise ConfigError(
-                    f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and differently; "
-                    "put ${runner.name} into its name"
+                    f"{sweep_source}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and "
+                    "differently; put ${runner.name} into its name"
                 )
             if maker is run:
                 shared_preparations.add(preparation)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import yaml
 
@@ -38,6 +38,7 @@ from rlhpc.runs.task_parts import (
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
+from rlhpc.runtime.former_names import former_attributes
 from rlhpc.runtime.key_metadata import OnResume
 from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
@@ -69,6 +70,9 @@ __all__ = [
     "task_type_of_checkpoint",
     "task_type_of_run",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = former_attributes(__name__)
 
 DEFAULT = "embodied"
 TASK_TYPES: Registry[Any] = Registry(

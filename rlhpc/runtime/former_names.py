@@ -115,6 +115,15 @@ FORMER_MODULES: dict[str, str] = {
 FORMER_ATTRIBUTES: dict[str, dict[str, str]] = {
     "rlhpc.language.algorithms.base": {"Whole": "MinibatchCounts"},
     "rlhpc.language.envs.base": {"Said": "EnvResponse"},
+    "rlhpc.runs.task_type": {
+        "KINDS": "TASK_TYPES",
+        "all_kinds": "all_task_types",
+        "find_kind": "find_task_type",
+        "kind_names": "task_type_names",
+        "kind_of": "task_type_of",
+        "kind_of_checkpoint": "task_type_of_checkpoint",
+        "kind_of_run": "task_type_of_run",
+    },
 }
 
 

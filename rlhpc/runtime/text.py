@@ -89,11 +89,6 @@ def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: s
 _TAIL_BYTES = 16384
 
 
-def count_noun(count: int, noun: str) -> str:
-    """Formats a number with its noun, such as "1 run" or "3 runs"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def align_columns(rows: Sequence[Sequence[str]], right_from: int | None = None) -> list[str]:
     """Formats a table as lines; columns from `right_from` on are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

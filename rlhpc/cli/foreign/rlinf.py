@@ -116,7 +116,7 @@ def _placement(read: Reading) -> Any:
         listed_names = [name.strip() for name in components.split(",")]
         for name in listed_names:
             if name not in components_of_run:
-                elsewhere = _ELSEWHERE.get(name)
+                elsewhere = _OTHER_COMPONENTS.get(name)
                 reason = elsewhere or f"rlhpc has no component {name} in such a run"
                 read.omit(f"cluster.component_placement.{names}", reason, elsewhere is None)
         if component_names := ",".join(name for name in listed_names if name in components_of_run):
@@ -127,7 +127,7 @@ def _placement(read: Reading) -> Any:
     return placement or UNSET
 
 
-_ELSEWHERE = {
+_OTHER_COMPONENTS = {
     "reward": "rewards are judged by processes beside the rollout (reward.processes)",
     "inference": "the actor computes these log-probs itself",
 }

@@ -78,7 +78,7 @@ def _rounds(read: Reading) -> int:
     return int(read("env.train.rollout_epoch", 0) or read("algorithm.rollout_epoch", 1))
 
 
-def _in_parts(read: Reading) -> bool:
+def _has_rollout_parts(read: Reading) -> bool:
     """Returns whether the rounds of a rollout are `algorithm.rollout_parts`."""
     return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
 
@@ -88,7 +88,7 @@ def _slots(read: Reading) -> int:
     further slots.
     """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
-    if not _in_parts(read) and (rounds := _rounds(read)) > 1:
+    if not _has_rollout_parts(read) and (rounds := _rounds(read)) > 1:
         read.omit(
             "env.train.rollout_epoch",
             f"a slot plays one episode a step here: {rounds} rounds of {slots} slots became {rounds * slots} slots; if that "
@@ -98,7 +98,7 @@ def _slots(read: Reading) -> int:
 
 
 def _rollout_steps(read: Reading) -> int:
-    return _decisions(read) * (_rounds(read) if _in_parts(read) else 1)
+    return _decisions(read) * (_rounds(read) if _has_rollout_parts(read) else 1)
 
 
 def _env_id(side: str) -> Rule:
@@ -277,7 +277,7 @@ PPO: Rows = [
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
-    ("algorithm.rollout_parts", lambda read: _rounds(read) if _in_parts(read) else UNSET),
+    ("algorithm.rollout_parts", lambda read: _rounds(read) if _has_rollout_parts(read) else UNSET),
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
     ("actor.micro_batch_size", lambda read: read("actor.micro_batch_size", UNSET)),
     ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),

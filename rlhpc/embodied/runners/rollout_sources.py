@@ -341,8 +341,8 @@ class RolloutSources:
             self._joined_envs.poll()
             self._remove_lost()
             self._release_leaving()
-            self._env_ranks.tend()
-            self._rollout_ranks.tend()
+            self._env_ranks.update_presence()
+            self._rollout_ranks.update_presence()
             self._keep_connected()
 
     def _remove_lost(self) -> bool:
@@ -425,7 +425,7 @@ class RolloutSources:
         deadline = time.monotonic() + self._timeout
         while not self._acting:
             current().check()
-            self._rollout_ranks.tend()
+            self._rollout_ranks.update_presence()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"no rank of {self._rollouts.name} could act within runner.step_timeout_s ({self._timeout:g} s)"

@@ -25,7 +25,7 @@ from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, unti
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.training.blueprint import PolicyBlueprint
 from rlhpc.embodied.workers.env import LENT
-from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.errors import ChannelError, CheckpointError, DeadlineExceeded
@@ -110,7 +110,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     def settle_in(self) -> None:
         """Sets up device and seed."""
         self.seed = self.cfg.runner.seed
-        self.device = own_device(self)
+        self.device = worker_device(self)
         seed_process(self.seed, "actor", self.rank)
 
     def build_backend(

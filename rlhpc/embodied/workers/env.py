@@ -25,7 +25,7 @@ from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_link
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, within
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, FullRollout, RolloutShard
-from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError, DeadlineExceeded
@@ -69,7 +69,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
         self.seed = self.run_seed if seed is None else seed
         # Simulators ask torch for an accelerator, and silently take the CPU if there is none.
-        device = own_device(self)
+        device = worker_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
         self.envs = [self._build_env(len(env_slots), env_slots.start, device) for env_slots in self.shares]

@@ -25,7 +25,7 @@ from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes, next_values, ppo_shape, unknown_outcomes
 from rlhpc.embodied.rollout.work_sharing import FullRollout
-from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.runs.device import seed_process, settle, to_tensors, worker_device
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
@@ -83,7 +83,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Builds the policy and the buffers."""
         self.steps = self.cfg.algorithm.rollout_steps
         self.seed = self.cfg.runner.seed
-        self.device = own_device(self)
+        self.device = worker_device(self)
         seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)

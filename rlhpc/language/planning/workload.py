@@ -15,7 +15,7 @@ from rlhpc.language.config.run import (
     responses_per_step,
 )
 from rlhpc.language.scoring.groups import AGENT, group_roles
-from rlhpc.runs.tuning.shapes import placed
+from rlhpc.runs.tuning.shapes import configured_placements
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 from rlhpc.runtime.cluster import Cluster
 
@@ -36,7 +36,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
     else:
-        ranks = len(placed(cfg)["rollout"].processes)
+        ranks = len(configured_placements(cfg)["rollout"].processes)
         knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if ranks % n == 0))))
     if Cluster.planned(cfg.cluster).num_accelerators and not ahead:
         knobs.append(Knob(OFFLOAD, _values(cfg, OFFLOAD, (False, True))))

@@ -24,7 +24,7 @@ from rlhpc.language.models.loading import window_of
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
 from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, long_text, sample_probe, sync_of
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
@@ -210,7 +210,7 @@ class EngineWeights:
         self.version = -1
         self._sync_s = 0.0
         link = RunLink(worker, size) if size > 1 else None
-        path, device = str(cfg.actor.model.model_path), own_device(worker)
+        path, device = str(cfg.actor.model.model_path), worker_device(worker)
         self._engine = make_engine(
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
         )
@@ -243,7 +243,7 @@ class EngineWeights:
 
     def computes(self) -> dict[str, str]:
         """Returns the engine's `dtype` and the type of its `device`."""
-        device = own_device(self._worker)
+        device = worker_device(self._worker)
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
     def sample_probe(self, vocabulary: int, phase: int) -> list[ProbeSequence]:

@@ -211,8 +211,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def one_step(self) -> dict[str, float]:
         """Runs a step of the loop, and the evaluation that is due after it."""
-        self.replicas.tend()
-        self.agents.tend()
+        self.replicas.update_presence()
+        self.agents.update_presence()
         timers = PhaseTimers()
         step_results = self.loop.step(self.step + 1, timers)
         self.step += 1

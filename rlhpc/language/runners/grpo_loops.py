@@ -92,14 +92,14 @@ class Agents:
             self.create_queue()
             self._replicas.begin()
 
-    def tend(self) -> None:
-        """Handles joined and lost ranks before a step (`Replicas.tend`)."""
+    def update_presence(self) -> None:
+        """Handles joined and lost ranks before a step (`Replicas.update_presence`)."""
         if self._replicas is not None:
-            self._replicas.tend()
+            self._replicas.update_presence()
 
     def serve(self, phase: str) -> Handle | CompletedCall:
         """Calls its ranks to run episodes until a phase ends."""
-        return CompletedCall() if self._replicas is None else self._replicas.of_step().serve(phase)
+        return CompletedCall() if self._replicas is None else self._replicas.step_group().serve(phase)
 
     def end(self, phase: str) -> None:
         """Tells its ranks that a phase has ended."""
@@ -254,7 +254,7 @@ class StepRollout:
     def _generate(self) -> Handle:
         """Calls the engines to lease prompts of the step until the queue is empty."""
         replicas = self._groups.replicas
-        return replicas.of_step().generate(self.step, len(replicas.firsts()))
+        return replicas.step_group().generate(self.step, len(replicas.firsts()))
 
     def serve_fixed(self, learning: Collection[str]) -> None:
         """Calls the groups to score on arrival, except those in `learning`, whose weights change from step to step: a rank
@@ -358,12 +358,12 @@ class GrpoLoop:
     def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
         """Sends weights on trial to the engines; returns the samples of each (`LanguageRolloutWorker.sample_probe`)."""
         self._sync_weights(step, trial=True, perturbed=perturbed)
-        return self.groups.replicas.of_step().sample_probe(phase).wait(self.timeout)
+        return self.groups.replicas.step_group().sample_probe(phase).wait(self.timeout)
 
     def _sync_weights(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
         replicas = self.groups.replicas
         sending = self.groups.actor.sync_weights(step, replicas.ranks, trial=trial, perturbed=perturbed)
-        for handle in (sending, replicas.of_step().take_weights(step)):
+        for handle in (sending, replicas.step_group().take_weights(step)):
             handle.wait(self.timeout)
 
     # -- phases ---------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class GrpoLoop:
         rating, agent_run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
         suite_rows = ask_until_complete(
             replicas.firsts,
-            lambda firsts: replicas.of_step().evaluate(step, firsts).wait(self.timeout),
+            lambda firsts: replicas.step_group().evaluate(step, firsts).wait(self.timeout),
             self.timeout,
         )
         metrics = validation_metrics(suite_rows)
@@ -429,7 +429,7 @@ class GrpoLoop:
             critic = critic_update.wait(timeout)[0] if critic_update else {}
         with timers("sync"):
             if sending and engines_wait:
-                sending.append(groups.replicas.of_step().take_weights(step))
+                sending.append(groups.replicas.step_group().take_weights(step))
             for handle in sending:
                 handle.wait(timeout)
         self._move_reference(step, timers)
@@ -529,8 +529,8 @@ class ColocatedLoop(GrpoLoop):
         groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
         groups.actor.offload().wait(timeout)
         groups.rollout.reload().wait(timeout)
-        groups.replicas.of_step().take_weights(step).wait(timeout)
-        samples = groups.replicas.of_step().sample_probe(phase).wait(timeout)
+        groups.replicas.step_group().take_weights(step).wait(timeout)
+        samples = groups.replicas.step_group().sample_probe(phase).wait(timeout)
         groups.rollout.offload().wait(timeout)
         return samples
 

@@ -37,7 +37,7 @@ from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
 from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.language.training.weight_sync import ActorWeights, Probe, Prober, is_probed, probe_text
 from rlhpc.language.workers.actor import LanguageActor
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.devices import device_name, empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -223,7 +223,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             token_ids = probe_text(
                 len(self.tokenizer), data_config.max_prompt_tokens + rollout_config.max_new_tokens - 1
             )
-            dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
+            dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, worker_device(self)))]
             coarsest_dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             self._prober = Prober(self.backend, token_ids, self.pad, coarsest_dtype)
         return self._prober

@@ -48,7 +48,7 @@ from rlhpc.language.rollout.validation import Row, Validation
 from rlhpc.language.scoring.reward_aggregator import AskingGroup, Judging
 from rlhpc.language.training.prompt_dispatch import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
 from rlhpc.language.workers.agent import address_for_others, connect_agent_ranks, publish_feedback_endpoint
-from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.devices import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -126,11 +126,11 @@ class LanguageRolloutWorker(Worker):
         if cfg.runner.val_check_interval > 0:
             self.validation = Validation(cfg, self.tokenizer)
         COST.pop()
-        self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
+        self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, worker_device(self),
                       len(self.dataset))  # fmt: skip
         return {
             "digest": digest,
-            "device": device_name(own_device(self)),
+            "device": device_name(worker_device(self)),
             "dropped": self.dataset.dropped,
         }
 

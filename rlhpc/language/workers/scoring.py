@@ -28,7 +28,7 @@ from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, PromptMap, channel_to, ratings_of
 from rlhpc.language.training.weight_sync import reference_sync_of
-from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -146,7 +146,7 @@ class _ScorerWorker(Worker):
         self.prompts = prompts
         seed_process(self.cfg.runner.seed, self.group_name, self.rank)
         self.group = scoring_groups(self.cfg)[self.group_name]
-        self.device = own_device(self)
+        self.device = worker_device(self)
         self.scorer = make_scorer(self.cfg, self.device, self.group)
         self.log.info("scores with %s on %s", self.group.model.model_path or self.group.scorer, self.device)
 

@@ -47,7 +47,7 @@ from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
 from rlhpc.language.training.weight_sync import ActorWeights
 from rlhpc.language.workers.actor import Cfg, LanguageActor
 from rlhpc.language.workers.agent import address_for_others
-from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.worker import Worker
 
 
@@ -98,10 +98,10 @@ class EvaluationWorker(Worker):
         self._resources.callback(engine.close)
         self.generation = make_generation(cfg, engine, self.tokenizer, address=address_for_others(cfg))
         self._resources.callback(self.generation.close)
-        self.judges = judging_here(cfg, own_device(self))
+        self.judges = judging_here(cfg, worker_device(self))
         self._resources.callback(self.judges.close)
         self.validation = Validation(cfg, self.tokenizer)
-        self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, own_device(self))
+        self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, worker_device(self))
 
     def evaluate(self, version: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
         """Answers this rank's share of the suites with the weights of `version`, which are being sent.

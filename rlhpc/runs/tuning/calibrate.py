@@ -126,7 +126,7 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
                 )
             if now - sampled_at > min(1.0, (now - started_at) / 20):  # more often in short runs
                 sampled_at = now
-                _look(paths, observation)
+                _sample_memory(paths, observation)
             time.sleep(_POLL_S)
     finally:
         _end(process)
@@ -145,7 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GRACE_S)
 
 
-def _look(paths: RunPaths, watched: _Watched) -> None:
+def _sample_memory(paths: RunPaths, observation: _Watched) -> None:
     """Updates the maximum memory of a rank of each group so far."""
     local_node, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
@@ -157,9 +157,9 @@ def _look(paths: RunPaths, watched: _Watched) -> None:
     for pid, group in pids.items():
         with contextlib.suppress(psutil.Error):
             pss_bytes = float(psutil.Process(pid).memory_full_info().pss)
-            watched.memory[group] = max(watched.memory.get(group, 0.0), pss_bytes)
+            observation.memory[group] = max(observation.memory.get(group, 0.0), pss_bytes)
         if pid in on_devices:
-            watched.device_memory[group] = max(watched.device_memory.get(group, 0.0), on_devices[pid])
+            observation.device_memory[group] = max(observation.device_memory.get(group, 0.0), on_devices[pid])
 
 
 def _device_memory() -> dict[int, float]:
@@ -203,7 +203,7 @@ def _failure(name: str, code: int, log: Path) -> RlhpcError:
     return error_class(f"the short run {name} failed (log {log}): {message or f'exit code {code}'}")
 
 
-def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> MeasuredCosts:
+def _summed_up(rows: Sequence[Mapping[str, Any]], observation: _Watched) -> MeasuredCosts:
     end_times = [float(row["time/wall_s"]) for row in rows]
     step_times = [
         end_time - previous_end
@@ -216,7 +216,7 @@ def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> Measured
         for name in names
     }
     return MeasuredCosts(
-        statistics.median(step_times[: len(counted_rows)]), medians, watched.memory, watched.device_memory
+        statistics.median(step_times[: len(counted_rows)]), medians, observation.memory, observation.device_memory
     )
 
 
@@ -255,7 +255,7 @@ class Calibration:
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
         self.first: list[MeasuredCosts] = []
-        self.refused: dict[str, str] = {}
+        self.failed_overrides: dict[str, str] = {}
 
     def costs(self) -> Costs:
         """Makes all short runs and returns the costs.
@@ -287,7 +287,7 @@ class Calibration:
     def knobs(self) -> tuple[Knob, ...]:
         """Returns the keys with the values whose runs did not fail."""
         return tuple(
-            Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.refused))
+            Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.failed_overrides))
             for knob in self.workload.knobs
         )
 
@@ -310,7 +310,7 @@ class Calibration:
         except Stopped:
             raise
         except RlhpcError as error:
-            self.refused[" ".join(words)] = str(error).splitlines()[0]
+            self.failed_overrides[" ".join(words)] = str(error).splitlines()[0]
             self.say(f"{' '.join(words)}: left out: {error}")
             return None
 
@@ -327,9 +327,9 @@ class Calibration:
         }
         return dataclasses.replace(measured, step_s=measured.step_s / drift, metrics=metrics)
 
-    def _add(self, measured: MeasuredCosts, part: int = 1) -> None:
+    def _add(self, measured: MeasuredCosts, divisor: int = 1) -> None:
         for phase in self.workload.phases:
-            fraction = 1.0 / self.plain.ranks(phase.group) / part
+            fraction = 1.0 / self.plain.ranks(phase.group) / divisor
             self.samples[phase.name].append((fraction, measured.metrics.get(phase.metric, 0.0)))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Calibration:
         """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        ranks = sum(len(placement.processes) for placement in self.plain.places.values())
+        ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
         allowed_cpus = sorted(os.sched_getaffinity(0))
         scaling: dict[str, float] = {}
         if (short_run := self._try("one_thread", (), frozenset(allowed_cpus[: max(1, ranks)]))) is None:
@@ -379,7 +379,7 @@ class Calibration:
         ranks, if they fit.
         """
         placements = {}
-        for group, placement in self.plain.places.items():
+        for group, placement in self.plain.placements.items():
             pool, count = self.shape.pools[placement.label], len(placement.resources)
             if group not in self.workload.groups or len(placement.processes) != 1 or placement.processes[0] != (0,):
                 continue
@@ -390,7 +390,7 @@ class Calibration:
                 placements[group] = GroupPlacement.of(placement.label, 0, 2)
         if not placements:
             return {}
-        doubled_candidate = dataclasses.replace(self.plain, places={**self.plain.places, **placements})
+        doubled_candidate = dataclasses.replace(self.plain, placements={**self.plain.placements, **placements})
         placement_word = word_of("cluster.component_placement", doubled_candidate.placement())
         if (short_run := self._try("two_ranks", [placement_word])) is None:
             return {}

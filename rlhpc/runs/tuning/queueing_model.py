@@ -54,7 +54,7 @@ class QueueingModel:
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """Returns a lower bound of the seconds of a step for the candidate's numbers of ranks, wherever they are placed."""
-        cores, placements = max(self.shape.cores), candidate.places
+        cores, placements = max(self.shape.cores), candidate.placements
         ranks_per_resource = {
             group: len(placement.processes) // max(1, len(placement.resources))
             for group, placement in placements.items()
@@ -76,12 +76,12 @@ class QueueingModel:
 
     def threads(self, candidate: Candidate) -> dict[str, int]:
         """Returns the threads of a rank of each group, as the runtime assigns them."""
-        ranks_by_node = self._on_nodes(candidate, tuple(candidate.places))
+        ranks_by_node = self._on_nodes(candidate, tuple(candidate.placements))
         return {
             group: min(
                 max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
             )
-            for group in candidate.places
+            for group in candidate.placements
         }
 
     # -- seconds of the phases ------------------------------------------------------------------------------------
@@ -153,11 +153,13 @@ class QueueingModel:
     # -- machines -------------------------------------------------------------------------------------------------
 
     def _by_cores(self, candidate: Candidate, phase: Phase) -> bool:
-        return phase.on_cores or self.shape.pools[candidate.places[phase.group].label].by_node
+        return phase.on_cores or self.shape.pools[candidate.placements[phase.group].label].by_node
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
         """Returns the number of ranks of these groups on each node."""
-        return collections.Counter(node for group in groups for node in self.shape.nodes_of(candidate.places[group]))
+        return collections.Counter(
+            node for group in groups for node in self.shape.nodes_of(candidate.placements[group])
+        )
 
     def _loads(
         self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
@@ -166,7 +168,7 @@ class QueueingModel:
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
             by_cores = self._by_cores(candidate, phase)
-            for resources in self.shape.resources_of(candidate.places[phase.group]):
+            for resources in self.shape.resources_of(candidate.placements[phase.group]):
                 node, _ = resources[0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
                 loads[node] += seconds[phase.name] * width / self.shape.cores[node]
@@ -186,7 +188,7 @@ class QueueingModel:
         """Returns the bytes on the fullest node, and on the fullest accelerator."""
         host: dict[int, float] = collections.defaultdict(float)
         device: dict[tuple[int, int], float] = collections.defaultdict(float)
-        for group, placement in candidate.places.items():
+        for group, placement in candidate.placements.items():
             for resources in self.shape.resources_of(placement):
                 host[resources[0][0]] += self.costs.memory.get(group, 0.0)
                 for resource in resources:

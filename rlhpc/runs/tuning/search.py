@@ -67,9 +67,9 @@ class Space:
 
     def pool(self, group: str) -> Pool:
         """Returns the resources in which a group's placement is counted."""
-        return self.model.shape.pools[self.configured.places[group].label]
+        return self.model.shape.pools[self.configured.placements[group].label]
 
-    def counted(self) -> Iterator[Candidate]:
+    def iter_sizes(self) -> Iterator[Candidate]:
         """Yields every number of ranks with all settings; each group lies at the beginning of its pool."""
         groups = self.model.workload.groups
         settings = list(self.settings())
@@ -79,34 +79,34 @@ class Space:
                 for group, (count, ranks_per_resource) in zip(groups, sizes, strict=True)
             }
             for chosen_settings in settings:
-                yield Candidate({**self.configured.places, **placements}, chosen_settings)
+                yield Candidate({**self.configured.placements, **placements}, chosen_settings)
 
-    def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
+    def iter_layouts(self, base: Candidate) -> Iterator[Candidate]:
         """Yields the candidates with the same numbers of ranks, at every offset of each group in its pool."""
         groups = self.model.workload.groups
         starts: list[list[int]] = []
         for group in groups:
-            total, count = len(self.pool(group).resources), len(counted.places[group].resources)
+            total, count = len(self.pool(group).resources), len(base.placements[group].resources)
             offsets = range(total - count + 1)
-            starts.append([*offsets] if total <= _SMALL else [o for o in offsets if o in self._joints(counted, group)])
+            starts.append([*offsets] if total <= _SMALL else [o for o in offsets if o in self._offsets(base, group)])
         for first_resources in itertools.product(*starts):
             placements = {}
             for group, first_resource in zip(groups, first_resources, strict=True):
-                placement = counted.places[group]
+                placement = base.placements[group]
                 count = len(placement.resources)
                 placements[group] = GroupPlacement.of(
                     placement.label, first_resource, count, len(placement.processes) // count
                 )
-            yield Candidate({**counted.places, **placements}, counted.settings)
+            yield Candidate({**base.placements, **placements}, base.settings)
 
-    def _joints(self, counted: Candidate, group: str) -> set[int]:
+    def _offsets(self, base: Candidate, group: str) -> set[int]:
         """Returns the offsets at which a group may start in a large pool: at its beginning, after other groups, and at its
         end.
         """
-        label = counted.places[group].label
+        label = base.placements[group].label
         other_counts = [
             len(placement.resources)
-            for name, placement in counted.places.items()
+            for name, placement in base.placements.items()
             if name != group and placement.label == label
         ]
         sums = {
@@ -114,20 +114,21 @@ class Space:
             for n in range(len(other_counts) + 1)
             for combination in itertools.combinations(other_counts, n)
         }
-        return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
+        return sums | {len(self.pool(group).resources) - len(base.placements[group].resources)}
 
 
 def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
     """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
     candidate, prediction = ranked.candidate, ranked.prediction
-    ranks = sum(len(placement.processes) for placement in candidate.places.values())
+    ranks = sum(len(placement.processes) for placement in candidate.placements.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
     changes += sum(
-        configured.places[group].processes != placement.processes for group, placement in candidate.places.items()
+        configured.placements[group].processes != placement.processes
+        for group, placement in candidate.placements.items()
     )
     return (
         round(prediction.step_s, 9), prediction.device_memory, prediction.memory, ranks, changes,
-        "".join(placement.text for placement in candidate.places.values()),
+        "".join(placement.text for placement in candidate.placements.values()),
     )  # fmt: skip
 
 
@@ -135,13 +136,13 @@ def _equivalence_key(ranked: RankedCandidate) -> object:
     """Returns a key that is equal for candidates that a user would not distinguish."""
     sizes = tuple(
         (group, len(placement.resources), len(placement.processes))
-        for group, placement in ranked.candidate.places.items()
+        for group, placement in ranked.candidate.placements.items()
     )
     return sizes, ranked.candidate.mode, round(ranked.prediction.step_s, 9)
 
 
 def search(
-    space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True
+    space: Space, count: int, is_allowed: Callable[[Candidate], bool] = lambda candidate: True
 ) -> list[RankedCandidate]:
     """Returns the best candidates, the best first.
 
@@ -149,10 +150,10 @@ def search(
         space: All candidates.
         count: Number of candidates; of several that differ only in the location of ranks, the best of each mode counts, and of
             several that differ only in settings without an effect, the one with the fewest changes.
-        allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
+        is_allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
     """
     model, best = space.model, dict[object, RankedCandidate]()
-    refused_keys: set[object] = set()
+    forbidden_keys: set[object] = set()
 
     def worst() -> float:
         rows = best_first() if len(best) >= count else []
@@ -167,7 +168,7 @@ def search(
     bounded_candidates = sorted(
         (
             (model.lower_bound_s(counted_candidate), index, counted_candidate)
-            for index, counted_candidate in enumerate(space.counted())
+            for index, counted_candidate in enumerate(space.iter_sizes())
         ),
         key=lambda row: row[:2],
     )
@@ -175,17 +176,17 @@ def search(
         limit = worst()
         if lower_bound_s > limit + 1e-9:
             break
-        for candidate in space.laid_out(base_candidate):
+        for candidate in space.iter_layouts(base_candidate):
             key = (index, candidate.mode)
-            if key in refused_keys:
+            if key in forbidden_keys:
                 continue
             ranked_candidate = RankedCandidate(candidate, model.predict(candidate))
             if ranked_candidate.prediction.step_s > limit + 1e-9 or not model.fits(ranked_candidate.prediction):
                 continue
             if key in best:
-                best[key] = min(best[key], ranked_candidate, key=lambda one: order(one, space.configured))
-            elif allowed(candidate):
+                best[key] = min(best[key], ranked_candidate, key=lambda ranked: order(ranked, space.configured))
+            elif is_allowed(candidate):
                 best[key] = ranked_candidate
             else:
-                refused_keys.add(key)
+                forbidden_keys.add(key)
     return best_first()[:count]

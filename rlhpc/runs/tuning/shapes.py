@@ -103,19 +103,19 @@ class ClusterShape:
 class Candidate:
     """Placement of each group, and value of each key that varies."""
 
-    places: Mapping[str, GroupPlacement]
+    placements: Mapping[str, GroupPlacement]
     settings: Mapping[str, Any]
 
     def ranks(self, group: str) -> int:
         """Returns the number of the group's ranks."""
-        return len(self.places[group].processes)
+        return len(self.placements[group].processes)
 
     @property
     def mode(self) -> str:
         """Placement mode. `collocated`: all groups share all resources; `disaggregated`: no groups share;
         otherwise `hybrid`.
         """
-        used_resources = [{(placement.label, r) for r in placement.resources} for placement in self.places.values()]
+        used_resources = [{(placement.label, r) for r in placement.resources} for placement in self.placements.values()]
         if all(group_resources == used_resources[0] for group_resources in used_resources):
             return "collocated"
         return "disaggregated" if sum(map(len, used_resources)) == len(set().union(*used_resources)) else "hybrid"
@@ -126,7 +126,7 @@ class Candidate:
             group: placement.text
             if placement.label == "cluster"
             else {"node_group": placement.label, "placement": placement.text}
-            for group, placement in self.places.items()
+            for group, placement in self.placements.items()
         }
 
     def overrides(self) -> list[str]:
@@ -135,7 +135,7 @@ class Candidate:
         return [word_of("cluster.component_placement", self.placement()), *override_words]
 
 
-def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
+def configured_placements(cfg: RunConfig) -> dict[str, GroupPlacement]:
     """Returns the placement of a configuration's groups.
 
     Raises:

@@ -18,6 +18,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.config.yaml_files import dump_yaml
 from rlhpc.jobs.paths import CONFIG, RunPaths
+from rlhpc.jobs.plan import count_noun
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_at_start
@@ -26,7 +27,7 @@ from rlhpc.runs.tuning.calibrate import Calibration, ShortRuns, device_size
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.queueing_model import QueueingModel
 from rlhpc.runs.tuning.search import RankedCandidate, Space, search
-from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, placed
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, configured_placements
 from rlhpc.runs.tuning.workload import Workload
 from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -34,7 +35,7 @@ from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
 from rlhpc.runtime.plugins import load_attribute
-from rlhpc.runtime.text import align_columns, count_noun, format_bytes
+from rlhpc.runtime.text import align_columns, format_bytes
 
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
@@ -54,7 +55,7 @@ class TuneRequest:
         site: Site file.
         nodes, accelerators: Machines to place the run on, if not those that the configuration requests.
         verify: Number of the best candidates that are run.
-        ahead: Largest `algorithm.max_staleness` that is considered; None for the configured one.
+        max_staleness: Largest `algorithm.max_staleness` that is considered; None for the configured one.
         samples: Number of samples for which hours are computed; None for those of the complete run.
         steps: Steps of a short run that count.
         deadline_s: Seconds that a short run may take.
@@ -66,7 +67,7 @@ class TuneRequest:
     nodes: int | None = None
     accelerators: int | None = None
     verify: int = 0
-    ahead: int | None = None
+    max_staleness: int | None = None
     samples: int | None = None
     steps: int = 10
     deadline_s: float = 1800.0
@@ -77,7 +78,7 @@ class TuneRequest:
         return tuple(f"cluster.{key}={size}" for key, size in sizes.items() if size is not None)
 
 
-def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
+def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
     """Returns the workload of a step of a run.
 
     Raises:
@@ -92,7 +93,7 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
         )
     configured_staleness = int(select(cfg, "algorithm.max_staleness") or 0)
     build_workload = load_attribute(task_type.planning.workload, f"the workload of the kind {task_type.name}")
-    workload: Workload = build_workload(cfg, configured_staleness if ahead is None else ahead)
+    workload: Workload = build_workload(cfg, configured_staleness if max_staleness is None else max_staleness)
     return workload
 
 
@@ -100,7 +101,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
     """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
     target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
-    labels = {placement.label for placement in configured.places.values()}
+    labels = {placement.label for placement in configured.placements.values()}
     memory = total_memory() if here else 0
     shape = ClusterShape.of(target, labels, memory, device_size() if here else 0)
     return Space(QueueingModel(workload, costs, shape), configured)
@@ -109,7 +110,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     """Returns the placement and settings of the configuration."""
     roles = task_type_of(cfg).groups.roles_of(cfg)
-    placements = {group: placement for group, placement in placed(cfg).items() if group in roles}
+    placements = {group: placement for group, placement in configured_placements(cfg).items() if group in roles}
     return Candidate(placements, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
@@ -132,7 +133,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         raise ConfigError(
             "--nodes and --gpus are for configurations without cluster.node_groups; change those in the file"
         )
-    workload = workload_of(cfg, request.ahead)
+    workload = workload_of(cfg, request.max_staleness)
     configured = configured_candidate(cfg, workload)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
@@ -147,7 +148,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     ]
     runs = ShortRuns(folder / CONFIG, folder, tuple(short_run_overrides), request.steps, request.deadline_s)
     try:
-        record = _find(request, cfg, workload, configured, runs, say)
+        record = _tune(request, cfg, workload, configured, runs, say)
     except RlhpcError:  # it may name a log
         shutil.rmtree(folder / "runs", ignore_errors=True)
         raise
@@ -159,7 +160,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     return record
 
 
-def _find(
+def _tune(
     request: TuneRequest,
     cfg: RunConfig,
     workload: Workload,
@@ -168,19 +169,19 @@ def _find(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures, searches, and runs the best candidates."""
-    labels = {placement.label for placement in configured.places.values()}
+    labels = {placement.label for placement in configured.placements.values()}
     calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
     space = space_of(request, workload, costs, cfg, here=True)
-    say(f"searching {sum(1 for _ in space.counted())} numbers of ranks and settings")
+    say(f"searching {sum(1 for _ in space.iter_sizes())} numbers of ranks and settings")
     best = search(space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, here=True))
     if not best:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _record(request, cfg, space, best, calibration.refused)
+    record = _record(request, cfg, space, best, calibration.failed_overrides)
     _verify(record, request, runs, say)
     return record
 
@@ -211,7 +212,11 @@ def _machines(shape: ClusterShape) -> str:
 
 
 def _record(
-    request: TuneRequest, cfg: RunConfig, space: Space, best: Sequence[RankedCandidate], refused: dict[str, str]
+    request: TuneRequest,
+    cfg: RunConfig,
+    space: Space,
+    best: Sequence[RankedCandidate],
+    failed_overrides: dict[str, str],
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
     steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
@@ -253,24 +258,24 @@ def _record(
         "hours_of": "accelerators" if model.shape.accelerators else "nodes",
         "knobs": {knob.key: list(knob.values) for knob in workload.knobs},
         "staleness": max((k.values[-1] for k in workload.knobs if k.key == workload.staleness), default=0),
-        "refused": refused,
+        "refused": failed_overrides,
         "costs": model.costs.to_json(),
         "rows": rows,
         "winner": 0,
     }
 
 
-def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
-    first, second = (
-        {name: placement.processes for name, placement in candidate.places.items()} for candidate in (one, other)
+def _is_same_candidate(first: Candidate, second: Candidate) -> bool:
+    first_processes, second_processes = (
+        {name: placement.processes for name, placement in candidate.placements.items()} for candidate in (first, second)
     )
-    return first == second and one.settings == other.settings
+    return first_processes == second_processes and first.settings == second.settings
 
 
 def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
     """Runs the best candidates, and the unchanged configuration, for a few steps.
 
-    The winner is the fastest; but the configured candidate wins if the fastest is ahead by no more than equal runs differ.
+    The winner is the fastest; but the configured candidate wins if the fastest is faster by no more than equal runs differ.
     """
     if not request.verify:
         return

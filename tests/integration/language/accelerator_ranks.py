@@ -10,7 +10,7 @@ from lm_ranks import LR, TEMPERATURE, loss_of, share, train
 
 from rlhpc import Worker
 from rlhpc.language.training.trainer import TokenTrainer
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 
 
 def _allocated() -> int:
@@ -51,7 +51,7 @@ class Sharing(Worker):
 
     def give(self, to: str) -> str:
         """Sends a tensor from where it computes; returns that device."""
-        device = own_device(self)
+        device = worker_device(self)
         self.send(torch.arange(6.0, device=device).reshape(2, 3), to, 0)
         return device.type
 
@@ -70,7 +70,7 @@ class Linked(Worker):
     def exchange(self, channel: str) -> dict[str, Any]:
         """A sum over both ranks, and one tensor sent to and fro, once as a message and once through a channel; with the
         devices that they were on."""
-        device = own_device(self)
+        device = worker_device(self)
         other = 1 - self.rank
         mine = torch.arange(6.0, device=device) + 10 * self.rank
         total = self.all_reduce(mine.clone())
@@ -90,7 +90,7 @@ class Linked(Worker):
 
     def seen(self) -> tuple[int, str]:
         """How many accelerators torch sees here, and which the first is."""
-        module: Any = torch.get_device_module(own_device(self))
+        module: Any = torch.get_device_module(worker_device(self))
         return torch.accelerator.device_count(), str(module.get_device_properties(0).uuid)
 
     def train(self, cfg: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rlhpc import Worker
 from rlhpc.checkpoint.tensor_slice import Box, cut
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.training.shard_layout import boxes
 from rlhpc.weights import make_sync, reshard, reshard_collective, transport
 from rlhpc.weights.reshard import Shard as Part
@@ -162,7 +162,7 @@ class Trainer(Worker):
     def send(self, version: int) -> int:
         """The bytes that this rank sent."""
         assert isinstance(self.sync, ShardSync)
-        device = own_device(self)
+        device = worker_device(self)
         shards = [replace(part, values=lambda part=part: part.values().to(device)) for part in self._shards(version)]  # type: ignore[misc]
         self.sync.send_shards(version, shards)
         return self.sync.sent

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhpc import Worker
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.comm.context import current
 from rlhpc.weights import frozen_names, make_sync
@@ -67,7 +67,7 @@ class Trainer(Worker):
     """Has the weights, changes some of them, and sends them."""
 
     def open(self, delta: str, sync: str = "auto", card: str = "", to: Any = RECEIVERS) -> None:
-        self.module = network(0, sync).to(own_device(self))
+        self.module = network(0, sync).to(worker_device(self))
         device = on_card(card)
         for tensor in self.module.state_dict(keep_vars=True).values() if device else ():
             tensor.data = device.tensor(tensor.data)
@@ -101,7 +101,7 @@ class Actor(Worker):
 
     def open(self, delta: str, adopt: bool, sync: str = "auto", card: str = "", address: str = CARD) -> None:
         on_card(card, address)
-        self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(own_device(self)), adopt
+        self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(worker_device(self)), adopt
         self.whole = self.rank == 1
         self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, complete_updates=self.whole)
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.cli import parse
 from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, last_row, real_error
-from rlhpc.cli.run import command_of, same_command
+from rlhpc.cli.run import same_command, snakemake_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.provenance import describe_result, last_result
 
@@ -48,12 +48,12 @@ class Watched:
     def say(self, text: str) -> None:
         with self.path.open("a") as file:
             file.write(text)
-        self.follower.look()
+        self.follower.update()
 
     def step(self, step: int) -> None:
         with self.paths.metrics.open("a") as file:
             file.write(json.dumps({"step": step, "train/episode_return": 2.0 * step, "time/wall_s": step}) + "\n")
-        self.follower.look()
+        self.follower.update()
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_what_is_behind_two_dashes_is_snakemakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MAKELEVEL", raising=False)
     args = arguments("runner.name=a b", "--site", "here", "--", "--forcerun", "report", "--config", "retries=0")
-    words = command_of(args)
+    words = snakemake_command(args)
     config = words[words.index("--config") + 1 :]
     assert config == ["run=configs/quickstart.yaml", 'overrides=["runner.name=a b"]', "site=here", "retries=0"]
     assert words[-7:-5] == ["--forcerun", "report"] and words.count("--config") == 1

@@ -49,7 +49,7 @@ def loader_refuses(kind: TaskType[Any], document: dict[str, Any]) -> bool:
     def fail(key: str, rule: str) -> ConfigError:
         return ConfigError(f"{key}: {rule}")
 
-    layers = ConfigLayers(kind.schema, kind.keys.whose, null_numbers(kind.keys.by_path))
+    layers = ConfigLayers(kind.schema, kind.keys.explain_foreign_key, null_numbers(kind.keys.by_path))
     try:
         layers.add(document, "file")
         keys = {path: key for path, key in kind.keys.by_path.items() if path in touched(document)}

@@ -44,5 +44,5 @@ def test_helpers_in_the_record_are_not_trusted(tmp_path: Path, calls: Callable[.
     foreign = HelperJobRecord("12", helpers.plan.group, 1, submitted=1.0, started=1.0, leaving=1.0)
     HelperRecord({"12": foreign}).write(helpers.paths, helpers.plan.group)
     helpers._record = HelperRecord.read(helpers.paths, helpers.plan.group)
-    helpers.look()
+    helpers.update()
     assert calls() == []

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def tracked(metric: str, values: list[float], patience: int = 0) -> BestCheckpoint:
     best = BestCheckpoint(metric, patience)
     for step, value in enumerate(values, start=1):
-        best.take(step, {metric: value, "train/loss": 0.0})
+        best.record(step, {metric: value, "train/loss": 0.0})
     return best
 
 
@@ -49,9 +49,9 @@ def test_the_best_step_is_the_one_that_the_metric_calls_better(
 def test_steps_without_an_evaluation_neither_count_nor_end_a_run() -> None:
     best = tracked("eval/loss", [1.0, 2.0], patience=2)
     for step in range(3, 20):
-        best.take(step, {"train/loss": 0.5})
+        best.record(step, {"train/loss": 0.5})
     assert not best.is_over()
-    best.take(20, {"eval/loss": 1.5})
+    best.record(20, {"eval/loss": 1.5})
     assert best.is_over() and "2 evaluations in a row" in best.reason() and "1 of step 1" in best.reason()
 
 
@@ -66,7 +66,7 @@ def test_a_resumed_run_remembers_the_best_value_and_its_patience(cut: int) -> No
     second = BestCheckpoint("eval/loss", 3)
     second.load_state(json.loads(json.dumps(first.state())))
     for step, value in enumerate(values[cut:], start=cut + 1):
-        second.take(step, {"eval/loss": value})
+        second.record(step, {"eval/loss": value})
     assert second.state() == whole.state()
 
 
@@ -78,7 +78,7 @@ def test_another_metric_begins_anew() -> None:
 
 def test_a_metric_that_evaluations_do_not_have_ends_the_run_at_the_first() -> None:
     with pytest.raises(ConfigError, match=r"eval/success_once.*allowed: eval/return_mean"):
-        BestCheckpoint("eval/success_once", 0).take(1, {"eval/return_mean": 1.0})
+        BestCheckpoint("eval/success_once", 0).record(1, {"eval/return_mean": 1.0})
 
 
 def saved(paths: RunPaths, step: int) -> None:
@@ -90,7 +90,7 @@ def saved(paths: RunPaths, step: int) -> None:
 def test_the_best_checkpoint_outlives_newer_ones_and_is_found_by_its_link(tmp_path: Path) -> None:
     paths, best = RunPaths(tmp_path / "run"), BestCheckpoint("eval/loss", 0)
     for step, value in enumerate([3.0, 1.0, 2.0, 2.0, 2.0, 0.5, 0.7], start=1):
-        best.take(step, {"eval/loss": value})
+        best.record(step, {"eval/loss": value})
         saved(paths, step)
         best.link(paths)
         prune(paths, 2, best.retained_steps(paths), checksums=False)
@@ -101,11 +101,11 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_found_by_its_link(tmp_pa
 
 def test_until_the_new_best_checkpoint_is_complete_the_old_one_stays(tmp_path: Path) -> None:
     paths, best = RunPaths(tmp_path / "run"), BestCheckpoint("eval/loss", 0)
-    best.take(1, {"eval/loss": 3.0})
+    best.record(1, {"eval/loss": 3.0})
     for step in (1, 2, 3):
         saved(paths, step)
     best.link(paths)
-    best.take(4, {"eval/loss": 1.0})  # its save is under way while that of step 3 is committed
+    best.record(4, {"eval/loss": 1.0})  # its save is under way while that of step 3 is committed
     best.link(paths)
     prune(paths, 1, best.retained_steps(paths), checksums=False)
     assert paths.best.resolve().name == "global_step_1" and paths.checkpoint(1).is_dir()
@@ -211,5 +211,5 @@ def test_a_short_run_of_the_tuner_goes_without() -> None:
 
 def test_an_evaluation_that_is_not_finite_is_none_that_is_better() -> None:
     best = BestCheckpoint("eval/return_mean", 2)
-    assert not best.take(1, {"eval/nonfinite": 1.0}) and best.waited == 1
-    assert best.take(2, {"eval/return_mean": -3.0}) and best.waited == 0
+    assert not best.record(1, {"eval/nonfinite": 1.0}) and best.waited == 1
+    assert best.record(2, {"eval/return_mean": -3.0}) and best.waited == 0

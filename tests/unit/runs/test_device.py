@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
-from rlhpc.runs.device import own_device
+from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm.payload import dumps, loads, rebuild_tensor
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
@@ -29,7 +29,7 @@ def test_a_grant_that_torch_cannot_use_is_an_error() -> None:
     assert "RLHPC_TORCH=" in said and "cluster.accelerators_per_node=0" in said
     rank = SimpleNamespace(accelerators=BEYOND)
     with pytest.raises(ConfigError, match="were granted"):
-        own_device(rank)  # type: ignore[arg-type]
+        worker_device(rank)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
@@ -66,7 +66,7 @@ class Asked(Worker):
     """Says where it would compute."""
 
     def device(self) -> str:
-        return str(own_device(self))
+        return str(worker_device(self))
 
 
 def test_ranks_of_a_virtual_cluster_are_told() -> None:

@@ -132,7 +132,7 @@ def test_a_rank_may_come_and_go_between_two_looks(
     helpers = helpers_of(tmp_path, present)
     now = time.time()
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
-    helpers.look()
+    helpers.update()
     (job,) = helpers.jobs
     assert job.finished is not None and (job.joined == 0) == vain == bool(helpers._num_failed)
     assert ("before a rank of it had joined" in capfd.readouterr().err) == vain
@@ -144,8 +144,8 @@ def test_an_error_of_a_rank_makes_it_wait(commands: Callable[..., Path], tmp_pat
     helpers = helpers_of(tmp_path, {"5": 0})
     now = time.time()
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
-    helpers._faulty = {"5"}
-    helpers.look()
+    helpers._faulty_jobs = {"5"}
+    helpers.update()
     assert helpers._num_failed == 1 and helpers.jobs[0].finished is not None
 
 
@@ -236,12 +236,12 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
         cluster.answers = draw.random() < 0.9
         helpers.record_step({"time/step_s": 1.0, "time/rollout_s": draw.random()})
         with contextlib.suppress(SubmitError):
-            helpers.look()
+            helpers.update()
         assert cluster.hours() <= budget
     cluster.pass_time(1e5)
     assert cluster.hours() <= budget and cluster.most > 1, "and it was made use of"
     cluster.answers = True
-    helpers.look()
+    helpers.update()
     for job in helpers.jobs:
         started, ended = cluster.jobs[job.id]
         used = 0.0 if started is None or ended is None else (ended - started) / 3600
@@ -255,7 +255,7 @@ def test_jobs_that_nobody_has_seen_at_work_are_not_submitted_again_and_again(
     commands()
     helpers = helpers_of(tmp_path)
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, time.time() - 10)
-    helpers.look()
+    helpers.update()
     (job,) = helpers.jobs
     assert (
         helpers._num_failed == 1 and job.started is not None and job.finished - job.started == pytest.approx(10, abs=5)

@@ -65,7 +65,7 @@ class FakeReplicas:
         self.ranks = [0]
         self._rollout = rollout
 
-    def of_step(self) -> FakeGroup:
+    def step_group(self) -> FakeGroup:
         return self._rollout
 
     def firsts(self) -> list[int]:

@@ -45,7 +45,7 @@ def test_sizes_of_a_mesh_are_keys_like_others() -> None:
     model = QueueingModel(workload, costs, GPUS)
 
     def allowed(candidate: Candidate) -> bool:
-        ranks = len(candidate.places["rollout"].processes)
+        ranks = len(candidate.placements["rollout"].processes)
         return bool(ranks % candidate.settings["tensor"] == 0)
 
     one = {group: GroupPlacement.of("cluster", 0, 1) for group in workload.groups}
