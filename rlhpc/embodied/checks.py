@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
-from rlhpc.config.constraints import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name, check_rules
 from rlhpc.config.typed import select
 from rlhpc.embodied.algorithms.registry import ALGORITHMS
 from rlhpc.embodied.config import (
@@ -55,45 +55,48 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
+    name = model.model_type.lower()
     _check_normalisation(cfg, fail)
-    if model.model_type.lower() in MODELS:
+    if name in MODELS:
         check_model_options(model, fail)
+        delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
+        check_rules(
+            (
+                (
+                    select(cfg, "actor.model.gradient_checkpointing") and name not in _RECOMPUTED,  # neither have those
+                    "actor.model.gradient_checkpointing",
+                    f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} "
+                    "have: false",
+                ),
+                (
+                    delay is not None and name not in _FLOWS,
+                    "env.eval.real_time_chunking.inference_delay",
+                    f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOWS)}; "
+                    f"{model.model_type} does not",
+                ),
+            ),
+            fail,
+        )
     else:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
         REGISTRY.find(model.model_type)
-    if (
-        select(cfg, "actor.model.gradient_checkpointing")  # which off-policy runs have not
-        and model.model_type.lower() in MODELS
-        and model.model_type.lower() not in _RECOMPUTED
-    ):
-        raise fail(
-            "actor.model.gradient_checkpointing",
-            f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} have: false",
-        )
-    delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
-    if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in _FLOWS:
-        raise fail(
-            "env.eval.real_time_chunking.inference_delay",
-            f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOWS)}; "
-            f"{model.model_type} does not",
-        )
     for suite in cfg.workflow.eval_suites:
         check_name("workflow.eval_suites", suite, ("default", *cfg.workflow.suites), fail)
-    for name, env_cfg in (("train", cfg.env.train), ("eval", cfg.env.eval)):
+    for section, env_cfg in (("env.train", cfg.env.train), ("env.eval", cfg.env.eval)):
         if env_cfg.kwargs.get("render_mode") == "human":
             raise fail(
-                f"env.{name}.kwargs.render_mode",
+                f"{section}.kwargs.render_mode",
                 "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
                 "env.eval.video_episodes",
             )
-        _wrappers(f"env.{name}.wrappers", env_cfg.wrappers)
+        _wrappers(f"{section}.wrappers", env_cfg.wrappers)
         if env_cfg.env_type.lower() == "gymnasium":
-            _gymnasium_id(f"env.{name}.env_id", env_cfg.env_id, fail)
+            _gymnasium_id(f"{section}.env_id", env_cfg.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
-            ENVS.find(env_cfg.env_type, f"env.{name}.env_type")
+            ENVS.find(env_cfg.env_type, f"{section}.env_type")
 
 
 def _wrappers(key: str, wrappers: Sequence[object]) -> None:
@@ -139,10 +142,10 @@ def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
                     "runs of task_type embodied, set actor.model.normalize_observations=true; elsewhere rescale by fixed "
                     "bounds",
                 )
-    is_normalized = (
+    keeps_statistics = (
         select(cfg, "algorithm.adv_type") is not None and str(select(cfg, "actor.training_backend")).lower() == "local"
     )
-    if select(cfg, "actor.model.normalize_observations") and not is_normalized:
+    if select(cfg, "actor.model.normalize_observations") and not keeps_statistics:
         raise fail(
             "actor.model.normalize_observations",
             "running statistics are kept by runs of task_type embodied with actor.training_backend local; elsewhere: false",
@@ -155,10 +158,10 @@ def _check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None
     Raises:
         ConfigError: The key names something else.
     """
-    if cfg.workflow.demos_expert is not None:
-        path = select(cfg, key)
-        if not isinstance(path, str) or not path.endswith(".h5") or "*" in path:
-            raise fail(key, "workflow.demos_expert records the demonstrations there: name one .h5 file")
+    path = select(cfg, key)
+    is_file = isinstance(path, str) and path.endswith(".h5") and "*" not in path
+    if cfg.workflow.demos_expert is not None and not is_file:
+        raise fail(key, "workflow.demos_expert records the demonstrations there: name one .h5 file")
 
 
 def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
@@ -167,24 +170,35 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     Raises:
         ConfigError: Names the first that does not.
     """
-    if cfg.rollout.weight_sync.lower() == "shards":
-        raise fail("rollout.weight_sync", "policies are sent whole: take auto (shards is for language models)")
-    env_type = cfg.env.train.env_type.lower()
-    if env_type in _ROBOTS and env_type == cfg.env.eval.env_type.lower() and cfg.runner.val_check_interval > 0:
-        raise fail(
-            "runner.val_check_interval",
-            f"env.eval is a {env_type}, as env.train is, which an env rank holds while a rollout rank evaluates, and a "
-            "robot is in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator "
-            "as env.eval (env_type, env_id, kwargs)",
-        )
-    envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
-    if envs % stages:
-        raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
-    for env_name, section in (("train", cfg.env.train), ("eval", cfg.env.eval)):
-        if section.num_envs % section.group_size:
-            raise fail(
-                f"env.{env_name}.num_envs", f"it must divide by env.{env_name}.group_size ({section.group_size})"
-            )
+    train, evaluation, stages = cfg.env.train, cfg.env.eval, cfg.rollout.pipeline_stage_num
+    env_type = train.env_type.lower()
+    is_shared_robot = env_type in _ROBOTS and env_type == evaluation.env_type.lower()
+    check_rules(
+        [
+            (
+                cfg.rollout.weight_sync.lower() == "shards",
+                "rollout.weight_sync",
+                "policies are sent whole: take auto (shards is for language models)",
+            ),
+            (
+                is_shared_robot and cfg.runner.val_check_interval > 0,
+                "runner.val_check_interval",
+                f"env.eval is a {env_type}, as env.train is, which an env rank holds while a rollout rank evaluates, and a "
+                "robot is in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator "
+                "as env.eval (env_type, env_id, kwargs)",
+            ),
+            (train.num_envs % stages, "env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})"),
+            *(
+                (
+                    section.num_envs % section.group_size,
+                    f"env.{name}.num_envs",
+                    f"it must divide by env.{name}.group_size ({section.group_size})",
+                )
+                for name, section in (("train", train), ("eval", evaluation))
+            ),
+        ],
+        fail,
+    )
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
@@ -210,117 +224,147 @@ def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
 
 
 def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
-    """Checks that a rollout divides into minibatches, and these into micro-batches.
-
-    Raises:
-        ConfigError: Names the first that does not divide.
-    """
-    check_slots(cfg, fail)
-    envs = cfg.env.train.num_envs
-    batch, total = minibatch_size(cfg), envs * cfg.algorithm.rollout_steps
-    if total % batch:
-        raise fail(
-            "actor.global_batch_size",
-            f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = "
-            f"{total} transitions, which must divide by it",
-        )
-    micro = cfg.actor.micro_batch_size
-    if micro is not None and (micro > batch or batch % micro):
-        raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
-    _check_parts(cfg, fail)
-
-
-def _check_parts(cfg: PpoConfig, fail: Fail) -> None:
-    """Checks the parts of rollouts: that the rollouts can be divided, and that the parts are large enough for training on them
-    as they arrive.
+    """Checks that a rollout divides into parts and minibatches, and these into micro-batches; and that the parts are large
+    enough for training on them as they arrive.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-    algorithm, parts = cfg.algorithm, cfg.algorithm.rollout_parts
-    if algorithm.rollout_steps % parts:
+    check_slots(cfg, fail)
+    algorithm, envs, parts = cfg.algorithm, cfg.env.train.num_envs, cfg.algorithm.rollout_parts
+    if algorithm.rollout_steps % parts:  # before a part is divided into minibatches
         raise fail("algorithm.rollout_parts", f"it must divide algorithm.rollout_steps ({algorithm.rollout_steps})")
-    if parts > 1 and cfg.env.train.auto_reset and not divisible(cfg):
-        raise fail(
-            "algorithm.rollout_parts",
-            f"algorithm.adv_type {algorithm.adv_type} takes what follows one another as one, which only gae can cut: take 1, "
-            "or env.train.auto_reset false, where each part is an episode",
-        )
-    if parts > 1 and not cfg.env.train.auto_reset and algorithm.max_staleness:
-        raise fail(
-            "algorithm.rollout_parts",
-            "with algorithm.max_staleness and without env.train.auto_reset, a step is an episode: 1",
-        )
+    batch, total, micro = minibatch_size(cfg), envs * algorithm.rollout_steps, cfg.actor.micro_batch_size
+    check_rules(
+        (
+            (
+                total % batch,
+                "actor.global_batch_size",
+                f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({algorithm.rollout_steps}) = "
+                f"{total} transitions, which must divide by it",
+            ),
+            (
+                micro is not None and batch % micro,
+                "actor.micro_batch_size",
+                f"it must divide actor.global_batch_size ({batch})",
+            ),
+            (
+                parts > 1 and cfg.env.train.auto_reset and not divisible(cfg),
+                "algorithm.rollout_parts",
+                f"algorithm.adv_type {algorithm.adv_type} takes what follows one another as one, which only gae can cut: "
+                "take 1, or env.train.auto_reset false, where each part is an episode",
+            ),
+            (
+                parts > 1 and not cfg.env.train.auto_reset and algorithm.max_staleness,
+                "algorithm.rollout_parts",
+                "with algorithm.max_staleness and without env.train.auto_reset, a step is an episode: 1",
+            ),
+        ),
+        fail,
+    )
     if cfg.runner.use_training_pipeline:
-        _pipeline(cfg, fail)
+        _check_pipeline(cfg, fail)
 
 
-def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
+def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
+    """Checks what `runner.use_training_pipeline` needs."""
     key, algorithm, parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
-    if parts < 2:
-        raise fail("algorithm.rollout_parts", f"{key} trains on one part while the next is played: take 2 or more")
-    if algorithm.max_staleness:
-        raise fail(key, "with algorithm.max_staleness whole steps are played meanwhile: choose one of them")
-    for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
-        if section.enable_offload:
-            raise fail(f"{section_name}.enable_offload", f"with {key} both are at work at once: set it false")
-    if cfg.runner.on_nonfinite.lower() == "skip":
-        raise fail("runner.on_nonfinite", f"what is left out must be known first, which {key} does not wait for: stop")
-    if algorithm.loss_type.lower() == "decoupled_ppo":
-        raise fail(
-            "algorithm.loss_type", f"it asks the weights from before all updates, which {key} does not keep: ppo"
-        )
     size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
     part_text = f"with {key}, a part has {size} transitions"
     normalize = algorithm.normalize_advantages.lower()
-    if normalize == "batch":
-        raise fail(
-            "algorithm.normalize_advantages", f"{part_text}, and those of others are not known: minibatch or none"
-        )
-    if size % batch and batch % size:
-        raise fail("actor.global_batch_size", f"{part_text}: it must divide that, or be a multiple")
-    if batch > size and normalize not in ("none", "false"):
-        raise fail(
-            "algorithm.normalize_advantages",
-            f"{part_text}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
-            "actor.global_batch_size",
-        )
     levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
-    if batch > size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset):
-        raise fail(
-            "actor.global_batch_size", f"{part_text}, and how much of others trains is not known: take {size} or less"
-        )
+    check_rules(
+        (
+            (
+                parts < 2,
+                "algorithm.rollout_parts",
+                f"{key} trains on one part while the next is played: take 2 or more",
+            ),
+            (
+                algorithm.max_staleness,
+                key,
+                "with algorithm.max_staleness whole steps are played meanwhile: choose one of them",
+            ),
+            *(
+                (section.enable_offload, f"{name}.enable_offload", f"with {key} both are at work at once: set it false")
+                for name, section in (("actor", cfg.actor), ("rollout", cfg.rollout))
+            ),
+            (
+                cfg.runner.on_nonfinite.lower() == "skip",
+                "runner.on_nonfinite",
+                f"what is left out must be known first, which {key} does not wait for: stop",
+            ),
+            (
+                algorithm.loss_type.lower() == "decoupled_ppo",
+                "algorithm.loss_type",
+                f"it asks the weights from before all updates, which {key} does not keep: ppo",
+            ),
+            (
+                normalize == "batch",
+                "algorithm.normalize_advantages",
+                f"{part_text}, and those of others are not known: minibatch or none",
+            ),
+            (
+                size % batch and batch % size,
+                "actor.global_batch_size",
+                f"{part_text}: it must divide that, or be a multiple",
+            ),
+            (
+                batch > size and normalize not in ("none", "false"),
+                "algorithm.normalize_advantages",
+                f"{part_text}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
+                "actor.global_batch_size",
+            ),
+            (
+                batch > size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset),
+                "actor.global_batch_size",
+                f"{part_text}, and how much of others trains is not known: take {size} or less",
+            ),
+        ),
+        fail,
+    )
 
 
 def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
-    """Checks that the model supports the adapters and the dtype.
+    """Checks that the model supports the adapters, the training backend and the dtype.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-    model = cfg.actor.model
-    backend = cfg.actor.training_backend
+    name, backend = cfg.actor.model.model_type.lower(), cfg.actor.training_backend
     if ":" not in backend:
         check_choice("actor.training_backend", backend, BACKENDS.choices(), fail)
-    if model.model_type.lower() == "lerobot":
-        _lerobot(cfg, fail)
-    if cfg.actor.lora.rank:
-        if model.model_type.lower() not in _ADAPTED:
-            raise fail("actor.lora.rank", f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0")
-    elif model.model_type.lower() in _ADAPTED and model.dtype == "bfloat16" and backend.lower() == "local":
-        raise fail(
-            "actor.model.dtype",
-            "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend fsdp or "
-            "deepspeed",
-        )
-
-
-def _lerobot(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
-    """Checks the limits of LeRobot's policies: all weights are trained on each rank, in float32."""
-    if cfg.actor.training_backend.lower() != "local":
-        raise fail("actor.training_backend", "policies of model_type lerobot are trained by local alone")
-    if cfg.actor.model.dtype == "bfloat16":
-        raise fail("actor.model.dtype", "policies of model_type lerobot compute in float32")
+    is_local, is_bfloat16, has_adapters = (
+        backend.lower() == "local",
+        cfg.actor.model.dtype == "bfloat16",
+        cfg.actor.lora.rank,
+    )
+    check_rules(
+        (
+            (
+                name == "lerobot" and not is_local,
+                "actor.training_backend",
+                "policies of model_type lerobot are trained by local alone",
+            ),
+            (
+                name == "lerobot" and is_bfloat16,
+                "actor.model.dtype",
+                "policies of model_type lerobot compute in float32",
+            ),
+            (
+                has_adapters and name not in _ADAPTED,
+                "actor.lora.rank",
+                f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0",
+            ),
+            (
+                not has_adapters and name in _ADAPTED and is_bfloat16 and is_local,
+                "actor.model.dtype",
+                "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend "
+                "fsdp or deepspeed",
+            ),
+        ),
+        fail,
+    )
 
 
 def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
@@ -330,54 +374,75 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
-    for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
-        if section.enable_offload and algorithm.max_staleness:
-            raise fail(
-                f"{section_name}.enable_offload", "with algorithm.max_staleness both are at work at once: set it false"
-            )
-    if cfg.rollout.enable_offload and cfg.rollout.weight_sync.lower() == "broadcast":
-        raise fail(
-            "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
-        )
-    if (name := model.model_type.lower()) in _CRITICS:
-        bc_hint = "" if name in _NOT_CLONED else ", and for bc before that"
-        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy{bc_hint}")
-    if name == "success":
-        raise fail(
-            "actor.model.model_type", "a model of success does not act: bc trains it, env.train.reward_model uses it"
-        )
+    name, estimator = model.model_type.lower(), algorithm.adv_type
+    check_rules(
+        (
+            *(
+                (
+                    section.enable_offload and algorithm.max_staleness,
+                    f"{section_name}.enable_offload",
+                    "with algorithm.max_staleness both are at work at once: set it false",
+                )
+                for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout))
+            ),
+            (
+                cfg.rollout.enable_offload and cfg.rollout.weight_sync.lower() == "broadcast",
+                "rollout.enable_offload",
+                "weights are taken in on the host, which rollout.weight_sync broadcast does not",
+            ),
+            (
+                name in _CRITICS,
+                "actor.model.model_type",
+                f"{name} has critics of actions: it is for off_policy"
+                f"{'' if name in _NOT_CLONED else ', and for bc before that'}",
+            ),
+            (
+                name == "success",
+                "actor.model.model_type",
+                "a model of success does not act: bc trains it, env.train.reward_model uses it",
+            ),
+        ),
+        fail,
+    )
     _check_adapters(cfg, fail)
-    if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
-        raise fail(
-            "algorithm.target_kl", "DeepSpeed cannot take back a gradient: use null, or another training backend"
-        )
-    if model.num_action_chunks > 1:
-        _chunks(cfg, fail)
-    if algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS:
-        if train.group_size < 2:
-            raise fail(
+    is_action_level = model.num_action_chunks > 1 and algorithm.reward_type.lower() == "action_level"
+    needs_values = estimator.lower() == "gae" or algorithm.value_coef > 0
+    compares_groups = estimator.lower() in COMPARE_WITHIN_GROUPS
+    check_rules(
+        (
+            (
+                cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None,
+                "algorithm.target_kl",
+                "DeepSpeed cannot take back a gradient: use null, or another training backend",
+            ),
+            (
+                is_action_level and algorithm.logprob_type.lower() == "chunk_level",
+                "algorithm.logprob_type",
+                "algorithm.reward_type action_level needs action_level or token_level",
+            ),
+            (
+                is_action_level and needs_values and not model.value_per_action,
+                "actor.model.value_per_action",
+                "algorithm.reward_type action_level needs a value for each action: true",
+            ),
+            (
+                model.num_action_chunks > 1 and model.value_per_action and not is_action_level,
+                "actor.model.value_per_action",
+                "it is for algorithm.reward_type action_level",
+            ),
+            (
+                compares_groups and train.group_size < 2,
                 "env.train.group_size",
-                f"algorithm.adv_type {algorithm.adv_type} compares slots that share a reset: it must be at least 2",
-            )
-        if train.auto_reset:
-            raise fail(
+                f"algorithm.adv_type {estimator} compares slots that share a reset: it must be at least 2",
+            ),
+            (
+                compares_groups and train.auto_reset,
                 "env.train.auto_reset",
-                f"algorithm.adv_type {algorithm.adv_type} compares whole episodes: it must be false",
-            )
-
-
-def _chunks(cfg: PpoConfig, fail: Fail) -> None:
-    algorithm, model = cfg.algorithm, cfg.actor.model
-    is_action_level = algorithm.reward_type.lower() == "action_level"
-    if is_action_level and algorithm.logprob_type.lower() == "chunk_level":
-        raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
-    needs_values = algorithm.adv_type.lower() == "gae" or algorithm.value_coef > 0
-    if is_action_level and needs_values and not model.value_per_action:
-        raise fail(
-            "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
-        )
-    if model.value_per_action and not is_action_level:
-        raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
+                f"algorithm.adv_type {estimator} compares whole episodes: it must be false",
+            ),
+        ),
+        fail,
+    )
 
 
 def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
@@ -398,24 +463,32 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ALGORITHMS.find(algorithm.name)
     elif model_type in MODELS and model_type not in _NETWORKS[name]:
         raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_NETWORKS[name])}")
-    _check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
-    if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
-        raise fail(
-            "algorithm.replay_buffer.size",
-            f"it must hold min_buffer_size ({buffer.min_buffer_size}) and one transition of each of the "
-            f"{cfg.env.train.num_envs} environments",
-        )
-    path = algorithm.demo_buffer.load_path
-    if path and cfg.actor.model.model_type.lower() == "dsrl":
-        raise fail("algorithm.demo_buffer.load_path", "dsrl learns of noise, and data have actions: take null")
-    recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
-    if algorithm.offline_steps and not path:
-        raise fail(
-            "algorithm.offline_steps",
-            "they learn from data alone: name it in algorithm.demo_buffer.load_path, or take 0",
-        )
-    if path and not recorded and not any(wildcard in path for wildcard in "*?[") and not expand_home(path).exists():
-        raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
+    key, path = "algorithm.demo_buffer.load_path", algorithm.demo_buffer.load_path
+    _check_demos_target(cfg, key, fail)
+    is_recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
+    is_pattern = path is not None and any(wildcard in path for wildcard in "*?[")
+    check_rules(
+        (
+            (
+                buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs),
+                "algorithm.replay_buffer.size",
+                f"it must hold min_buffer_size ({buffer.min_buffer_size}) and one transition of each of the "
+                f"{cfg.env.train.num_envs} environments",
+            ),
+            (path and model_type == "dsrl", key, "dsrl learns of noise, and data have actions: take null"),
+            (
+                algorithm.offline_steps and not path,
+                "algorithm.offline_steps",
+                "they learn from data alone: name it in algorithm.demo_buffer.load_path, or take 0",
+            ),
+            (
+                path and not is_recorded and not is_pattern and not expand_home(path).exists(),
+                key,
+                "there is no such file or folder",
+            ),
+        ),
+        fail,
+    )
 
 
 def check_bc(cfg: BcConfig, fail: Fail) -> None:
@@ -426,19 +499,32 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     """
     _check_adapters(cfg, fail)
     name = cfg.actor.model.model_type.lower()
-    if reason := _NOT_CLONED.get(name):
-        raise fail("actor.model.model_type", reason)
-    is_conditioned = name == "conditioned"
-    if cfg.algorithm.value_model and not is_conditioned:
-        raise fail("actor.model.model_type", "algorithm.value_model conditions a policy that can be told: conditioned")
-    if is_conditioned and not cfg.algorithm.value_model:
-        raise fail("algorithm.value_model", "name a policy with a critic: it says which actions were improvements")
-    if name in ("conditioned", "success") and cfg.algorithm.bc_loss.lower() == "mse":
-        raise fail("algorithm.bc_loss", f"model_type {name} learns by nll")
-    if name == "success" and cfg.runner.val_check_interval > 0:
-        raise fail(
-            "runner.val_check_interval", "a model of success does not play; train/holdout_loss says what it learns"
-        )
+    check_rules(
+        (
+            (name in _NOT_CLONED, "actor.model.model_type", _NOT_CLONED.get(name, "")),
+            (
+                cfg.algorithm.value_model and name != "conditioned",
+                "actor.model.model_type",
+                "algorithm.value_model conditions a policy that can be told: conditioned",
+            ),
+            (
+                name == "conditioned" and not cfg.algorithm.value_model,
+                "algorithm.value_model",
+                "name a policy with a critic: it says which actions were improvements",
+            ),
+            (
+                name in ("conditioned", "success") and cfg.algorithm.bc_loss.lower() == "mse",
+                "algorithm.bc_loss",
+                f"model_type {name} learns by nll",
+            ),
+            (
+                name == "success" and cfg.runner.val_check_interval > 0,
+                "runner.val_check_interval",
+                "a model of success does not play; train/holdout_loss says what it learns",
+            ),
+        ),
+        fail,
+    )
     _check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

@@ -70,8 +70,8 @@ def policy_card(
             card += (
                 f"| {evaluation.get('suite', 'default')} | {evaluation.get('episodes', '')} | "
                 f"{evaluation['return_mean']:.2f} | "
+                f"{interval_text(evaluation.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
             )
-            card += f"{interval_text(evaluation.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
         card += "\n"
     if released:
         model_type = config["policy"]["model"]["model_type"]
@@ -79,15 +79,20 @@ def policy_card(
             f"The folder is as models of the family {model_type} are released, for their own code.\n\n## With rlhpc\n\n"
         )
         return card + f"```yaml\nactor: {{model: {{model_type: {model_type}, model_path: <this folder>}}}}\n```\n"
-    card += "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
-    card += "| `config.json` | the policy's specification and the environment it was trained in |\n"
+    card += (
+        "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
+        "| `config.json` | the policy's specification and the environment it was trained in |\n"
+    )
     if standalone:
-        card += "| `policy.pt2` | the same policy as a torch program: `[B, …]` in, actions `[B, chunk, dim]` out |\n"
-        card += "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
-    card += f"\n## The network\n\n{_forward(config['policy'])}\n\n## With rlhpc\n\n"
-    card += '```python\nfrom rlhpc import load_exported\n\npolicy = load_exported(".")\n'
-    card += 'actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, …]\n```\n'
-    return card
+        card += (
+            "| `policy.pt2` | the same policy as a torch program: `[B, …]` in, actions `[B, chunk, dim]` out |\n"
+            "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
+        )
+    return (
+        f"{card}\n## The network\n\n{_forward(config['policy'])}\n\n## With rlhpc\n\n"
+        '```python\nfrom rlhpc import load_exported\n\npolicy = load_exported(".")\n'
+        'actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, …]\n```\n'
+    )
 
 
 def _forward(spec: Mapping[str, Any]) -> str:
@@ -127,13 +132,14 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     Raises:
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
-    checkpoint, target, step = _from_and_to(checkpoint, output)
+    checkpoint, target, step = _prepare_export(checkpoint, output)
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
-        acting = _acting(checkpoint, config)
-        evaluations = results_beside(checkpoint, step)
-        card = policy_card(config, checkpoint.name, evaluations, licence=licence, standalone=bool(acting))
+        acting = _standalone_files(checkpoint, config)
+        card = policy_card(
+            config, checkpoint.name, results_beside(checkpoint, step), licence=licence, standalone=bool(acting)
+        )
         _write_folder(
             target,
             {
@@ -144,7 +150,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
             },
         )
     except OSError as error:
-        raise _not_written(checkpoint, target, error) from error
+        raise _export_error(checkpoint, target, error) from error
     return target
 
 
@@ -164,7 +170,7 @@ def release_checkpoint(
         ConfigError: The policy's family has no such format.
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
-    checkpoint, target, step = _from_and_to(checkpoint, output)
+    checkpoint, target, step = _prepare_export(checkpoint, output)
     policy: Any = load_exported(checkpoint, trust_code=trust_code)
     if not hasattr(policy, "release"):
         model_type = policy.spec()["model"]["model_type"]
@@ -178,11 +184,11 @@ def release_checkpoint(
             policy.release(staging, step)
             write_durably(staging / "README.md", card.encode())
     except OSError as error:
-        raise _not_written(checkpoint, target, error) from error
+        raise _export_error(checkpoint, target, error) from error
     return target
 
 
-def _from_and_to(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
+def _prepare_export(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
     """Returns the checked checkpoint, a free target, and the step."""
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
@@ -192,7 +198,7 @@ def _from_and_to(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int
     return checkpoint, target, step
 
 
-def _not_written(checkpoint: Path, target: Path, error: OSError) -> CheckpointError:
+def _export_error(checkpoint: Path, target: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
         f"{advice(error, target)}, or give another output folder"
@@ -227,15 +233,15 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
             run_config = read_yaml((checkpoint / CONFIG).read_bytes()) or {}
         except (ValueError, yaml.YAMLError) as error:
             raise CheckpointError(f"{checkpoint / CONFIG}: cannot be read as YAML: {error}") from error
-    env = _at(run_config, "env", "eval") or _at(run_config, "env", "train") or {}
+    env = _get_nested(run_config, "env", "eval") or _get_nested(run_config, "env", "train") or {}
     return {
         "format": EXPORT_FORMAT,
         "architectures": ["rlhpc.models.Policy"],
         "model_type": spec.get("model_type", "rlhpc"),
         "policy": spec,
-        "env_id": env.get("env_id") or _at(run_config, "env", "train", "env_id"),
+        "env_id": env.get("env_id") or _get_nested(run_config, "env", "train", "env_id"),
         "env": env,
-        "run": _at(run_config, "runner", "name"),
+        "run": _get_nested(run_config, "runner", "name"),
         "global_step": step,
         "rlhpc_version": __version__,
     }
@@ -250,7 +256,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _at(tree: Any, *keys: str) -> Any:
+def _get_nested(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -262,7 +268,7 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
             write_durably(staging / name, content)
 
 
-def _acting(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
+def _standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
     """Returns the files by which the policy acts without rlhpc; empty if torch.export cannot trace it, or if its code is not
     trusted.
     """

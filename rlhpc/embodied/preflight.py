@@ -135,17 +135,17 @@ def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, s
 def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
     from rlhpc.embodied.rollout.slot_map import SlotMap
 
-    def check() -> None:
-        SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
-
-    yield Check("cluster.component_placement", check)
+    yield Check(
+        "cluster.component_placement",
+        lambda: SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"]),
+    )
 
 
 def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | None) -> Iterator[Check]:
     """Yields the checks of a run that learns from a replay buffer; `python` is the env group's separate Python, if any."""
     from rlhpc.embodied.algorithms.registry import algorithm_for
-    from rlhpc.embodied.data.mixture import fit, load_demos
-    from rlhpc.embodied.workers.off_policy import skips
+    from rlhpc.embodied.data.mixture import fit
+    from rlhpc.embodied.workers.off_policy import read_demo_buffer
 
     yield from _slot_checks(cfg, ranks)
     spaces = cache(lambda: _check_environment(cfg.env.train, python))
@@ -158,17 +158,11 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
         return policy
 
     yield from policy_checks(cfg, spaces, resource, build)
-    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
+    path = cfg.algorithm.demo_buffer.load_path
     if not path:
         return
     check_resource = path_resource(cfg, path, _recorder(cfg))
-
-    @cache
-    def demos() -> Any:
-        return load_demos(
-            path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
-        )
-
+    demos = cache(lambda: read_demo_buffer(cfg))
     yield Check("algorithm.demo_buffer.load_path", demos, check_resource)
     yield Check(
         "algorithm.demo_buffer.load_path and env.train",

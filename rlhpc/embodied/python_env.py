@@ -74,8 +74,7 @@ def call_where_importable(
         answer_value, raised_error = pickle.loads(answer_file.read_bytes())
     if raised_error is not None:
         raise raised_error
-    result: Result = answer_value
-    return result
+    return answer_value
 
 
 def _is_lerobot(folder: Path) -> bool:

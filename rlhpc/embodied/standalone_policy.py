@@ -273,7 +273,7 @@ def wrapper_files(env: Any) -> dict[str, bytes]:
     return files
 
 
-class _Acts(nn.Module):
+class _ActingModule(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
@@ -303,7 +303,7 @@ def program_of(policy: Policy) -> bytes | None:
                 inputs, shapes = (obs, torch.zeros(2, *policy.start_shape)), (shapes, {0: batch})
             else:
                 shapes = (shapes,)
-            program = torch.export.export(_Acts(policy).eval(), inputs, dynamic_shapes=shapes)
+            program = torch.export.export(_ActingModule(policy).eval(), inputs, dynamic_shapes=shapes)
         buffer = io.BytesIO()
         torch.export.save(program, buffer)
     except Exception as error:  # whatever a model's code is that a trace cannot follow

@@ -15,7 +15,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks, conditional_keys
 from rlhpc.embodied.config import BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
-from rlhpc.embodied.rollout.work_sharing import divisible, most_sharing
+from rlhpc.embodied.rollout.work_sharing import divisible, max_sharing_ranks
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.checks import check_estimators
@@ -126,9 +126,9 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         to the number of groups of slots in a stage.
         """
         train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
-        max_sharing_ranks = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
+        num_sharing_ranks = max_sharing_ranks(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
         max_ranks = {
-            "env": max((1 + cfg.algorithm.max_staleness) * units, max_sharing_ranks),
+            "env": max((1 + cfg.algorithm.max_staleness) * units, num_sharing_ranks),
             "rollout": train.num_envs // (stages * train.group_size),
         }
         return {name: max_ranks[name] for name in self.policies(cfg).elastic}

@@ -20,7 +20,7 @@ from tests.baseline.archive import DATA
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, REFERENCE = ROOT / "rlhpc", ROOT / "docs" / "reference"
 #: Calls that print a message or make the error of one, besides the constructors of errors.
-_MESSAGE_CALLS = {"fail", "_fail", "tell", "say", "error"}
+_MESSAGE_CALLS = {"check_rules", "fail", "_fail", "tell", "say", "error"}
 
 
 def config_keys() -> list[str]:
@@ -186,7 +186,11 @@ def messages() -> list[str]:
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
             if name in errors or name in _MESSAGE_CALLS:
-                texts = (_template(argument) for argument in [*node.args, *(word.value for word in node.keywords)])
+                arguments = [*node.args, *(word.value for word in node.keywords)]
+                if name == "check_rules":  # a table of rules, each with its message
+                    rules = [rule for table in node.args for rule in ast.walk(table) if isinstance(rule, ast.Tuple)]
+                    arguments = [element for rule in rules for element in rule.elts]
+                texts = map(_template, arguments)
                 found |= {text.replace("\n", "\\n") for text in texts if re.search(r"[a-z]{3}.* ", text)}
     return sorted(found)
 

@@ -47,7 +47,7 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
         self._advantages = errors.detach()
         weights = torch.where(self._advantages < 0, 1 - self.expectile, self.expectile)
         loss = (weights * errors.square()).sum() / batch.total
-        *critic_metrics, norm = self.fit_critics(critics(obs, actions), next_values, batch, besides=loss)
+        *critic_metrics, norm = self.fit_critics(critics(obs, actions), next_values, batch, extra_loss=loss)
         return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
@@ -55,5 +55,4 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
         weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
         logprobs, _ = self.policy.head.evaluate(self.policy.actor(obs), batch.actions, False)
         loss = -(weights * logprobs).sum() / batch.total
-        norm = self.fit_actor(loss)
-        return loss.detach(), norm / self._ranks
+        return loss.detach(), self.fit_actor(loss) / self._ranks

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Target networks → their keys in a checkpoint.
 _KEYS = {"critics": "targets", "actor": "target_actor"}
-Networks = TypeVar("Networks", bound=ActorCritic)
+PolicyNetworks = TypeVar("PolicyNetworks", bound=ActorCritic)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class TargetNetwork:
             self._weights.lerp_(self._source.weights, tau)
 
 
-class OffPolicyUpdate(ABC, Generic[Networks]):
+class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
     """Optimizers and target networks of an off-policy algorithm. A subclass defines the losses of critics and actor.
 
     Args:
@@ -108,7 +108,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         self,
         algorithm: SacAlgorithmConfig,
         optim: SacOptimConfig,
-        policy: Networks,
+        policy: PolicyNetworks,
         reduce: Reduce = lambda t: t,
         ranks: int = 1,
         *,
@@ -159,10 +159,10 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         self.updates += 1
         obs, next_obs = flatten(batch.obs), flatten(batch.next_obs)
         critic = self.train_critics(obs, next_obs, batch)
-        if self._refused("critics", self.critic, critic[-1]):
+        if self._is_skipped("critics", self.critic, critic[-1]):
             return
         actor = self.train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
-        if actor is not None and self._refused("actor", self.actor, actor[-1]):
+        if actor is not None and self._is_skipped("actor", self.actor, actor[-1]):
             actor = None
         else:
             self._counts[1] += actor is not None
@@ -175,7 +175,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             self._sums += torch.stack((*critic, *(actor or (self._zero,) * len(self.actor_metrics))))
 
     def fit_critics(
-        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, besides: Tensor | None = None
+        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Steps the critics towards reward plus discounted next value, by the sum of their mean squared errors.
 
@@ -183,7 +183,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             values: Values `[2, b]` of the critics.
             next_values: Value `[b]` of the next state, without a gradient.
             batch: The transitions.
-            besides: Loss that is added and not reported.
+            extra_loss: Loss that is added and not reported.
 
         Returns:
             Loss, mean value and gradient norm, to be summed over the ranks.
@@ -192,7 +192,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         targets = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * next_values)
         loss = (values - targets).square().sum() / total
         self.critic.zero_grad()
-        (loss if besides is None else loss + besides).backward()
+        (loss if extra_loss is None else loss + extra_loss).backward()
         norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
         return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
 
@@ -202,7 +202,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         loss.backward(inputs=self._trained)  # the critics' own gradients are not even computed
         return self.actor.optimizer_step(self.actor.base_lr * self._rate)
 
-    def _refused(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
+    def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
         """Returns whether an optimizer's step was skipped because its gradient is not finite."""
         if not backend.refuses(norm):
             return False
@@ -253,8 +253,12 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimizers and target networks, and the number of updates."""
         averages = {_KEYS[name]: target.module.state_dict() for name, target in self.targets.items()}
-        optimizers = {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
-        return {**optimizers, **averages, "updates": self.updates}
+        return {
+            "actor": self.actor.state_dict(),
+            "critic": self.critic.state_dict(),
+            **averages,
+            "updates": self.updates,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned; a subclass adds its additional state."""

@@ -28,7 +28,6 @@ from rlhpc.embodied.data.batches import (
     permutation_by_part,
     spread,
 )
-from rlhpc.embodied.training.blueprint import passed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.backend import Metrics, TrainingBackend
 from rlhpc.training.flat_parameters import Reduce
@@ -138,7 +137,7 @@ class MinibatchShard:
     mean: torch.Tensor
     std: torch.Tensor
     passes: int = 0
-    coming: TransitionStream | None = None
+    stream: TransitionStream | None = None
     empty: bool = False
 
 
@@ -146,7 +145,7 @@ class Micro(NamedTuple):
     """Input of one forward and backward pass."""
 
     rows: TrainBatch
-    part: MinibatchShard
+    shard: MinibatchShard
 
 
 class PolicyUpdate:
@@ -206,21 +205,21 @@ class PolicyUpdate:
     def run(
         self,
         batch: TrainBatch,
-        held: range,
+        local_rows: range,
         total: int,
         step: int,
         lr: float,
-        arriving: TransitionStream | None = None,
+        stream: TransitionStream | None = None,
     ) -> dict[str, float]:
         """Runs all epochs over one rollout.
 
         Args:
             batch: This rank's transitions, `[N, ...]`.
-            held: Indices of this rank's rows among the run's `total` transitions.
+            local_rows: Indices of this rank's rows among the run's `total` transitions.
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
             lr: Learning rate.
-            arriving: Stream that the rows of `batch` come from, if some are still missing: the first epoch then takes the
+            stream: Stream that the rows of `batch` come from, if some are still missing: the first epoch then takes the
                 parts in their order, each as soon as it has arrived.
 
         Returns:
@@ -236,25 +235,25 @@ class PolicyUpdate:
         norms = torch.zeros((), dtype=torch.float64, device=device)
         loss_metrics: dict[str, torch.Tensor] = {}
         updates = num_empty = 0
-        for minibatch_index, minibatch in enumerate(self._minibatches(batch, held, total, step, arriving)):
+        for minibatch_index, minibatch in enumerate(self._minibatches(batch, local_rows, total, step, stream)):
             if minibatch.empty:  # Adam would move by its momentum alone
                 num_empty += 1
                 continue
             metric_sums, minibatch_metrics = self._accumulate(batch, minibatch)
-            if self._too_far(metric_sums):
+            if self._exceeds_target_kl(metric_sums):
                 break
             norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
-                nonfinite_text = self._not_finite(metric_sums)
+                nonfinite_text = self._describe_nonfinite(metric_sums)
                 self.skips.record_skip(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
                 continue
             self.skips.record_step()
             norms += norm
             sums += metric_sums
-            loss_metrics = _added(loss_metrics, minibatch_metrics)
+            loss_metrics = _sum_metrics(loss_metrics, minibatch_metrics)
             updates += 1
-        if arriving is not None:  # also where the updates have ended early
-            arriving.wait_until(arriving.parts - 1)
+        if stream is not None:  # also where the updates have ended early
+            stream.wait_until(stream.parts - 1)
         means = (self._sum(sums) / max(updates, 1)).tolist()
         if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
@@ -263,7 +262,7 @@ class PolicyUpdate:
             "grad_norm": float(norms) / max(updates, 1),
             "epochs": updates / -(-total // self.batch_size),
             "lr": lr,
-            **self._own_metrics(loss_metrics, max(updates, 1)),
+            **self._loss_metrics(loss_metrics, max(updates, 1)),
             **self.skips.pop_metrics(),
             **({"empty_minibatches": float(num_empty)} if num_empty else {}),
         }
@@ -276,11 +275,10 @@ class PolicyUpdate:
         logprobs = []
         options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
         for rows in torch.arange(len(batch), device=batch.mask.device).split(self.micro_batch or len(batch)):
-            outputs = self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))
-            logprobs.append(outputs["logprobs"])
+            logprobs.append(self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))["logprobs"])
         return torch.cat(logprobs)
 
-    def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
+    def _loss_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
         """Returns metrics of a loss that is not built in. A rank without rows in any minibatch gets the names from the
         other ranks.
         """
@@ -293,7 +291,7 @@ class PolicyUpdate:
         total = self._sum(torch.stack([sums.get(name, zero) for name in names]))
         return dict(zip(names, (total / updates).tolist(), strict=True))
 
-    def _not_finite(self, stats: torch.Tensor) -> str:
+    def _describe_nonfinite(self, stats: torch.Tensor) -> str:
         """Returns a text that names the non-finite values and their ranks; all ranks call it and get the same text."""
         flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
         flags[self._rank] = (~stats.isfinite()).double()
@@ -311,7 +309,7 @@ class PolicyUpdate:
         )
         return f"{gradient_text} ({format_names(losses)})" if losses else gradient_text
 
-    def _too_far(self, stats: torch.Tensor) -> bool:
+    def _exceeds_target_kl(self, stats: torch.Tensor) -> bool:
         """Returns whether a minibatch's KL estimate exceeds `target_kl`; its update and all later ones are then skipped
         (ManiSkill).
         """
@@ -323,42 +321,43 @@ class PolicyUpdate:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
     def _minibatches(
-        self, batch: TrainBatch, held: range, total: int, step: int, arriving: TransitionStream | None
+        self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of all epochs. Sums over the ranks are computed before the first of them where possible."""
         begin = 0
-        if arriving is not None:
-            yield from self._as_they_come(batch, held, total, step, arriving)
+        if stream is not None:
+            yield from self._stream_minibatches(batch, local_rows, total, step, stream)
             begin = 1
         orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
-        epochs = [self._parts(batch, local_minibatches(order, self.batch_size, held)) for order in orders]
+        epochs = [self._shards(batch, local_minibatches(order, self.batch_size, local_rows)) for order in orders]
         yield from (minibatch for minibatches in epochs for minibatch in minibatches)
 
-    def _as_they_come(
-        self, batch: TrainBatch, held: range, total: int, step: int, arriving: TransitionStream
+    def _stream_minibatches(
+        self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of the first epoch.
 
         A minibatch that spans several parts begins with the first of them. At that time, the number of its rows that train and
         the spread of its advantages are unknown, so all its rows train, and the advantages are not normalized.
         """
-        slots, parts = total // arriving.steps, arriving.parts
-        order = permutation_by_part(slots, arriving.steps, parts, self.seed, step, 0)
-        indices = local_minibatches(order, self.batch_size, held)
+        slots, parts = total // stream.steps, stream.parts
+        indices = local_minibatches(
+            permutation_by_part(slots, stream.steps, parts, self.seed, step, 0), self.batch_size, local_rows
+        )
         minibatches_per_part = total // parts // self.batch_size
         if minibatches_per_part:
             for part in range(parts):
-                arriving.wait_until(part)
-                yield from self._parts(batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part])
+                stream.wait_until(part)
+                yield from self._shards(batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part])
             return
-        arriving.wait_until(0)
+        stream.wait_until(0)
         device, tokens = batch.logprobs.device, batch.tokens_per_row
         zero = torch.zeros((), device=device)
         count = zero + self.batch_size
         for local_indices in indices:
-            yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
+            yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, stream=stream)
 
-    def _parts(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
+    def _shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Returns the minibatches, with counts and moments of their advantages over all ranks."""
         device = batch.logprobs.device
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
@@ -376,8 +375,9 @@ class PolicyUpdate:
             moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
         counted_columns = [mask] if token_counts is mask else [mask, token_counts]
         counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
-        global_sums = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
-        n, value_sums, squared_sums, *counts = global_sums.unbind(1)
+        n, value_sums, squared_sums, *counts = self._sum(
+            torch.cat([moments, torch.stack(counts, dim=1)], dim=1)
+        ).unbind(1)
         mean = value_sums / n.clamp(min=1)
         variance = ((squared_sums - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
@@ -395,10 +395,10 @@ class PolicyUpdate:
         num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
         return [replace(shard, passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
 
-    def _size(self, part: MinibatchShard) -> int:
-        return self.micro_batch or max(part.indices.numel(), 1)
+    def _size(self, shard: MinibatchShard) -> int:
+        return self.micro_batch or max(shard.indices.numel(), 1)
 
-    def _accumulate(self, batch: TrainBatch, part: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _accumulate(self, batch: TrainBatch, shard: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's
         further metrics.
         """
@@ -406,17 +406,17 @@ class PolicyUpdate:
         loss_metrics: dict[str, torch.Tensor] = {}
 
         def micro(indices: torch.Tensor) -> Micro:
-            return Micro(batch.select(indices), part)
+            return Micro(batch.select(indices), shard)
 
-        if part.coming is not None:
-            micro_batches = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
+        if shard.stream is not None:
+            micro_batches = shard.stream.iter_micro_batches(shard.indices, self._size(shard), micro)
         else:
-            micro_batches = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
-        if part.passes > len(micro_batches):
-            micro_batches = [*micro_batches, *[Micro(batch.idle_row(), part)] * (part.passes - len(micro_batches))]
+            micro_batches = [micro(rows) for rows in shard.indices.split(self._size(shard)) if rows.numel()]
+        if shard.passes > len(micro_batches):
+            micro_batches = [*micro_batches, *[Micro(batch.idle_row(), shard)] * (shard.passes - len(micro_batches))]
         for metrics in self.backend.forward_backward(micro_batches, self._loss):
             metric_sums += metrics.pop("stats")
-            loss_metrics = _added(loss_metrics, metrics)
+            loss_metrics = _sum_metrics(loss_metrics, metrics)
         return metric_sums, loss_metrics
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
@@ -476,8 +476,8 @@ class PolicyUpdate:
 def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
     """Runs the policy's training pass on `(inputs, what to compute)`."""
     inputs, options = request
-    return passed(called, lambda policy: policy.default_forward(inputs, **options))
+    return called(lambda policy: policy.default_forward(inputs, **options))
 
 
-def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _sum_metrics(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in more.items()}}

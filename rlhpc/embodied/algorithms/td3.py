@@ -41,5 +41,4 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         """Steps the actor towards higher values of the first critic."""
         actions = self.policy.head.act(self.policy.actor(obs), None)[0]
         loss = -self.policy.critics(obs, actions.flatten(1))[0].sum() / batch.total
-        norm = self.fit_actor(loss)
-        return loss.detach(), norm / self._ranks
+        return loss.detach(), self.fit_actor(loss) / self._ranks

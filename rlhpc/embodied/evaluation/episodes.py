@@ -71,7 +71,7 @@ class RealTime:
         return Guide(remainder, slot_weights.to(remainder.device)[..., None], self._max_weight)
 
 
-def is_late(env_cfg: EvalEnvConfig) -> bool:
+def has_inference_delay(env_cfg: EvalEnvConfig) -> bool:
     """Returns whether the evaluation has an inference delay. Off-policy runs and old checkpoints have no such section."""
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     return section is not None and section.inference_delay is not None

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.checkpoint.start import find_weights
-from rlhpc.checkpoint.state import load_tensors
 from rlhpc.config.typed import mapping, plain, select, typed
 from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
 from rlhpc.embodied.data.datasets import WriteOptions
@@ -26,12 +25,12 @@ from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
 from rlhpc.embodied.evaluation.intervention import find_intervention
 from rlhpc.embodied.evaluation.recorder import record
 from rlhpc.embodied.export import load_exported
-from rlhpc.embodied.models import policy_from_spec
-from rlhpc.jobs.paths import CONFIG, MODEL
+from rlhpc.embodied.models.registry import load_policy
+from rlhpc.jobs.paths import CONFIG
 from rlhpc.metrics import ProgressBar
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home, read_json, read_yaml, replace_durably
+from rlhpc.runtime.files import expand_home, read_yaml, replace_durably
 from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -102,8 +101,9 @@ class Film(Watch):
         if frames is None:
             return
         self._pictures = shrink(np.asarray(frames))
-        tiles = [self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]
-        self.frames.append(tile(np.stack(tiles)))
+        self.frames.append(
+            tile(np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]))
+        )
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
@@ -271,25 +271,3 @@ def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
     if missing_keys := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
         raise CheckpointError(f"{path}: no {missing_keys[0]}; pass a configuration")
     return typed(PpoConfig, cfg)  # every task type has these same sections
-
-
-def load_policy(folder: Path, trust: Trust) -> Any:
-    """Builds a checkpoint's policy, in eval mode.
-
-    Args:
-        folder: A `global_step_<N>` folder.
-        trust: Trust in code that the checkpoint names.
-
-    Raises:
-        CheckpointError: The checkpoint has faults.
-    """
-    try:
-        spec = read_json((folder / "model.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
-    policy = policy_from_spec(spec, trust, str(folder / "model.json"))
-    try:
-        policy.load_state_dict(load_tensors(folder / MODEL))
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder}: the weights do not fit what model.json describes: {error}") from error
-    return policy.eval()

@@ -151,9 +151,9 @@ _KEYS = {"up": (0, 1.0), "down": (0, -1.0), "left": (1, 1.0), "right": (1, -1.0)
 _STICKS = {1: (0, -1.0), 0: (1, -1.0), 4: (2, -1.0)}
 _BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
 #: Largest deflection of a stick at rest.
-_DEAD = 0.1
+_DEAD_ZONE = 0.1
 #: SDL drivers without a visible window.
-_BLIND = ("dummy", "offscreen")
+_HEADLESS_DRIVERS = ("dummy", "offscreen")
 #: Environment variables, one of which names the display on Linux.
 _SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
@@ -184,12 +184,12 @@ class Person(Intervention):
             self._window = pygame.display.set_mode((size, size))
         except pygame.error as error:
             raise ConfigError(f"--intervene: no window can be opened ({error}); {_SCREEN}") from None
-        if (driver := pygame.display.get_driver()) in _BLIND and os.environ.get("SDL_VIDEODRIVER") != driver:
+        if (driver := pygame.display.get_driver()) in _HEADLESS_DRIVERS and os.environ.get("SDL_VIDEODRIVER") != driver:
             raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
         self.in_control = False
 
     @abstractmethod
-    def hear(self, event: Any) -> None:
+    def handle_event(self, event: Any) -> None:
         """Handles an event of a key, a button or a stick."""
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Person(Intervention):
         for event in self._pygame.event.get():
             if event.type == self._pygame.QUIT:
                 raise KeyboardInterrupt
-            self.hear(event)
+            self.handle_event(event)
         if not self.in_control:
             return actions, np.zeros(1, bool)
         person_actions = np.zeros_like(actions)
@@ -217,8 +217,9 @@ class Person(Intervention):
     def _show(self, picture: np.ndarray | None) -> None:
         pygame = self._pygame
         if picture is not None:
-            surface = pygame.surfarray.make_surface(picture.swapaxes(0, 1))
-            pygame.transform.scale(surface, self._window.get_size(), self._window)
+            pygame.transform.scale(
+                pygame.surfarray.make_surface(picture.swapaxes(0, 1)), self._window.get_size(), self._window
+            )
         pygame.display.set_caption("you lead" if self.in_control else "the policy leads")
         pygame.display.flip()
 
@@ -244,24 +245,24 @@ class Keyboard(Person):
             self._keys = {
                 self._pygame.key.key_code(name): (int(move[0]), float(move[1])) for name, move in keys.items()
             }
-            self._take = self._pygame.key.key_code(take)
+            self._control_key = self._pygame.key.key_code(take)
         except ValueError as error:
             raise ConfigError(
                 f"--intervene keyboard: {error}; keys are named as pygame names them: left, space, a"
             ) from None
-        self._held: set[int] = set()
+        self._pressed: set[int] = set()
 
-    def hear(self, event: Any) -> None:
-        """Handles a key (`Person.hear`)."""
+    def handle_event(self, event: Any) -> None:
+        """Handles a key (`Person.handle_event`)."""
         if event.type == self._pygame.KEYDOWN:
-            self._held.add(event.key)
-            self.in_control ^= event.key == self._take
+            self._pressed.add(event.key)
+            self.in_control ^= event.key == self._control_key
         elif event.type == self._pygame.KEYUP:
-            self._held.discard(event.key)
+            self._pressed.discard(event.key)
 
     def moves(self) -> list[tuple[int, float]]:
         """Returns the moves of the pressed keys (`Person.moves`)."""
-        return [move for key, move in self._keys.items() if key in self._held]
+        return [move for key, move in self._keys.items() if key in self._pressed]
 
 
 class Gamepad(Person):
@@ -284,26 +285,26 @@ class Gamepad(Person):
             log.warning("no gamepad is attached; the policy leads until one is")
         self._sticks = {int(axis): (int(move[0]), float(move[1])) for axis, move in sticks.items()}
         self._buttons = {int(button): (int(move[0]), float(move[1])) for button, move in buttons.items()}
-        self._take, self._deflections, self._held = take, dict.fromkeys(self._sticks, 0.0), set[int]()
+        self._control_key, self._deflections, self._pressed = take, dict.fromkeys(self._sticks, 0.0), set[int]()
 
-    def hear(self, event: Any) -> None:
-        """Handles a stick or a button (`Person.hear`)."""
+    def handle_event(self, event: Any) -> None:
+        """Handles a stick or a button (`Person.handle_event`)."""
         if event.type == self._pygame.JOYDEVICEADDED:
             self._devices.append(self._pygame.joystick.Joystick(event.device_index))
         elif event.type == self._pygame.JOYAXISMOTION and event.axis in self._deflections:
-            self._deflections[event.axis] = event.value if abs(event.value) > _DEAD else 0.0
+            self._deflections[event.axis] = event.value if abs(event.value) > _DEAD_ZONE else 0.0
         elif event.type == self._pygame.JOYBUTTONDOWN:
-            self._held.add(event.button)
+            self._pressed.add(event.button)
         elif event.type == self._pygame.JOYBUTTONUP:
-            self._held.discard(event.button)
-        self.in_control = self._take in self._held
+            self._pressed.discard(event.button)
+        self.in_control = self._control_key in self._pressed
 
     def moves(self) -> list[tuple[int, float]]:
         """Returns the moves of sticks and pressed buttons (`Person.moves`)."""
         stick_moves = [
             (action_axis, amount * self._deflections[axis]) for axis, (action_axis, amount) in self._sticks.items()
         ]
-        return stick_moves + [move for button, move in self._buttons.items() if button in self._held]
+        return stick_moves + [move for button, move in self._buttons.items() if button in self._pressed]
 
 
 class Scripted(Intervention):

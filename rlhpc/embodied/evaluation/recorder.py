@@ -20,7 +20,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.envs.subprocess_env import moves_hardware
-from rlhpc.embodied.evaluation.episodes import Watch, eval_noise, eval_seed, is_late, play, quotas
+from rlhpc.embodied.evaluation.episodes import Watch, eval_noise, eval_seed, has_inference_delay, play, quotas
 from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -230,7 +230,7 @@ def record(
     Raises:
         ConfigError: Success is required but unknown, or too rare.
     """
-    if is_late(env_cfg):
+    if has_inference_delay(env_cfg):
         raise ConfigError(
             "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
         )

@@ -45,7 +45,7 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
     episodes_to_judge = [
         trajectory for index, trajectory in enumerate(trajectories) if index in held_out or not held_out
     ][:episodes]
-    judgement = judged(model, episodes_to_judge) | {
+    judgement = score_predictions(model, episodes_to_judge) | {
         "suite": suite, "episodes": len(episodes_to_judge), "held_out": bool(held_out), "checkpoint": str(checkpoint),
         "global_step": int(read_manifest(checkpoint)["global_step"]),
     }  # fmt: skip
@@ -60,7 +60,7 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
 
 
 @torch.no_grad()
-def judged(model: Policy, trajectories: list[Trajectory]) -> dict[str, Any]:
+def score_predictions(model: Policy, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Compares predictions (probability above one half) with the simulator's success label of each step.
 
     Returns:

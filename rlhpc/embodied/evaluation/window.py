@@ -15,7 +15,8 @@ from rlhpc.embodied.config import EmbodiedConfig
 from rlhpc.embodied.data.video import pyav
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
-from rlhpc.embodied.evaluation.evaluate import Film, load_policy
+from rlhpc.embodied.evaluation.evaluate import Film
+from rlhpc.embodied.models.registry import load_policy
 from rlhpc.runs.run_folder import note
 from rlhpc.runs.task_type import PlayOptions
 from rlhpc.runtime.errors import ConfigError
@@ -75,8 +76,9 @@ class EnvWindow(Watch):
         factor = max(1, -(-_SMALLEST // min(height, width)))
         if self._surface is None:
             self._surface = pygame.display.set_mode((width * factor, height * factor))
-        frame = pygame.surfarray.make_surface(picture.swapaxes(0, 1))
-        self._surface.blit(pygame.transform.scale_by(frame, factor), (0, 0))
+        self._surface.blit(
+            pygame.transform.scale_by(pygame.surfarray.make_surface(picture.swapaxes(0, 1)), factor), (0, 0)
+        )
         pygame.display.set_caption(f"{self._name}: episode {self._episode}, return {self._return:.1f}")
         pygame.display.flip()
         for event in pygame.event.get():

@@ -116,8 +116,9 @@ class GaussianHead(nn.Module):
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         if not entropy:
             return logprobs, None
-        total = at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk)
-        return logprobs, total.expand(logprobs.shape)
+        return logprobs, at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk).expand(
+            logprobs.shape
+        )
 
 
 class BoundedHead(nn.Module):
@@ -145,8 +146,9 @@ class BoundedHead(nn.Module):
         self.dim = chunk * math.prod(space.shape)
         self.chunk = chunk
         for name, bound in (("low", space.low), ("high", space.high)):
-            chunk_bound = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
-            self.register_buffer(name, chunk_bound, persistent=False)
+            self.register_buffer(
+                name, torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk), persistent=False
+            )
 
     @property
     def scale(self) -> Tensor:

@@ -31,7 +31,6 @@ from rlhpc.embodied.models.vlm import (
     load_vlm,
     numbers_in,
     positions,
-    values_of,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
@@ -72,7 +71,6 @@ class TokenPolicy(Policy):
     inputs: VlmInputs
     tokens: ActionTokens
     scaling: Scaling
-    value_head: ValueHead | None
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -115,11 +113,7 @@ class TokenPolicy(Policy):
 
     def _logp(self, hidden: Tensor) -> Tensor:
         """Returns log-probabilities among the bins, by token id from the first bin's."""
-        logits = self._logits(hidden)[..., self.tokens.first : self.tokens.end]
-        return torch.log_softmax(logits.float(), -1)
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        return values_of(self.value_head, hidden, self.value_width)
+        return torch.log_softmax(self._logits(hidden)[..., self.tokens.first : self.tokens.end].float(), -1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input, None for tokens, and the values (`Policy.features`)."""
@@ -130,8 +124,7 @@ class TokenPolicy(Policy):
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         """Returns the hidden states that predict the tokens `[B, n]`, `[B, n, width]`; without tokens the first."""
         previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
-        hidden: Tensor = self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
-        return hidden
+        return self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
 
     def default_forward(
         self,
@@ -251,8 +244,7 @@ class VLAPolicy(TokenPolicy):
         return self.vlm.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.vlm.lm_head(hidden)
-        return logits
+        return self.vlm.lm_head(hidden)
 
 
 def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:

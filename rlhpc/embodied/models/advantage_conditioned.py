@@ -75,8 +75,7 @@ class ConditionedPolicy(Policy):
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
-        conditioned_inputs = {**inputs, "obs": _add_improvement(inputs["obs"])}
-        return self.inner.default_forward(conditioned_inputs, *args, **kwargs)
+        return self.inner.default_forward({**inputs, "obs": _add_improvement(inputs["obs"])}, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None

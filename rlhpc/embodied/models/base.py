@@ -26,8 +26,9 @@ _Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 def _generator_of(*words: int) -> torch.Generator:
     """Returns a generator whose state follows from `words`, each at least 0."""
-    seed = np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1)
-    return torch.Generator().manual_seed(int(seed))
+    return torch.Generator().manual_seed(
+        int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    )
 
 
 def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tensor:
@@ -110,6 +111,8 @@ class Policy(nn.Module):
     judges = False
     #: Running statistics of observations, where `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
+    #: Value head of a pretrained network, see `actor.model.add_value_head`.
+    value_head: nn.Module | None
     _differentiates = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -284,6 +287,16 @@ class Policy(nn.Module):
         values = self.features(obs, False, True)[1]
         assert values is not None
         return values
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """Returns the value head's values of hidden states: `[B]`, or `[B, value_width]` if that is above 1; 0 without a
+        head.
+        """
+        if self.value_head is None:
+            return torch.zeros(
+                (len(hidden), self.value_width) if self.value_width > 1 else len(hidden), device=hidden.device
+            )
+        return self.value_head(hidden)
 
     def spec(self) -> dict[str, Any]:
         """Returns JSON from which `policy_from_spec` builds the same network."""

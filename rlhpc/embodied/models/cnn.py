@@ -98,13 +98,11 @@ class ImagePolicy(Policy):
     def see(self, obs: Any) -> Tensor:
         """Returns features `[B, hidden]` of observations."""
         if not isinstance(obs, dict):
-            trunk_features: Tensor = self.trunk(_prepare_images(obs, self.observation_space))
-            return trunk_features
+            return self.trunk(_prepare_images(obs, self.observation_space))
         features = [eye(_prepare_images(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
         if self._numbers:
             features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
-        hidden: Tensor = self.join(torch.cat(features, 1))
-        return hidden
+        return self.join(torch.cat(features, 1))
 
 
 class CNNPolicy(ImagePolicy):
@@ -135,8 +133,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns features `[B, channels, H, W]`."""
-        outputs: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
-        return outputs
+        return x + self.second(F.relu(self.first(F.relu(x))))
 
 
 class ResNetPolicy(ImagePolicy):
@@ -172,5 +169,4 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
 
 def encode_obs(encoder: Any, obs: Obs) -> Tensor:
     """Returns the encoded observations, `[B, width]`; without an encoder their numbers."""
-    encoded: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
-    return encoded
+    return flat_numbers(obs) if encoder is None else encoder.see(obs)

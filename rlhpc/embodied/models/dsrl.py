@@ -41,8 +41,7 @@ class DSRLPolicy(SACPolicy):
         """Builds a distribution of the flow's first state."""
         options = model_options(DsrlOptions, cfg)
         self.base = self._frozen(options, cfg.num_action_chunks, action_space)
-        shape = self.base.state_shape
-        limit = np.full(shape, options.noise_bound, np.float32)
+        limit = np.full(self.base.state_shape, options.noise_bound, np.float32)
         return SquashedGaussianHead(spaces.Box(-limit, limit), chunk=1)
 
     def _frozen(self, options: DsrlOptions, chunk: int, action_space: Any) -> FlowActing:

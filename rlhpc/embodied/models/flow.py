@@ -141,8 +141,7 @@ class FlowActing(Policy):
         if velocity is not None:
             outputs["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
         if compute_entropy:
-            count = count_rows(inputs["obs"])
-            entropies = self.low.new_full((count, self.chunk, self.dim), self.flow.entropy())
+            entropies = self.low.new_full((count_rows(inputs["obs"]), self.chunk, self.dim), self.flow.entropy())
             outputs["entropy"] = at_level(entropies, self.logprob_type, self.chunk)
         if values is not None:
             outputs["values"] = values
@@ -206,8 +205,7 @@ class FlowActing(Policy):
         target[:, : self.chunk, : self.dim] = actions
         times = self.draw_times(rows).to(device)
         t = times[:, None, None]
-        predicted_velocity = velocity((1 - t) * target + t * noise, times)
-        error = (predicted_velocity - (noise - target))[:, : self.chunk, : self.dim]
+        error = (velocity((1 - t) * target + t * noise, times) - (noise - target))[:, : self.chunk, : self.dim]
         return error.square().mean((1, 2))
 
     def draw_times(self, rows: int) -> Tensor:
@@ -257,8 +255,7 @@ class FlowPolicy(FlowActing):
             encoded = self.normaliser(encoded)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            velocities: Tensor = self.velocity(torch.cat([encoded, x.flatten(1), _time_features(t)], 1))
-            return velocities.reshape(x.shape)
+            return self.velocity(torch.cat([encoded, x.flatten(1), _time_features(t)], 1)).reshape(x.shape)
 
         return velocity if policy else None, self.critic(encoded).squeeze(-1) if value else None
 

@@ -81,11 +81,9 @@ class BatchRenorm(nn.Module):
         if self.reduce is None:
             variance, mean = torch.var_mean(rows, 0, correction=0)
             return mean, variance
-        sums_and_count = torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0])))
-        total: Tensor = _Sum.apply(sums_and_count, self.reduce)
+        total: Tensor = _Sum.apply(torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0]))), self.reduce)
         mean = total[:-1] / total[-1]
-        squares: Tensor = _Sum.apply((rows - mean).square().sum(0), self.reduce)
-        return mean, squares / total[-1].detach()
+        return mean, _Sum.apply((rows - mean).square().sum(0), self.reduce) / total[-1].detach()
 
 
 def _build_renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
@@ -135,7 +133,7 @@ def _flat_width(space: Any, model_type: str) -> int:
 
 def flatten(obs: Any) -> Tensor:
     """Returns observations as float rows `[B, D]`; several observations are concatenated in the order of their
-    names."""
+    names. Floats keep their precision."""
     arrays = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.flatten(1) if array.is_floating_point() else array.flatten(1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
@@ -192,8 +190,9 @@ class ActorCritic(Policy):
             raise ConfigError(
                 f"actor.model.hidden_sizes is empty; model_type {cfg.model_type!r} needs at least one layer"
             )
-        inputs = _flat_width(observation_space, cfg.model_type)
-        self.build_networks(cfg, inputs, hidden, list(cfg.critic_hidden_sizes or hidden))
+        self.build_networks(
+            cfg, _flat_width(observation_space, cfg.model_type), hidden, list(cfg.critic_hidden_sizes or hidden)
+        )
 
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
@@ -305,6 +304,7 @@ class IQLPolicy(ActorCritic):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Builds actor, critics and value network (`ActorCritic.build_networks`)."""
-        mean = mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01)
-        self.actor = _SpreadActor(mean, self.head.dim)
+        self.actor = _SpreadActor(
+            mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01), self.head.dim
+        )
         self.critics = _ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +163,7 @@ class OpenVLAPolicy(TokenPolicy):
         return self.vlm.language_model.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.vlm.language_model.lm_head(hidden)
-        return logits
+        return self.vlm.language_model.lm_head(hidden)
 
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
@@ -184,8 +183,7 @@ class OpenVLAPolicy(TokenPolicy):
             use_cache=False,
         )
         # As in generated text, the hidden state before a position predicts it.
-        hidden: Tensor = outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
-        return hidden
+        return outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
@@ -207,8 +205,7 @@ class OpenVLAPolicy(TokenPolicy):
         if self.action_head is None:
             return super().default_forward(inputs, *args, **kwargs)
         actions = inputs["scaled"] if "scaled" in inputs else self._scaled(inputs["actions"])
-        scaled_inputs = {"obs": inputs["obs"], "actions": actions}
-        return Policy.default_forward(self, scaled_inputs, *args, **kwargs)
+        return Policy.default_forward(self, {"obs": inputs["obs"], "actions": actions}, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
@@ -231,12 +228,46 @@ class OpenVLAPolicy(TokenPolicy):
         """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean distance of the actions."""
         if self.action_head is None:
             return super().bc_loss(inputs)
-        predicted_actions = self.action_head(self._states(inputs["obs"], None))
-        return (predicted_actions - self._scaled(inputs["actions"])).abs().mean((1, 2))
+        return (
+            (self.action_head(self._states(inputs["obs"], None)) - self._scaled(inputs["actions"])).abs().mean((1, 2))
+        )
 
-    def release(self, folder: Any, step: int) -> None:
-        """Writes the policy in the format of its family's releases (`release`)."""
-        release(self, folder, step)
+    def release(self, folder: Path, step: int) -> None:
+        """Writes the policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
+
+        Args:
+            folder: Existing folder.
+            step: Step for the names of files.
+        """
+        from safetensors.torch import save_file
+
+        if self.source is not None:  # the tokenizer, the image processor, and the code that its configuration names
+            for file in self.source.iterdir():
+                if file.suffix in (".json", ".model", ".py", ".txt") and ".index." not in file.name:
+                    shutil.copyfile(file, folder / file.name)
+        else:
+            self.tokenizer.save_pretrained(folder)
+            _write_json(folder / "preprocessor_config.json", _processor(self.eye, self.vlm.config))
+        vlm = self.vlm
+        weights = dict(full_weights(vlm, lambda tensor: tensor))
+        vlm.config.norm_stats = self.statistics or None
+        vlm.save_pretrained(folder, state_dict=weights)
+        if self.statistics:
+            _write_json(folder / _STATISTICS, self.statistics)
+        for name, module in ((HEAD, self.action_head), (_PROJECTOR, self.proprio_projector)):
+            if module is not None:
+                torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
+        if is_lora(vlm):
+            adapter = folder / "lora_adapter"
+            vlm.peft_config[ADAPTER].save_pretrained(str(adapter))
+            adapter_state = adapter_weights(vlm, lambda tensor: tensor)
+            save_file(
+                {f"base_model.model.{name}": weight for name, weight in adapter_state.items()},
+                adapter / "adapter_model.safetensors",
+            )
+        extra_weights = {name: weight for name, weight in self.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
+        if extra_weights:
+            save_file(extra_weights, folder / _EXTRA_WEIGHTS)
 
 
 HEAD, _PROJECTOR = "action_head", "proprio_projector"
@@ -244,14 +275,9 @@ _STATISTICS, _EXTRA_WEIGHTS = "dataset_statistics.json", "rlhpc.safetensors"
 _EXTRA_PREFIXES = ("value_head.", "head.")
 
 
-def _path_of(path: Any) -> Path:
-    """Returns a path from a user's text."""
-    return expand_home(str(path))
-
-
 def folder_of(cfg: ModelConfig) -> Path | None:
     """Returns the model's folder; None for a hub name or a built-in model."""
-    folder = _path_of(cfg.model_path or "")
+    folder = expand_home(str(cfg.model_path or ""))
     return folder if cfg.model_path and folder.is_dir() else None
 
 
@@ -290,7 +316,7 @@ def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mappi
     if source == BOUNDS:
         return {}
     if source:
-        return read_statistics(_path_of(source))
+        return read_statistics(expand_home(str(source)))
     file = None if folder is None else folder / _STATISTICS
     statistics = read_statistics(file) if file is not None and file.is_file() else dict(config.get("norm_stats") or {})
     if not statistics and folder is not None:
@@ -375,68 +401,6 @@ def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: b
         settings.get(f"{name}s") or [getattr(shape, name) for shape in config.shapes] for name in ("mean", "std")
     )
     return Eye(sizes.pop(), means, stds, bicubic=True, middle=0.9 if crop else 1.0)
-
-
-class _Released(Protocol):
-    """Parts of a policy that `release` writes.
-
-    Attributes:
-        vlm: Network, with adapters or without.
-        source: Folder that the network was read from; None for a built-in one.
-        tokenizer, eye: Written where there was no such folder.
-        statistics: Statistics that scale actions and state, by dataset.
-        action_head, proprio_projector: OFT's.
-    """
-
-    vlm: Any
-    source: Path | None
-    tokenizer: Any
-    eye: Eye
-    statistics: dict[str, Any]
-    action_head: ActionHead | None
-    proprio_projector: ProprioProjector | None
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns all tensors of the policy, with rlhpc's value head and log-std."""
-
-
-def release(policy: _Released, folder: Path, step: int) -> None:
-    """Writes a policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
-
-    Args:
-        policy: Policy with its weights.
-        folder: Existing folder.
-        step: Step for the names of files.
-    """
-    if policy.source is not None:  # the tokenizer, the image processor, and the code that its configuration names
-        for file in policy.source.iterdir():
-            if file.suffix in (".json", ".model", ".py", ".txt") and ".index." not in file.name:
-                shutil.copyfile(file, folder / file.name)
-    else:
-        policy.tokenizer.save_pretrained(folder)
-        _write_json(folder / "preprocessor_config.json", _processor(policy.eye, policy.vlm.config))
-    vlm: Any = policy.vlm
-    weights = dict(full_weights(vlm, lambda tensor: tensor))
-    vlm.config.norm_stats = policy.statistics or None
-    vlm.save_pretrained(folder, state_dict=weights)
-    if policy.statistics:
-        _write_json(folder / _STATISTICS, policy.statistics)
-    modules: dict[str, nn.Module | None] = {HEAD: policy.action_head, _PROJECTOR: policy.proprio_projector}
-    for name, module in modules.items():
-        if module is not None:
-            torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
-    from safetensors.torch import save_file
-
-    if is_lora(vlm):
-        adapter = folder / "lora_adapter"
-        vlm.peft_config[ADAPTER].save_pretrained(str(adapter))
-        adapter_state = {
-            f"base_model.model.{name}": weight for name, weight in adapter_weights(vlm, lambda tensor: tensor).items()
-        }
-        save_file(adapter_state, adapter / "adapter_model.safetensors")
-    extra_weights = {name: weight for name, weight in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
-    if extra_weights:
-        save_file(extra_weights, folder / _EXTRA_WEIGHTS)
 
 
 def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from rlhpc.embodied.models.vlm import (
     numbers_in,
     positions,
     require_weights,
-    values_of,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
@@ -51,7 +50,6 @@ class Pi0Policy(FlowActing):
 
     mixed_precision = True
     model: Any
-    value_head: ValueHead | None
     state_stats: NormStats | None
     action_stats: NormStats | None
 
@@ -76,8 +74,7 @@ class Pi0Policy(FlowActing):
         if self.options.lora:
             inject_lora(self.model, LoraConfig(**self.options.lora))
         width = int(config.vlm_config.text_config.hidden_size)
-        has_value_head = cfg.add_value_head
-        self.value_head = ValueHead(width, self.value_width) if has_value_head else None
+        self.value_head = ValueHead(width, self.value_width) if cfg.add_value_head else None
 
     def _read_statistics(self, model_path: str) -> None:
         source, self.state_stats, self.action_stats = self.options.statistics, None, None
@@ -139,8 +136,7 @@ class Pi0Policy(FlowActing):
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             outputs = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
             cache.crop(-(x.shape[1] + 1))  # the state and the actions of this step; the next one sees the prefix only
-            velocities: Tensor = outputs.logits
-            return velocities.float()
+            return outputs.logits.float()
 
         return velocity if policy else None, self._values(prefix_outputs.last_hidden_state[:, -1]) if value else None
 
@@ -150,6 +146,3 @@ class Pi0Policy(FlowActing):
             env_state = obs["state"].reshape(rows, -1).float()
             state[:, : self.numbers] = env_state if self.state_stats is None else self.state_stats.normalised(env_state)
         return state
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        return values_of(self.value_head, hidden, self.value_width)

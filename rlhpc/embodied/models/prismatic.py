@@ -89,8 +89,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns attention outputs `[B, L, dim]` for `[B, L, dim]`."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        outputs: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return outputs
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class _Mlp(nn.Module):
@@ -102,8 +101,7 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[..., dim]` for `[..., dim]`."""
-        outputs: Tensor = self.fc2(F.gelu(self.fc1(x)))
-        return outputs
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class ViTBlock(nn.Module):
@@ -122,8 +120,7 @@ class ViTBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[B, L, dim]` for `[B, L, dim]`."""
         x = x + self.ls1(self.attn(self.norm1(x)))
-        outputs: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
-        return outputs
+        return x + self.ls2(self.mlp(self.norm2(x)))
 
 
 class _AttentionPool(nn.Module):
@@ -147,8 +144,7 @@ class _PatchEmbed(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Converts pictures `[B, 3, size, size]` to `[B, patches, dim]`."""
-        patches: Tensor = self.proj(pictures).flatten(2).transpose(1, 2)
-        return patches
+        return self.proj(pictures).flatten(2).transpose(1, 2)
 
 
 class ViT(nn.Module):
@@ -185,12 +181,10 @@ class ViT(nn.Module):
         """Converts pictures `[B, 3, size, size]` to features of their patches `[B, patches, dim]`."""
         x = self.patch_embed(pictures) + self.pos_embed
         if self.registers:
-            prefix_tokens = torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1)
-            x = torch.cat([prefix_tokens, x], 1)
+            x = torch.cat([torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1), x], 1)
         for block in self.blocks[:-1]:
             x = block(x)
-        features: Tensor = x[:, -self.patches :]
-        return features
+        return x[:, -self.patches :]
 
 
 #: Blocks of the head that regresses actions.
@@ -269,8 +263,7 @@ class _VisionBackbone(nn.Module):
         features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:
             features = torch.cat([features, self.fused_featurizer(pictures[:, 3:])], -1)
-        projected: Tensor = features
-        return projected
+        return features
 
 
 class _Projector(nn.Module):
@@ -306,32 +299,29 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         super().__init__(config)
         config.text_config._attn_implementation = config._attn_implementation
         self.vision_backbone = _VisionBackbone(config)
-        hidden = config.text_config.hidden_size
-        self.projector = _Projector(self.vision_backbone.width, hidden, len(config.timm_model_ids) > 1)
+        self.projector = _Projector(
+            self.vision_backbone.width, config.text_config.hidden_size, len(config.timm_model_ids) > 1
+        )
         self.language_model = LlamaForCausalLM(config.text_config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         """Returns the language model's input embeddings."""
-        embeddings: nn.Module = self.language_model.get_input_embeddings()
-        return embeddings
+        return self.language_model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
         """Returns the language model's output embeddings; adapters on all linear layers leave them out."""
-        embeddings: nn.Module = self.language_model.get_output_embeddings()
-        return embeddings
+        return self.language_model.get_output_embeddings()
 
     def see(self, pictures: Tensor) -> Tensor:
         """Converts pictures `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
         features = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
-        embeddings: Tensor = features.reshape(len(pictures), -1, features.shape[-1])
-        return embeddings
+        return features.reshape(len(pictures), -1, features.shape[-1])
 
     def embed(self, ids: Tensor, features: Tensor) -> Tensor:
         """Returns embeddings of tokens `[B, L]`, with `features [B, n, hidden]` where token ids are negative."""
         token_embeddings = self.get_input_embeddings()(ids.clamp(min=0))
-        embeddings: Tensor = token_embeddings.masked_scatter((ids < 0)[..., None], features.to(token_embeddings.dtype))
-        return embeddings
+        return token_embeddings.masked_scatter((ids < 0)[..., None], features.to(token_embeddings.dtype))
 
 
 class _ResidualBlock(nn.Module):
@@ -343,8 +333,7 @@ class _ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[..., width]` for `[..., width]`."""
-        outputs: Tensor = x + self.ffn(x)
-        return outputs
+        return x + self.ffn(x)
 
 
 class _ResidualMlp(nn.Module):
@@ -363,8 +352,7 @@ class _ResidualMlp(nn.Module):
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
             x = block(x)
-        outputs: Tensor = self.fc2(self.layer_norm2(x))
-        return outputs
+        return self.fc2(self.layer_norm2(x))
 
 
 class ActionHead(nn.Module):
@@ -379,9 +367,7 @@ class ActionHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""
-        hidden_by_step = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)
-        actions: Tensor = self.model(hidden_by_step).float()
-        return actions
+        return self.model(hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)).float()
 
 
 class ProprioProjector(nn.Module):
@@ -395,5 +381,4 @@ class ProprioProjector(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         """Projects states `[B, state]` to embeddings `[B, hidden]`."""
-        embeddings: Tensor = self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))
-        return embeddings
+        return self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))

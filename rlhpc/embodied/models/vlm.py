@@ -38,14 +38,6 @@ def hugging_face() -> Any:
     return required("transformers", "vision-language policies need transformers")
 
 
-def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
-    """Returns values `[B]`, or `[B, width]` for a width above 1, of a value head; 0 without a head."""
-    if head is None:
-        return torch.zeros((len(hidden), width) if width > 1 else (len(hidden),), device=hidden.device)
-    values: Tensor = head(hidden)
-    return values
-
-
 def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
     """Returns the configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0", or
     OpenVLA.
@@ -325,8 +317,11 @@ class VlmInputs:
             rows = [self._tokens(b"")] * len(pixels)
         width = max(map(len, rows))
         ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows], device=pixels.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=pixels.device)
-        return ids, mask, pixels
+        return (
+            ids,
+            torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=pixels.device),
+            pixels,
+        )
 
     def _tokens(self, instruction: bytes) -> list[int]:
         if instruction not in self._token_cache:
@@ -364,8 +359,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns values of `[B, width]`: `[B]`, or `[B, outputs]` if that is above 1."""
-        values: Tensor = self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float()
-        return values.squeeze(-1)
+        return self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float().squeeze(-1)
 
 
 def numbers_in(space: Any) -> int:

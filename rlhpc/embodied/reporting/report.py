@@ -108,8 +108,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
     """Draws env steps (behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
     cloning = bool(series(rows, "train/demonstrations")[0])
     rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
-    phases = phase_columns(rows)
-    bins, seconds_by_phase = binned(rows, phases)
+    bins, seconds_by_phase = binned(rows, phase_columns(rows))
     return {
         "throughput": line_chart(
             "Throughput",

@@ -46,8 +46,7 @@ class SuccessModel(Policy):
 
     def logits(self, obs: Obs) -> Tensor:
         """Returns log-odds of success `[B]`."""
-        logits: Tensor = self.judge(encode_obs(self.encoder, obs))
-        return logits.squeeze(-1)
+        return self.judge(encode_obs(self.encoder, obs)).squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns no head input, and probabilities of success as values (`Policy.features`)."""

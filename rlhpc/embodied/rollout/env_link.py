@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlhpc.embodied.envs.observations import row_bytes
 from rlhpc.embodied.rollout.slot_map import ACTIONS, OBSERVATIONS, SlotMap
@@ -108,21 +108,6 @@ def _peer_left_on_error(peer: Peer) -> Iterator[None]:
         raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
 
 
-class EnvLink(Protocol):
-    """Both directions between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other
-    end has gone.
-    """
-
-    def put(self, array: Any) -> None:
-        """Sends to the other end: actions, or an observation."""
-
-    def get(self) -> Any:
-        """Receives from the other end."""
-
-    def ready(self) -> bool:
-        """Returns whether `get` would return at once."""
-
-
 class EnvLinks:
     """Links of one rank, by stage, each to one of its peers, in slot order.
 
@@ -135,15 +120,15 @@ class EnvLinks:
     def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, EnvLink]]]) -> None:
         self._log, self._group, self._stages = worker.log, group, stages
 
-    def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
-        """Sends each peer the rows of the common slots; a peer that has gone gets nothing."""
+    def put(self, stage: int, select: Callable[[range], Any]) -> None:
+        """Sends each peer the rows of the common slots, which `select` returns; a peer that has gone gets nothing."""
         for index, (_, peer_slots, _) in enumerate(self._stages[stage]):
-            self.put_to(stage, index, part_of(peer_slots))
+            self.put_to(stage, index, select(peer_slots))
 
-    def put_to(self, stage: int, index: int, part: Any) -> None:
+    def put_to(self, stage: int, index: int, rows: Any) -> None:
         """Sends one peer, by its index in the stage, the rows of the common slots."""
         try:
-            self._stages[stage][index][2].put(part)
+            self._stages[stage][index][2].put(rows)
         except PeerLeft:
             self.lose(stage, index)
 
@@ -218,15 +203,15 @@ class ChannelLink:
         self._peer, self._check = peer, until_left(*peer)
 
     def put(self, array: Any) -> None:
-        """Sends to the other end (`EnvLink.put`)."""
+        """Sends to the other end."""
         put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
-        """Waits for the other end's array (`EnvLink.get`)."""
+        """Waits for the other end's array."""
         return get_until_left(self._in, self._in_key, self._peer, self._check)
 
     def ready(self) -> bool:
-        """Returns whether an array has arrived (`EnvLink.ready`)."""
+        """Returns whether an array has arrived."""
         return not self._in.empty(self._in_key)
 
 
@@ -245,7 +230,7 @@ class ClosedLink:
         raise PeerLeft("it has gone")
 
     def ready(self) -> bool:
-        """Returns True, because `get` does not wait (`EnvLink.ready`)."""
+        """Returns True, because `get` does not wait."""
         return True
 
 
@@ -256,7 +241,7 @@ class MailboxLink:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
 
     def put(self, array: Any) -> None:
-        """Sends to the other end (`EnvLink.put`)."""
+        """Sends to the other end: actions, or an observation."""
         if not self._is_env:
             self._first.put(array)
             return
@@ -264,15 +249,20 @@ class MailboxLink:
             mailbox.put(array[key])
 
     def get(self) -> Any:
-        """Waits for the other end's array (`EnvLink.get`)."""
+        """Waits for the other end's array."""
         return self._first.get() if self._is_env else {key: mailbox.get() for key, mailbox in self._boxes.items()}
 
     def ready(self) -> bool:
-        """Returns whether all entries have arrived (`EnvLink.ready`)."""
+        """Returns whether all entries have arrived."""
         return self._first.ready() if self._is_env else all(mailbox.ready() for mailbox in self._boxes.values())
 
 
-def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:
+#: Both directions between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other end
+#: has gone; `ready` says whether `get` would return at once.
+EnvLink = ChannelLink | ClosedLink | Mailbox | MailboxLink
+
+
+def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = ()) -> list[list[bool]]:
     """Returns where observations stay on the accelerator: for each stage a list with one value per peer, in slot order.
 
     Rollout ranks send their device to the env ranks, which decide. The decision is the same for all rollout ranks of a stage,
@@ -281,7 +271,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
     Args:
         worker: This rank.
         slots: Slot map.
-        made_there: On an env rank, for each stage whether its observations are made on the accelerator.
+        can_stay: On an env rank, for each stage whether its observations are made on the accelerator.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
@@ -295,7 +285,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
             ]
             is_near = bool(
                 local_taker.device
-                and made_there[stage]
+                and can_stay[stage]
                 and all(device_taker and ConsumerLocation(*device_taker) == local_taker for device_taker in devices)
             )
             for peer in peers:
@@ -312,11 +302,14 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
                 with contextlib.suppress(PeerLeft):
                     put_until_left(actions, (current().host, address()), key, (slots.env_name, peer))
 
-    def stays_on_device(stage: int, peer: int) -> bool:
-        key = slots.to_rollout_key(stage, peer, rank)
-        return peer not in slots.absent and bool(_receive(observations, key, (slots.env_name, peer)))
-
-    return [[stays_on_device(stage, peer) for peer in env_peers[stage]] for stage in stages]
+    return [
+        [
+            peer not in slots.absent
+            and bool(_receive(observations, slots.to_rollout_key(stage, peer, rank), (slots.env_name, peer)))
+            for peer in env_peers[stage]
+        ]
+        for stage in stages
+    ]
 
 
 def _receive(channel: Any, key: str, peer: Peer) -> Any:
@@ -327,14 +320,14 @@ def _receive(channel: Any, key: str, peer: Peer) -> Any:
         return None
 
 
-def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]) -> EnvLinks:
+def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device: list[list[bool]]) -> EnvLinks:
     """Opens this rank's links.
 
     Args:
         worker: This rank.
         slots: Slot map.
         observation_space: Observation space of one slot.
-        near: See `agree_on_device`.
+        on_device: See `agree_on_device`.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
@@ -344,19 +337,17 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: lis
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
         links: list[tuple[int, range, EnvLink]] = []
-        for (rank, peer_slots), on_device in zip(peers, near[stage], strict=True):
+        for (rank, peer_slots), stays_on_device in zip(peers, on_device[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
+            link: EnvLink | None = None
             if env in slots.absent:
-                links.append((rank, peer_slots, ClosedLink()))
-                continue
-            link: EnvLink | None = (
-                None if on_device else _mailbox(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
-            )
+                link = ClosedLink()
+            elif not stays_on_device:
+                link = _mailbox(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
             if link is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
-                endpoints = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
-                link = ChannelLink(*endpoints, (peer_group, rank))
+                link = ChannelLink(*((*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)), (peer_group, rank))
             links.append((rank, peer_slots, link))
         links_by_stage.append(links)
     return EnvLinks(worker, peer_group, links_by_stage)
@@ -373,13 +364,11 @@ def _mailbox(
     mailboxes: dict[str, Mailbox] = {}
     for index, (key, count) in enumerate(bytes_a_slot.items()):
         path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
-        capacity = size * max(count, 0 if index else _ACTION_BYTES)
-        name = f"{peer[0]}-{peer[1]}"
         mailboxes[key] = Mailbox(
             path,
-            capacity,
+            size * max(count, 0 if index else _ACTION_BYTES),
             first=is_env,
-            peer=name,
+            peer=f"{peer[0]}-{peer[1]}",
             deadline=context.wait_deadline,
             check=until_left(*peer),
         )

@@ -8,20 +8,27 @@ any numbers of ranks. The actors share all slots of the run, contiguously and eq
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rlhpc.embodied.config import PlayingConfig
 from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.runtime.errors import ConfigError
 
 OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
+Owner = TypeVar("Owner")
 
 
 def overlap(a: range, b: range) -> range:
     """Returns the slots that two contiguous shares have in common."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _overlaps(share: range, shares: Mapping[Owner, range]) -> list[tuple[Owner, range]]:
+    """Returns the owners of shares that have slots in common with a share, each with those slots."""
+    return [(owner, slots) for owner, owned in shares.items() if (slots := overlap(share, owned))]
 
 
 class Homes(NamedTuple):
@@ -144,42 +151,29 @@ class SlotMap:
         """Returns the rollout ranks that serve an env rank's share of a stage, each with its slots of the share, in slot
         order.
         """
-        env_slots = self.env_share(stage, env_rank)
-        overlaps = (
-            (rollout_rank, overlap(env_slots, self.rollout_share(stage, rollout_rank)))
-            for rollout_rank in self.acting_ranks
-        )
-        return [(rollout_rank, slots) for rollout_rank, slots in overlaps if slots]
+        shares = {rank: self.rollout_share(stage, rank) for rank in self.acting_ranks}
+        return _overlaps(self.env_share(stage, env_rank), shares)
 
     def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
         """Returns the env ranks that simulate a rollout rank's share of a stage, each with its slots of the share, in slot
         order.
         """
-        rollout_slots = self.rollout_share(stage, rollout_rank)
-        overlaps = (
-            (env_rank, overlap(rollout_slots, self.env_share(stage, env_rank))) for env_rank in range(self.env_ranks)
-        )
-        return [(env_rank, slots) for env_rank, slots in overlaps if slots]
+        shares = {rank: self.env_share(stage, rank) for rank in range(self.env_ranks)}
+        return _overlaps(self.rollout_share(stage, rollout_rank), shares)
 
     def actors_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
         """Returns the actor ranks that train on a rollout rank's share of a stage, each with its slots of the share, in
         slot order.
         """
-        rollout_slots = self.rollout_share(stage, rollout_rank)
-        overlaps = (
-            (actor_rank, overlap(rollout_slots, self.actor_share(actor_rank))) for actor_rank in range(self.actor_ranks)
-        )
-        return [(actor_rank, slots) for actor_rank, slots in overlaps if slots]
+        shares = {rank: self.actor_share(rank) for rank in range(self.actor_ranks)}
+        return _overlaps(self.rollout_share(stage, rollout_rank), shares)
 
     def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
         """Returns (stage, rollout rank, slots) of all messages an actor rank gets per step, in slot order."""
-        actor_slots = self.actor_share(actor_rank)
-        sources = [
-            (stage, rollout_rank, slots)
-            for stage in range(self.stages)
-            for rollout_rank in self.acting_ranks
-            if (slots := overlap(actor_slots, self.rollout_share(stage, rollout_rank)))
-        ]
+        shares = {
+            (stage, rank): self.rollout_share(stage, rank) for stage in range(self.stages) for rank in self.acting_ranks
+        }
+        sources = [(*source, slots) for source, slots in _overlaps(self.actor_share(actor_rank), shares)]
         return sorted(sources, key=lambda source: source[2].start)
 
     @property
@@ -200,8 +194,8 @@ class SlotMap:
 
     def units_of(self, actor_rank: int) -> list[int]:
         """Returns the units that have slots of an actor rank, in slot order."""
-        local_units = ((unit, self.unit_for(unit, actor_rank)) for unit in range(self.env_ranks))
-        return [unit for unit, local_slots in local_units if local_slots.stop > local_slots.start]
+        shares = {unit: self.unit_share(unit) for unit in range(self.env_ranks)}
+        return [unit for unit, _ in _overlaps(self.actor_share(actor_rank), shares)]
 
     # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
     # home group, so the consumer's `get` needs no socket. The actors' keys do not depend on which ranks act, because a step
@@ -220,7 +214,7 @@ class SlotMap:
         """Returns the key of a message from a rollout rank to an actor rank."""
         return str((rollout_rank * self.stages + stage) * self.actor_ranks + actor_rank)
 
-    def part_key(self, key: int, actor_rank: int) -> str:
+    def shard_key(self, key: int, actor_rank: int) -> str:
         """Returns the key of a rollout shard's message from a rank that joined to an actor rank."""
         return str(key * self.actor_ranks + actor_rank)
 
@@ -234,13 +228,13 @@ class SlotMap:
         one.
         """
         rollout = Homes(self.rollout_name, self.acting_ranks)
-        present_ranks = [rank for rank in range(self.env_ranks) if rank not in self.absent]
-        home_ranks = (
-            tuple(rank if rank in present_ranks else present_ranks[0] for rank in range(self.env_ranks))
-            if present_ranks
-            else ()
-        )
-        return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, home_ranks)}
+        present_ranks = {*range(self.env_ranks)} - self.absent
+        home_ranks = tuple(rank if rank in present_ranks else min(present_ranks) for rank in range(self.env_ranks))
+        return {
+            OBSERVATIONS: rollout,
+            OUTCOMES: rollout,
+            ACTIONS: Homes(self.env_name, home_ranks if present_ranks else ()),
+        }
 
     def _share(self, stage: int, index: int, count: int) -> range:
         # The remainder goes to different ranks in each stage, so that ranks have equal work over all stages.

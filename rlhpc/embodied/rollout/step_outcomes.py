@@ -291,8 +291,7 @@ def next_values(
         assert executed is not None
         following_values[:, :, :-1] = values[:, :, 1:]
         following_values[:, :-1, -1], following_values[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
-        last_action = executed[final_slot, final_step].sum(-1) - 1
-        following_values[final_slot, final_step, last_action] = final_values[:, 0]
+        following_values[final_slot, final_step, (executed[final_slot, final_step].sum(-1) - 1)] = final_values[:, 0]
         return following_values
     following_values[:, :-1] = values[:, 1:]
     following_values[:, -1] = last_values
@@ -371,7 +370,7 @@ class EpisodeLog:
 COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
-def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def merge_reports(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merges the ranks' episodes by step and then slot; the result does not depend on which rank had which slot."""
     parts = parts or [EpisodeLog().report()]
     columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}

@@ -112,7 +112,7 @@ class ShardTracker:
         #: Decisions of slots that are yet to be delivered, by step.
         self._missing: dict[int, int] = {}
 
-    def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+    def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
         """Adds the units of a step to the unassigned work.
 
         Args:
@@ -135,11 +135,11 @@ class ShardTracker:
         """True if there is unassigned work."""
         return bool(self._open)
 
-    def held(self, rank: int) -> int:
+    def num_assigned(self, rank: int) -> int:
         """Returns the number of shards assigned to a rank."""
         return sum(owner == rank for _, owner in self._under_way.values())
 
-    def ask(self, rank: int, version: int) -> RolloutShard | None:
+    def assign(self, rank: int, version: int) -> RolloutShard | None:
         """Assigns the next shard to a rank; returns None if no work is left."""
         if not self._open:
             return None
@@ -222,7 +222,7 @@ def cuts(cfg: PlayingConfig) -> int:
     return int(ppo.algorithm.rollout_parts) if hasattr(cfg.algorithm, "adv_type") else 1
 
 
-def most_sharing(decisions: int, units: int) -> int:
+def max_sharing_ranks(decisions: int, units: int) -> int:
     """Returns the maximum number of joined ranks that can get work in a shared step."""
     return units * max(1, decisions // _MIN_DECISIONS)
 

@@ -95,8 +95,9 @@ def dagger(
         runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(dataset_paths)})
         start = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
         if k < rounds:
-            student = str(checkpoint.path)
-            round_data = _labelled(folder, k + 1, expert, cfg, episodes, student, intervene, trust_code, options)
+            round_data = _labelled(
+                folder, k + 1, expert, cfg, episodes, str(checkpoint.path), intervene, trust_code, options
+            )
             dataset_paths.append(round_data or "")
             if round_data is None:
                 note(f"nobody took over in {episodes} episodes; {runs[-1]['checkpoint']} is the last policy")

@@ -26,9 +26,9 @@ from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts
 from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.rollout.step_outcomes import in_order
+from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
-from rlhpc.embodied.runners.rollout_sources import RolloutSources
+from rlhpc.embodied.runners.rollout_sources import RolloutSources, wait_all
 from rlhpc.embodied.training.blueprint import check_backend
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
@@ -43,8 +43,7 @@ def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, floa
     of robots.
     """
     by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
-    on_device = {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
-    return on_device | timing_row(episodes)
+    return ({"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}) | timing_row(episodes)
 
 
 def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
@@ -58,7 +57,7 @@ def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
     return metrics
 
 
-def joined(decisions: Counter[int], chunk: int) -> dict[str, float]:
+def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
     """Returns the transitions of a step from ranks that have joined: all of them, and by rank.
 
     Args:
@@ -84,7 +83,7 @@ class RolloutStepResults:
 
     Attributes:
         counts: Transitions that the actors received.
-        episodes: Reports of the env ranks (`in_order`).
+        episodes: Reports of the env ranks (`merge_reports`).
         act_s, simulate_s: Seconds in which rollout ranks acted, and in which env ranks simulated.
         trained: Metrics of the update.
         joined_decisions: Decisions that ranks which joined have played, by rank.
@@ -98,6 +97,7 @@ class RolloutStepResults:
     joined_decisions: Counter[int] = field(default_factory=Counter)
 
 
+@dataclass(eq=False)
 class SyncRolloutLoop:
     """Loop of runs that play each step with the weights of the update before it.
 
@@ -108,18 +108,15 @@ class SyncRolloutLoop:
         timeout: Seconds that a step may take.
     """
 
-    def __init__(self, sources: RolloutSources, actor: WorkerGroup, receiving: str, timeout: float) -> None:
-        self.sources, self.actor, self.receiving, self.timeout = sources, actor, receiving, timeout
+    sources: RolloutSources
+    actor: WorkerGroup
+    receiving: str
+    timeout: float
 
     def build_policies(self, spaces: tuple[Any, Any]) -> None:
         """Builds the policy on actor and rollout ranks for an observation space and an action space."""
-        slots = self.sources.slots
-        handles = [
-            self.actor.init_worker(slots, *spaces),
-            self.sources.rollout.init_worker(slots, *spaces),
-        ]
-        for handle in handles:
-            handle.wait(self.timeout)
+        groups = (self.sources.rollout, self.actor)
+        wait_all([group.init_worker(self.sources.slots, *spaces) for group in groups], self.timeout)
 
     def begin(self, step: int) -> None:
         """Begins after a step, with no steps in progress."""
@@ -142,8 +139,7 @@ class SyncRolloutLoop:
         receiving = self.sources.receive(step)
         training = self.actor.update(step, progress)
         with timers("sync"):
-            for handle in weights:
-                handle.wait(self.timeout)
+            wait_all(weights, self.timeout)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step)
         with timers(self.receiving):
@@ -156,11 +152,11 @@ class SyncRolloutLoop:
         """Plays evaluation episodes with the weights of the update that was made last, as `version`."""
         weights = self.sources.sync(version)  # the rollout ranks still have those from before the update
         evaluation = self.sources.evaluate()
-        for handle in weights:
-            handle.wait(self.timeout)
+        wait_all(weights, self.timeout)
         return evaluation()
 
 
+@dataclass(eq=False)
 class AsyncRolloutLoop(SyncRolloutLoop):
     """Loop of runs that play up to `algorithm.max_staleness` steps ahead while the actors train. Ranks may join and leave.
 
@@ -170,20 +166,10 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         others: See `SyncRolloutLoop`.
     """
 
-    def __init__(
-        self,
-        sources: RolloutSources,
-        actor: WorkerGroup,
-        receiving: str,
-        timeout: float,
-        *,
-        max_staleness: int,
-        stop_before: Callable[[int], int],
-    ) -> None:
-        super().__init__(sources, actor, receiving, timeout)
-        self._max_staleness, self._stop_before = max_staleness, stop_before
-        #: Handles of weight syncs that rollout ranks have not confirmed.
-        self._unconfirmed: list[Any] = []
+    max_staleness: int
+    stop_before: Callable[[int], int]
+    #: Handles of weight syncs that rollout ranks have not confirmed.
+    _unconfirmed: list[Any] = field(default_factory=list, init=False)
 
     def begin(self, step: int) -> None:
         """Begins after a step (`SyncRolloutLoop.begin`); steps that were played ahead are dropped."""
@@ -196,10 +182,10 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         """
         self.sources.update_ranks(step - 1)
         weights = self.sources.sync(step - 1)
-        self.sources.give(min(step + self._max_staleness, self._stop_before(step)))
+        self.sources.start_until(min(step + self.max_staleness, self.stop_before(step)))
         with timers("rollout"):
-            shards = self.sources.parts_of(step)
-        receiving = self.sources.receive_shared(step, shards)
+            shards = self.sources.wait_for_shards(step)
+        receiving = self.sources.receive(step, shards)
         training = self.actor.update(step, progress)
         confirms = self.sources.plays(step)
         with timers("rollout"):
@@ -210,7 +196,8 @@ class AsyncRolloutLoop(SyncRolloutLoop):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             train_metrics = training.wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, self.sources.joined(shards))
+        decisions = self.sources.joined_decisions(shards)
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, decisions)
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
         """Waits until weights are received, or only until they are sent, if the rollout ranks are busy with a later step."""
@@ -221,6 +208,7 @@ class AsyncRolloutLoop(SyncRolloutLoop):
             self._unconfirmed = []
 
 
+@dataclass(eq=False)
 class ColocatedRolloutLoop(SyncRolloutLoop):
     """Loop of runs in which actor and rollout ranks alternate on the same accelerators.
 
@@ -231,18 +219,8 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         others: See `SyncRolloutLoop`.
     """
 
-    def __init__(
-        self,
-        sources: RolloutSources,
-        actor: WorkerGroup,
-        receiving: str,
-        timeout: float,
-        *,
-        offload_actor: bool,
-        offload_rollout: bool,
-    ) -> None:
-        super().__init__(sources, actor, receiving, timeout)
-        self._offload_actor, self._offload_rollout = offload_actor, offload_rollout
+    offload_actor: bool
+    offload_rollout: bool
 
     def build_policies(self, spaces: tuple[Any, Any]) -> None:
         """Builds the policy on one group after the other (`SyncRolloutLoop.build_policies`)."""
@@ -254,7 +232,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         """Restarts ranks (`SyncRolloutLoop.rebuild`). The side that has the accelerators is unknown, so the actors leave
         first.
         """
-        if self._offload_actor:
+        if self.offload_actor:
             self.actor.offload().wait(self.timeout)
         super().rebuild(lost_ranks)
         self._switch_to_actor()
@@ -262,7 +240,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
         """Runs a step (`SyncRolloutLoop.step`), in which the actors leave the accelerators while it is played."""
         with timers("sync"):
-            self._await(self.sources.sync(step - 1))
+            wait_all(self.sources.sync(step - 1), self.timeout)
             self._switch_to_rollout()
         self.sources.play(step)
         receiving = self.sources.receive(step)
@@ -277,33 +255,28 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Plays evaluation episodes (`SyncRolloutLoop.evaluate`) on the accelerators that the actors leave for it."""
-        self._await(self.sources.sync(version))
+        wait_all(self.sources.sync(version), self.timeout)
         self._switch_to_rollout()
         metrics = self.sources.evaluate()()
         self._switch_to_actor()
         return metrics
 
-    def _await(self, handles: list[Any]) -> None:
-        """Waits for calls and drops each handle, which may hold memory, before the next."""
-        while handles:
-            handles.pop().wait(self.timeout)
-
     def _switch_to_rollout(self) -> None:
-        if self._offload_actor:
+        if self.offload_actor:
             self.actor.offload().wait(self.timeout)
-        if self._offload_rollout:
+        if self.offload_rollout:
             self.sources.rollout.reload().wait(self.timeout)
 
     def _switch_to_actor(self) -> None:
         self._offload_sources()
-        if self._offload_actor:
+        if self.offload_actor:
             self.actor.reload().wait(self.timeout)
 
     def _offload_sources(self) -> None:
         """Makes rollout and env ranks leave the accelerators."""
-        if self._offload_rollout:
+        if self.offload_rollout:
             self.sources.rollout.offload().wait(self.timeout)
-        self.sources.rollout.let_go().wait(self.timeout)
+        self.sources.rollout.release_observations().wait(self.timeout)
         self.sources.env.offload().wait(self.timeout)
 
 
@@ -338,7 +311,7 @@ class PlayingRunner(Runner[Cfg]):
         slots = SlotMap.from_config(
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
-        self.players = RolloutSources(
+        self.sources = RolloutSources(
             env,
             rollout,
             actor,
@@ -352,7 +325,7 @@ class PlayingRunner(Runner[Cfg]):
             restarts=lambda: self.max_recoveries,
             timeout=cfg.runner.step_timeout_s,
         )
-        self.env, self.rollout = self.players.env, self.players.rollout
+        self.env, self.rollout = self.sources.env, self.sources.rollout
         super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
         self.actor = actor
         self.check()
@@ -365,7 +338,7 @@ class PlayingRunner(Runner[Cfg]):
     @property
     def slots(self) -> SlotMap:
         """Slot map."""
-        return self.players.slots
+        return self.sources.slots
 
     def check(self) -> None:
         """Checks that the configuration's parts fit together."""
@@ -375,21 +348,21 @@ class PlayingRunner(Runner[Cfg]):
         staleness = self.cfg.algorithm.max_staleness
         if staleness:
             return AsyncRolloutLoop(
-                self.players,
+                self.sources,
                 self.actor,
                 self.receiving,
                 self.timeout,
                 max_staleness=staleness,
                 stop_before=self._stop_before,
             )
-        return SyncRolloutLoop(self.players, self.actor, self.receiving, self.timeout)
+        return SyncRolloutLoop(self.sources, self.actor, self.receiving, self.timeout)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
-        self.loop.build_policies(self.players.build())
-        self.players.connect()
+        self.loop.build_policies(self.sources.build())
+        self.sources.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
         """Reports if the episodes in progress are lost."""
@@ -418,21 +391,15 @@ class PlayingRunner(Runner[Cfg]):
         outcome = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
         counts, chunk = outcome.counts, self.cfg.actor.model.num_action_chunks
         executed = counts.received * chunk - int(outcome.episodes["skipped"].sum())
-        self._count_gone(counts.dropped[DropReason.RANK_LOST] * chunk)
+        losses = {"ranks": self.sources.pop_num_lost(), "steps": counts.dropped[DropReason.RANK_LOST] * chunk}
+        self.lost_counts.update({name: count for name, count in losses.items() if count})
         row = self._row(step, start, outcome.trained, outcome.episodes, float(counts.version), executed, timers)
         row |= {"time/simulate_s": outcome.simulate_s, "time/act_s": outcome.act_s}
-        row |= joined(outcome.joined_decisions, chunk)
+        row |= joined_metrics(outcome.joined_decisions, chunk)
         self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
         if failed := counts.dropped[DropReason.ENV_FAILED]:
             row["env/failed"] = failed
         return row
-
-    def _count_gone(self, transitions: int) -> None:
-        """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
-        if num_lost := self.players.pop_num_lost():
-            self.lost_counts["ranks"] += num_lost
-        if transitions:
-            self.lost_counts["steps"] += transitions
 
     def _count_nonfinite(self, step: int, row: dict[str, float], count: int) -> None:
         """Counts transitions that were not trained on because something in them was not finite.
@@ -465,7 +432,7 @@ class PlayingRunner(Runner[Cfg]):
         return min([self.folder.end_step, *ends])
 
     def _save(self, logger: Any) -> None:
-        if self.players.under_way:
+        if self.sources.in_progress:
             note(
                 "the run stops while environments are ahead of the actors: the steps they have played since are played "
                 "again after a resume, which so loses nothing but is not bit for bit"
@@ -487,7 +454,8 @@ class PlayingRunner(Runner[Cfg]):
         self.step = step
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
-        self._count(episodes)
+        self.episodes += len(episodes["return"])
+        self.window.extend(zip(*(episodes[name].tolist() for name in ("return", "length", "success")), strict=True))
         row: dict[str, float] = {f"train/{name}": metric for name, metric in trained.items() if name != "update_s"}
         if "update_s" in trained:  # some updates have nothing to train on
             row["time/train_s"] = trained["update_s"]
@@ -500,7 +468,10 @@ class PlayingRunner(Runner[Cfg]):
             row["env/nonfinite_episodes"] = spoiled
         row.update(device_and_timing_metrics(episodes))
         row.update({f"env/lost_{name}": count for name, count in self.lost_counts.items()})
-        self._validate(step, row, timers)
+        eval_interval = self.cfg.runner.val_check_interval
+        if eval_interval > 0 and step % eval_interval == 0:
+            with timers("eval"):
+                row.update({f"eval/{name}": metric for name, metric in self.loop.evaluate(step).items()})
         row.update(timers.pop())
         row["time/step_s"] = seconds
         row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent) / sum(
@@ -510,13 +481,7 @@ class PlayingRunner(Runner[Cfg]):
 
     def _transitions(self) -> int:
         """Returns the number of transitions in a training step."""
-        decisions = self.slots.num_envs * self.cfg.algorithm.rollout_steps
-        return decisions * self.cfg.actor.model.num_action_chunks
-
-    def _count(self, episodes: dict[str, np.ndarray]) -> None:
-        self.episodes += len(episodes["return"])
-        rows = zip(episodes["return"].tolist(), episodes["length"].tolist(), episodes["success"].tolist(), strict=True)
-        self.window.extend(rows)
+        return (self.slots.num_envs * self.cfg.algorithm.rollout_steps) * self.cfg.actor.model.num_action_chunks
 
     def _return(self) -> float | None:
         return float(np.mean([row[0] for row in self.window])) if self.window else None
@@ -524,21 +489,11 @@ class PlayingRunner(Runner[Cfg]):
     def _episode_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {"train/episodes": self.episodes}
         if self.window:
-            returns, lengths, success = np.asarray(self.window, np.float64).T
-            metrics["train/episode_return"], metrics["train/episode_length"] = (
-                float(returns.mean()),
-                float(lengths.mean()),
-            )
-            if not np.isnan(success).any():
-                metrics["train/success_once"] = float(success.mean())
+            means = [float(column.mean()) for column in np.asarray(self.window, np.float64).T]
+            metrics |= {"train/episode_return": means[0], "train/episode_length": means[1]}
+            if not np.isnan(means[2]):
+                metrics["train/success_once"] = means[2]
         return metrics
-
-    def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
-        eval_interval = self.cfg.runner.val_check_interval
-        if eval_interval <= 0 or step % eval_interval:
-            return
-        with timers("eval"):
-            row.update({f"eval/{name}": metric for name, metric in self.loop.evaluate(step).items()})
 
     # -- hooks of the base class ----------------------------------------------------------------------------------
 
@@ -591,7 +546,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
         if offload_actor or offload_rollout:
             return ColocatedRolloutLoop(
-                self.players,
+                self.sources,
                 self.actor,
                 self.receiving,
                 self.timeout,
@@ -636,11 +591,10 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         """Trains from the demonstrations alone; the environments are not used."""
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
-            update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
-            train_metrics = update.wait(self.timeout)[0]
-        row = self._row(step, begin, train_metrics, in_order([]), 0.0, 0, timers)
+            train_metrics = self.actor.update_offline(step, self.step / max(self.folder.total, 1)).wait(self.timeout)[0]
+        row = self._row(step, begin, train_metrics, merge_reports([]), 0.0, 0, timers)
         del row["rollout/version"]
-        self.players.forget(step)
+        self.sources.forget(step)
         return row
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:

@@ -4,8 +4,9 @@ steps.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
+import itertools
 import math
 import secrets
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
-from rlhpc.embodied.rollout.step_outcomes import in_order
+from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
 from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
 from rlhpc.runs.run_folder import note
@@ -27,6 +28,12 @@ from rlhpc.runtime.worker_group import WorkerGroup
 
 #: Interval of checks for lost ranks while waiting for shards.
 _HELPER_POLL_S = 0.1
+
+
+def wait_all(handles: list[Any], timeout: float) -> None:
+    """Waits for calls, and drops each handle, which may hold memory, before the next."""
+    while handles:
+        handles.pop(0).wait(timeout)
 
 
 class JoinedEnvRanks:
@@ -54,96 +61,79 @@ class JoinedEnvRanks:
         at_random: Callable[[int], bool],
         timeout: float,
     ) -> None:
-        self._ahead = ahead
         self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
-        self._at_random = at_random
-        self.ledger = ShardTracker(slots.env_ranks, decisions)
+        self._ahead, self._at_random = ahead, at_random
+        self.tracker = ShardTracker(slots.env_ranks, decisions)
         self.ranks: list[int] = []
         #: Shards of a step, and the number of steps of which a rank may have shards at a time.
-        self._parts, self._steps_per_rank = slots.env_ranks, 1
+        self._shards_per_step, self._steps_per_rank = slots.env_ranks, 1
         #: Version of the weights that each rank was sent last.
         self._sent_versions: dict[int, int] = {}
         self._left_ranks: list[int] = []
 
     def open(self) -> None:
         """Resets the state: no ranks, and no shards in progress."""
-        self._played = Channel.create(PLAYED)
-        self.ledger.clear()
+        self._reports = Channel.create(PLAYED)
+        self.tracker.clear()
         self._left_ranks += self._sent_versions
         self.ranks, self._sent_versions = [], {}
 
-    def open_rank(self, rank: int, spaces: tuple[Any, Any], start_step: int) -> Any:
-        """Makes a rank build simulators and policy; returns a handle."""
-        return self._env.execute_on(rank).open_replica(self._slots, spaces, start_step)
-
     def add_rank(self, rank: int) -> None:
         """Lets a rank that is built take part from now on."""
-        self._env.execute_on(rank).connect_replica().wait(self._timeout)
+        self._env.execute_on(rank).connect_joined_rank().wait(self._timeout)
         self.ranks.append(rank)
 
     def poll(self) -> None:
         """Receives reports, and returns undelivered shards of lost ranks to the unassigned work."""
         present_ranks = set(self._env.present)
-        while True:  # reports that a rank sent before it went were confirmed, so they count
-            try:
-                self.ledger.accept(self._played.get_nowait())
-            except QueueEmpty:
-                break
+        with contextlib.suppress(QueueEmpty):
+            while True:  # reports that a rank sent before it went were confirmed, so they count
+                self.tracker.accept(self._reports.get_nowait())
         for rank in [rank for rank in self.ranks if rank not in present_ranks]:
             self.ranks.remove(rank)
-            self.ledger.lose(rank)
+            self.tracker.lose(rank)
             if self._sent_versions.pop(rank, None) is not None:
                 self._left_ranks.append(rank)
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps that these ranks play."""
-        return self.ledger.steps
-
-    def would_take(self) -> bool:
+    def can_play_step(self) -> bool:
         """Returns whether enough of these ranks are idle to play a whole step.
 
         While they play it, the others play as many further steps as `max_staleness` allows, and then wait: a few ranks that
         play a step's units one after the other would delay the run.
         """
         units = self._slots.env_ranks
-        idle = sum(self.ledger.held(rank) == 0 for rank in self.ranks)
+        idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
         has_capacity = len(self.ranks) * (self._ahead + 1) >= units
-        return bool(self.ranks) and has_capacity and not self.ledger.waiting and idle >= min(units, len(self.ranks))
+        return bool(self.ranks) and has_capacity and not self.tracker.waiting and idle >= min(units, len(self.ranks))
 
-    def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
-        """Assigns a step, or its last decisions, to these ranks (`ShardTracker.give`). A rank may have shards of as many
-        shared steps at a time as the other ranks.
+    def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+        """Adds a step, or its last decisions, to the work of these ranks (`ShardTracker.add_step`). A rank may have shards of
+        as many shared steps at a time as the other ranks.
         """
-        self.ledger.give(step, decisions, pieces)
-        self._parts, self._steps_per_rank = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
+        self.tracker.add_step(step, decisions, pieces)
+        self._shards_per_step = self._slots.env_ranks * pieces
+        self._steps_per_rank = 1 if decisions is None else self._ahead + 1
 
-    def ask(self, version: int) -> None:
+    def assign(self, version: int) -> None:
         """Assigns the unassigned shards to the ranks with the least work, which play them with the actor's weights of
         `version`."""
-        if not self.ledger.waiting or not self.ranks:
-            if self._left_ranks:
-                self._actor.lend_weights(version, self._env.name, [], self._left_ranks)
-                self._left_ranks = []
-            return
-        max_shards = -(-self._parts // len(self.ranks)) * self._steps_per_rank
+        max_shards = -(-self._shards_per_step // max(1, len(self.ranks))) * self._steps_per_rank
         assigned = []
-        while self.ledger.waiting:
-            rank = min(self.ranks, key=lambda rank: (self.ledger.held(rank), rank))
-            if self.ledger.held(rank) >= max_shards:
+        while self.ranks:
+            num_shards, rank = min((self.tracker.num_assigned(rank), rank) for rank in self.ranks)
+            shard = None if num_shards >= max_shards else self.tracker.assign(rank, version)
+            if shard is None:
                 break
-            shard = self.ledger.ask(rank, version)
-            assert shard is not None
             assigned.append((rank, shard))
         outdated_ranks = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
         if outdated_ranks or self._left_ranks:
-            self._actor.lend_weights(version, self._env.name, outdated_ranks, self._left_ranks)
+            self._actor.send_weights_to(version, self._env.name, outdated_ranks, self._left_ranks)
             self._sent_versions |= dict.fromkeys(outdated_ranks, version)
             self._left_ranks = []
         for rank, shard in assigned:
             self._env.execute_on(rank).play(shard, self._at_random(shard.step))
 
-    def make(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
+    def wait_for_step(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
         """Waits until a step of these ranks has been played.
 
         Returns:
@@ -155,27 +145,21 @@ class JoinedEnvRanks:
         deadline = time.monotonic() + self._timeout
         while True:
             self.poll()
-            if self.ledger.is_complete(step):
-                return self.ledger.close(step)
+            if self.tracker.is_complete(step):
+                return self.tracker.close(step)
             if not self.ranks:
-                self.ledger.give_up(step)
+                self.tracker.give_up(step)
                 return None
-            self.ask(version)
+            self.assign(version)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {step} was not played within runner.step_timeout_s ({self._timeout:g} s) by "
                     f"{', '.join(f'{self._env.name}[{rank}]' for rank in self.ranks)}"
                 )
-            try:
-                self.ledger.accept(self._played.get(timeout=_HELPER_POLL_S))
-            except DeadlineExceeded:
-                continue
+            with contextlib.suppress(DeadlineExceeded):
+                self.tracker.accept(self._reports.get(timeout=_HELPER_POLL_S))
 
-    def useless(self) -> list[int]:
-        """Returns keys of shards that actors may drop; each key is returned once."""
-        return self.ledger.pop_useless()
-
-    def taken_from(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
+    def count_transitions(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
         """Returns the transitions of a step's shards by rank, in decisions of slots."""
         transitions: Counter[int] = Counter()
         for unit_index, unit in enumerate(units):
@@ -253,8 +237,8 @@ class RolloutSources:
         self._envs, self.env, self._rollouts, self.rollout = env, Originals(env), rollout, Originals(rollout)
         self._actor, self._generate = actor, generate
         self.slots, self._ahead, self._timeout = slots, ahead, timeout
-        self._decisions, self._divisible, self._turns = decisions, divisible, 0
-        self._part = decisions // cuts
+        self._decisions, self._divisible, self._cut_size = decisions, divisible, decisions // cuts
+        self._num_turns = 0
         self._started = range(env.world_size)
         self._present_envs, self._acting = list(self._started), list(range(rollout.world_size))
         self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, ahead, at_random, timeout)
@@ -282,34 +266,28 @@ class RolloutSources:
             Channel.create(name, home=homes.group, ranks=homes.ranks)
         self._joined_envs.open()
         slots = self.slots
-        for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
-            handle.wait(self._timeout)
+        wait_all([self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)], self._timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
-        previous_ranks = ((self._rollouts, self._acting), (self._envs, self._present_envs))
-        ranks_to_build = {
-            group: self._to_build(group, present_ranks, lost_ranks.get(group.name, []))
-            for group, present_ranks in previous_ranks
-        }
-        ranks_to_build = {group: ranks for group, ranks in ranks_to_build.items() if ranks}
-        for group in ranks_to_build:
+        rebuilt: list[tuple[WorkerGroup, list[int], tuple[Any, ...]]] = []
+        for group, present_ranks, spaces in (
+            (self._rollouts, self._acting, self._spaces),
+            (self._envs, self._present_envs, ()),
+        ):
+            intact_ranks = {*present_ranks} - {*lost_ranks.get(group.name, ())}
+            if ranks := [rank for rank in range(group.world_size) if rank not in intact_ranks]:
+                rebuilt.append((group, ranks, spaces))
+        for group, _, _ in rebuilt:
             group.relaunch()
-        for group in ranks_to_build:
+        for group, _, _ in rebuilt:
             group.wait_ready()
-        handles = []
-        for group, ranks in ranks_to_build.items():
-            spaces = self._spaces if group is self._rollouts else ()
-            handles.append(group.execute_on(*ranks).init_worker(self.slots, *spaces))
-        for handle in handles:
-            handle.wait(self._timeout)
+        wait_all(
+            [group.execute_on(*ranks).init_worker(self.slots, *spaces) for group, ranks, spaces in rebuilt],
+            self._timeout,
+        )
         self.connect()
-
-    @staticmethod
-    def _to_build(group: WorkerGroup, present: list[int], lost_ranks: list[int]) -> list[int]:
-        """Returns the original ranks that must be built after a failure: the lost ones, and those that are not present."""
-        return [rank for rank in range(group.world_size) if rank in lost_ranks or rank not in present]
 
     def begin(self, step: int) -> None:
         """Begins after a step, with no turns in progress. The state of joined ranks is reset."""
@@ -330,35 +308,30 @@ class RolloutSources:
         """Drops everything that was played ahead of a step."""
         self._done, self._next = step, step + 1
         #: Turns in progress, in order.
-        self._played: collections.deque[_PendingTurn] = collections.deque()
+        self._pending_turns: list[_PendingTurn] = []
 
     # -- ranks that join and leave --------------------------------------------------------------------------------
 
     def update_ranks(self, step: int) -> None:
         """Removes ranks that have gone and adds ranks that have joined, before the step that follows `step`."""
         self._done = step
-        if self._ahead:
-            self._joined_envs.poll()
-            self._remove_lost()
-            self._release_leaving()
-            self._env_ranks.update_presence()
-            self._rollout_ranks.update_presence()
-            self._keep_connected()
+        self._joined_envs.poll()
+        self._remove_lost()
+        self._release_leaving()
+        self._env_ranks.update_presence()
+        self._rollout_ranks.update_presence()
+        self._keep_connected()
 
     def _remove_lost(self) -> bool:
         """Removes lost ranks; returns whether a rank has gone since the last call."""
-        num_before = len(self._present_envs) + len(self._acting)
-        envs, rollouts = self._envs.present, self._rollouts.present
-        self._present_envs = [rank for rank in self._present_envs if rank in envs]
-        lost_ranks = [rank for rank in self._acting if rank not in rollouts]
-        if lost_ranks:
-            self._acting = [rank for rank in self._acting if rank in rollouts]
-            self._stale = True
-            for pending_turn in self._played:
-                pending_turn.lost_ranks.update(lost_ranks)
-        num_lost = num_before - len(self._present_envs) - len(self._acting)
-        self._num_lost += num_lost
-        return num_lost > 0
+        envs, rollouts = {*self._present_envs} - {*self._envs.present}, {*self._acting} - {*self._rollouts.present}
+        self._present_envs = [rank for rank in self._present_envs if rank not in envs]
+        self._acting = [rank for rank in self._acting if rank not in rollouts]
+        self._stale = self._stale or bool(rollouts)
+        for pending_turn in self._pending_turns:
+            pending_turn.lost_ranks |= rollouts
+        self._num_lost += len(envs) + len(rollouts)
+        return bool(envs or rollouts)
 
     def pop_num_lost(self) -> int:
         """Returns the number of ranks lost since the last call."""
@@ -376,7 +349,7 @@ class RolloutSources:
         """Makes an env rank that was restarted, or has joined, build its simulators."""
         if rank in self._started:
             return self._envs.execute_on(rank).init_worker(self.slots)
-        return self._joined_envs.open_rank(rank, self._spaces, self._done)
+        return self._envs.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._done)
 
     def _join_env(self, rank: int) -> None:
         """Lets an env rank take part from the next step on."""
@@ -401,7 +374,7 @@ class RolloutSources:
         """
         if not self._stale:
             return
-        for pending_turn in self._played:
+        for pending_turn in self._pending_turns:
             pending_turn.acting.wait(self._timeout)
             pending_turn.simulating.wait(self._timeout)
         while self._stale:
@@ -414,7 +387,7 @@ class RolloutSources:
                 if not self._remove_lost():
                     raise
         for rank in {*self._rollouts.leaving} - {*self._acting}:
-            self._rollouts.execute_on(rank).dismiss()
+            self._rollouts.execute_on(rank).allow_exit()
 
     def _await_rollouts(self) -> None:
         """Waits until at least one rollout rank can act.
@@ -433,18 +406,15 @@ class RolloutSources:
             time.sleep(_POLL_S)
 
     def _connect_playing(self) -> None:
-        absent_ranks, acting_ranks = (
-            frozenset(self._started) - {*self._present_envs},
-            self._acting[: self.slots.max_ranks],
-        )
-        token = secrets.token_hex(4)
         self.slots = slots = dataclasses.replace(
-            self.slots, token=token, absent=absent_ranks, acting=tuple(acting_ranks)
+            self.slots,
+            token=secrets.token_hex(4),
+            absent=frozenset(self._started) - {*self._present_envs},
+            acting=tuple(self._acting[: self.slots.max_ranks]),
         )
         for name, homes in slots.playing_channels().items():
             Channel.create(name, home=homes.group, ranks=homes.ranks)
-        for handle in (self._call_envs("connect", slots), self._acting_group().connect(slots)):
-            handle.wait(self._timeout)
+        wait_all([self._call_envs("connect", slots), self._acting_group().connect(slots)], self._timeout)
 
     def _call_envs(self, method: str, *args: Any) -> Any:
         """Calls a method of the original env ranks that are present; returns a handle."""
@@ -467,39 +437,37 @@ class RolloutSources:
 
     def evaluate(self) -> Any:
         """Makes an acting rollout rank play `env.eval`; returns a function that waits for its metrics."""
-        calls = collections.deque([self._rollouts.execute_on(self.slots.acting_ranks[0]).evaluate()])
+        # The first call is issued now; the others only if the rank before has gone.
+        first_rank, *other_ranks = self.slots.acting_ranks
+        first_call = self._rollouts.execute_on(first_rank).evaluate()
 
         def wait() -> dict[str, float]:
-            num_tried = 0
-            while not (metrics_by_rank := calls.pop().wait(self._timeout)):  # it has gone
-                num_tried += 1
-                if num_tried == len(self.slots.acting_ranks):
-                    raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
-                calls.append(self._rollouts.execute_on(self.slots.acting_ranks[num_tried]).evaluate())
-            metrics: dict[str, float] = metrics_by_rank[0]
-            return metrics
+            calls = (self._rollouts.execute_on(rank).evaluate() for rank in other_ranks)
+            for call in itertools.chain([first_call], calls):
+                if metrics_by_rank := call.wait(self._timeout):
+                    return metrics_by_rank[0]
+            raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
 
         return wait
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """True if steps are being played."""
-        return bool(self._played or self._joined_envs.steps)
+        return bool(self._pending_turns or self._joined_envs.tracker.steps)
 
-    def give(self, last: int) -> None:
+    def start_until(self, last: int) -> None:
         """Starts all steps up to `last` that were not started before, with the weights that have just been sent."""
         while self._next <= last:
-            self._give(self._next)
+            self._start(self._next)
             self._next += 1
-        if self._ahead:
-            self._joined_envs.ask(self._done)
+        self._joined_envs.assign(self._done)
 
     def play(self, step: int) -> None:
         """Starts a step of the original ranks, with the weights that have just been sent."""
         self._play(step, 0, self._decisions)
         self._next = step + 1
 
-    def _give(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
         original_decisions, pieces, duration = self._decisions, 1, math.inf
         if self._joined_envs.ranks and self._present_envs and self._divisible:
@@ -508,19 +476,22 @@ class RolloutSources:
             )
         if original_decisions < self._decisions and duration <= _MAX_IMBALANCE:
             self._play(step, 0, original_decisions)
-            self._joined_envs.give(step, self._decisions - original_decisions, pieces)
-        elif (self._joined_envs.would_take() and self._played) or (self._joined_envs.ranks and not self._present_envs):
-            self._joined_envs.give(step)
+            self._joined_envs.add_step(step, self._decisions - original_decisions, pieces)
+        elif (self._joined_envs.can_play_step() and self._pending_turns) or (
+            self._joined_envs.ranks and not self._present_envs
+        ):
+            self._joined_envs.add_step(step)
         else:
             self._play(step, 0, self._decisions)
 
     def _play(self, step: int, begin: int, decisions: int) -> None:
         end = begin + decisions
         while begin < end:
-            self._turns += 1
-            turn = FullRollout(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
+            self._num_turns += 1
+            next_cut = (begin // self._cut_size + 1) * self._cut_size
+            turn = FullRollout(self._num_turns, step, begin, min(end, next_cut) - begin)
             acting_handle = self._generate(self._acting_group(), turn)
-            self._played.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
+            self._pending_turns.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
             begin += turn.decisions
 
     def plays(self, step: int) -> bool:
@@ -528,54 +499,43 @@ class RolloutSources:
         return bool(self._turns_of(step))
 
     def _turns_of(self, step: int) -> list[_PendingTurn]:
-        return [pending_turn for pending_turn in self._played if pending_turn.turn.step == step]
+        return [pending_turn for pending_turn in self._pending_turns if pending_turn.turn.step == step]
 
-    def parts_of(self, step: int) -> list[list[DeliveredShard]] | None:
+    def wait_for_shards(self, step: int) -> list[list[DeliveredShard]] | None:
         """Waits for the shards of a step from ranks that joined; returns None if the original ranks play all of it."""
-        if step not in self._joined_envs.steps:
+        if step not in self._joined_envs.tracker.steps:
             return None
-        parts = self._joined_envs.make(step, self._done)
-        if parts is None:
+        shards = self._joined_envs.wait_for_step(step, self._done)
+        if shards is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
             begin = sum(pending_turn.turn.decisions for pending_turn in self._turns_of(step))
             self._play(step, begin, self._decisions - begin)
-        return parts
+        return shards
 
-    def receive(self, step: int) -> Any:
-        """Makes the actors receive a step of the original ranks; returns a handle."""
-        return self._receive(step, None, ())
-
-    def receive_shared(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
-        """Makes the actors receive a step, with the shards of ranks that joined (`parts_of`); returns a handle."""
-        units = None if parts is None else keys_of(parts)
-        return self._receive(step, units, tuple(self._joined_envs.useless()))
-
-    def _receive(self, step: int, units: list[list[int]] | None, useless: tuple[int, ...]) -> Any:
-        present_ranks = self._rollouts.present
-
-        def acted(playing: _PendingTurn) -> Acted:
-            lost_ranks = playing.lost_ranks.union(
-                rank for rank in playing.slots.acting_ranks if rank not in present_ranks
-            )
-            return Acted(playing.turn, playing.slots, frozenset(lost_ranks))
-
-        turns = tuple(acted(pending_turn) for pending_turn in self._turns_of(step))
-        later_turns = frozenset(
-            pending_turn.turn.number for pending_turn in self._played if pending_turn.turn.step != step
+    def receive(self, step: int, shards: list[list[DeliveredShard]] | None = None) -> Any:
+        """Makes the actors receive a step, with the shards of ranks that joined (`wait_for_shards`); returns a handle."""
+        present_ranks, turns = {*self._rollouts.present}, self._turns_of(step)
+        acted = [
+            Acted(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
+            for turn in turns
+        ]
+        later_turns = {turn.turn.number for turn in self._pending_turns if turn not in turns}
+        units, useless = None if shards is None else keys_of(shards), self._joined_envs.tracker.pop_useless()
+        return self._actor.receive(
+            step, Source(self.slots, tuple(acted), frozenset(later_turns), units, tuple(useless))
         )
-        return self._actor.receive(step, Source(self.slots, turns, later_turns, units, useless))
 
     def outcome(
-        self, step: int, parts: list[list[DeliveredShard]] | None = None
+        self, step: int, shards: list[list[DeliveredShard]] | None = None
     ) -> tuple[dict[str, np.ndarray], float, float]:
         """Waits for a step; returns its episodes, and the seconds in which rollout ranks acted and in which env ranks
         simulated.
 
         Args:
             step: The step.
-            parts: The step's result of `parts_of`, in runs that ranks may join.
+            shards: The step's result of `wait_for_shards`, in runs that ranks may join.
         """
-        episodes = [report.episodes for unit in parts or () for report in unit]
+        episodes = [report.episodes for unit in shards or () for report in unit]
         joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
         turns = self._turns_of(step)
         for turn in turns:
@@ -584,9 +544,9 @@ class RolloutSources:
             act_s += max((acting_report["busy_s"] for acting_report in turn.acting.wait(self._timeout)), default=0.0)
             # Restarts are counted since the rank's start.
             episodes += reports if turn is turns[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
-            self._played.remove(turn)
-        return in_order(episodes), act_s, max(joined_s, simulate_s)
+            self._pending_turns.remove(turn)
+        return merge_reports(episodes), act_s, max(joined_s, simulate_s)
 
-    def joined(self, parts: list[list[DeliveredShard]] | None) -> collections.Counter[int]:
+    def joined_decisions(self, shards: list[list[DeliveredShard]] | None) -> Counter[int]:
         """Returns the decisions of a step, in all slots, by rank that has joined."""
-        return self._joined_envs.taken_from(parts or ())
+        return self._joined_envs.count_transitions(shards or ())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,14 +21,6 @@ from rlhpc.weights import frozen_names
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EmbodiedActorConfig
-
-Result = TypeVar("Result")
-
-
-def passed(called: nn.Module, work: Callable[[Any], Result]) -> Result:
-    """Runs `work(policy)` as one forward pass of the module that a backend passes to a loss."""
-    output: Result = called(work)
-    return output
 
 
 class PolicyBlueprint(Blueprint):

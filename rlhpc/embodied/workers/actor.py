@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,7 +24,7 @@ from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, until_left
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.training.blueprint import PolicyBlueprint
-from rlhpc.embodied.workers.env import LENT
+from rlhpc.embodied.workers.env import WEIGHTS_SENT
 from rlhpc.runs.device import seed_process, worker_device
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.comm.shared_memory import SegmentGone
@@ -80,7 +80,7 @@ class PolicyLearner(Protocol):
 class PolicyTrainer(SavingWorker, Generic[Cfg]):
     """One data-parallel rank of a trainer.
 
-    A subclass builds `policy` and `learner` in its `init_worker`, which begins with `settle_in`.
+    A subclass builds `policy` and `learner` in its `init_worker`, which begins with `set_up_device`.
 
     Attributes:
         policy: Trained policy; a rank may hold a part of its weights.
@@ -93,10 +93,10 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     policy: Policy
     learner: PolicyLearner
     sync: WeightSync | None = None
-    _sync_to: Callable[[str, Sequence[int]], WeightSync]
-    _before: WeightSync | None = None
-    _acts: str
-    _aim: tuple[int, ...]
+    _make_sync: Callable[[str, Sequence[int]], WeightSync]
+    _previous_sync: WeightSync | None = None
+    _rollout_name: str
+    _receivers: tuple[int, ...]
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._sent: frozenset[str] = frozenset()
         self._gathers_once = False
         #: Weight sync to each rank that has joined, by rank.
-        self._lent: dict[int, WeightSync] = {}
+        self._joined_syncs: dict[int, WeightSync] = {}
 
-    def settle_in(self) -> None:
+    def set_up_device(self) -> None:
         """Sets up device and seed."""
         self.seed = self.cfg.runner.seed
         self.device = worker_device(self)
@@ -124,8 +124,9 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             look: See `rlhpc.training.Blueprint.look`.
             levels: `algorithm.logprob_type`.
         """
-        blueprint = PolicyBlueprint(actor, spaces, self.device, seed=self.seed, look=look, levels=levels)
-        backend = make_backend(blueprint, actor, self)
+        backend = make_backend(
+            PolicyBlueprint(actor, spaces, self.device, seed=self.seed, look=look, levels=levels), actor, self
+        )
         assert isinstance(backend.module, Policy)
         self.policy, self.learner = backend.module, backend
         return backend
@@ -134,23 +135,23 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Prepares the weight sync to the rollout ranks."""
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
 
-        def to(group: str, ranks: Sequence[int]) -> WeightSync:
+        def make(group: str, ranks: Sequence[int]) -> WeightSync:
             receivers = [(group, list(ranks))]
             return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
-        self._sync_to, self._acts, self._aim = to, slots.rollout_name, ()
-        self._aim_at(slots.acting_ranks)
+        self._make_sync, self._rollout_name, self._receivers = make, slots.rollout_name, ()
+        self._set_receivers(slots.acting_ranks)
 
-    def _aim_at(self, ranks: Sequence[int]) -> None:
+    def _set_receivers(self, ranks: Sequence[int]) -> None:
         """Sets the rollout ranks that receive weights from now on; if the set has changed, the next sync sends all
         weights."""
-        if tuple(ranks) == self._aim:
+        if tuple(ranks) == self._receivers:
             return
-        if self._before is not None:
-            self._before.forget()
+        if self._previous_sync is not None:
+            self._previous_sync.forget()
         # A rank may still have to receive the state that the last version builds upon: it is released with the next change.
-        self._aim, self._before, self._sent = tuple(ranks), self.sync, frozenset()
-        self.sync = self._sync_to(self._acts, ranks)
+        self._receivers, self._previous_sync, self._sent = tuple(ranks), self.sync, frozenset()
+        self.sync = self._make_sync(self._rollout_name, ranks)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -162,19 +163,21 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Sends the weights, as `version`, to rollout ranks; sharded weights that are not trained are gathered only once."""
         if self.rank and not self.learner.lockstep:
             return
-        self._aim_at(ranks)
-        frozen = self.learner.frozen_names()
+        self._set_receivers(ranks)
         with self.learner.awake():  # the last weights are written when all have been gathered
-            weights = self.sent_weights(self._sent)
-            if self.rank == 0 and self.sync is not None:
-                self.sync.send(version, weights, frozen=frozen)
-            else:
-                for _ in weights:  # each is gathered with all ranks
-                    pass
+            self._send(version, self.sync if self.rank == 0 else None, self._sent)
         if self._gathers_once:
-            self._sent = frozen
+            self._sent = self.learner.frozen_names()
 
-    def lend_weights(self, version: int, group: str, ranks: Sequence[int], left_ranks: Sequence[int] = ()) -> None:
+    def _send(self, version: int, sync: WeightSync | None, without: frozenset[str]) -> None:
+        """Gathers the weights with all ranks, and sends them if there is a sync."""
+        weights = self.sent_weights(without)
+        if sync is None:
+            deque(weights, maxlen=0)
+        else:
+            sync.send(version, weights, frozen=self.learner.frozen_names())
+
+    def send_weights_to(self, version: int, group: str, ranks: Sequence[int], left_ranks: Sequence[int] = ()) -> None:
         """Sends the weights, as `version`, to ranks that have joined; sharded weights are gathered once for each rank.
 
         Args:
@@ -185,20 +188,14 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """
         if self.rank and not self.learner.lockstep:
             return
-        for rank in left_ranks:
-            if (sync := self._lent.pop(rank, None)) is not None:
-                sync.forget()
-        frozen = self.learner.frozen_names()
+        for rank in self._joined_syncs.keys() & {*left_ranks}:
+            self._joined_syncs.pop(rank).forget()
         with self.learner.awake():
             for rank in ranks:
-                weights = self.sent_weights(frozenset())
-                if self.rank == 0 and self.notify(version, group, rank, LENT):
-                    if rank not in self._lent:
-                        self._lent[rank] = self._sync_to(group, [rank])
-                    self._lent[rank].send(version, weights, frozen=frozen)
-                else:
-                    for _ in weights:  # each is gathered with all ranks
-                        pass
+                is_notified = self.rank == 0 and self.notify(version, group, rank, WEIGHTS_SENT)
+                if is_notified and rank not in self._joined_syncs:
+                    self._joined_syncs[rank] = self._make_sync(group, [rank])
+                self._send(version, self._joined_syncs[rank] if is_notified else None, frozenset())
 
     def start_from(self, folder: str) -> None:
         """Loads the weights of a checkpoint or an export; optimizer and counters stay fresh."""
@@ -208,16 +205,12 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Returns all weights on the host of rank 0; the other ranks take part."""
-        weights = {}
-        for name, tensor in self.learner.named_weights():
-            if self.rank == 0:
-                weights[name] = tensor.cpu()
-        return weights
+        return {name: tensor.cpu() for name, tensor in self.learner.named_weights() if self.rank == 0}
 
     def _replaced(self) -> None:
         """Resets the weight sync, so that the next version does not build on the weights sent so far."""
         self._sent = frozenset()
-        for sync in (self.sync, self._before, *self._lent.values()):
+        for sync in (self.sync, self._previous_sync, *self._joined_syncs.values()):
             if sync is not None:
                 sync.forget()
 
@@ -232,8 +225,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         path = Path(folder)
         weights_name = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
         weights = self._weights() if self.rank == 0 or self.learner.lockstep else {}
-        if self.rank == 0:
-            require_finite(weights.items(), weights_name)
+        require_finite(weights.items(), weights_name)  # those of rank 0
         if self.rank == 0 or self.learner.lockstep:
             require_finite(self.learner.local_tensors(), weights_name)
         if self.rank == 0:
@@ -287,7 +279,7 @@ class TrajectoryReceiver:
     """
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
-        self.share, self._rank, self._skip = slots.actor_share(rank), rank, skips(cfg)
+        self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
         #: Messages of later turns, by key and number of the turn.
         self._early: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
         #: Columns of the last message, without slots: shapes and dtypes of one that is missing.
@@ -315,17 +307,20 @@ class TrajectoryReceiver:
             turns.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
         batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
         bad_by_column = batch.nonfinite_columns()
-        if bad_by_column and not self._skip:
-            raise self._nonfinite(step, bad_by_column)
+        if bad_by_column and not self._skips_nonfinite:
+            slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(list(bad_by_column.values()))))
+            raise nonfinite(
+                f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self._rank}) "
+                f"{', '.join(bad_by_column)} {'is' if len(bad_by_column) == 1 else 'are'} not finite"
+            )
         batch = batch.mark_nonfinite(bad_by_column.values())
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
     def _turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the rollout ranks' transitions of a turn, in slot order."""
         sources = acted.slots.sources_of(self._rank)
-        unit_batches = [(slots, self._from(acted, later, stage, rank)) for stage, rank, slots in sources]
-        decisions = acted.turn.decisions
-        return [self._missing(len(slots), decisions) if batch is None else batch for slots, batch in unit_batches]
+        batches = [(slots, self._from(acted, later, stage, rank)) for stage, rank, slots in sources]
+        return [self._missing(len(slots), acted.turn.decisions) if batch is None else batch for slots, batch in batches]
 
     def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
         """Returns a rollout rank's transitions of a turn's stage; None if it has gone without sending them."""
@@ -358,13 +353,11 @@ class TrajectoryReceiver:
 
     def _next(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
         if not has_left:
-            message: dict[str, Any] = get_until_left(self._trajectories, key, peer, until_left(*peer))
-            return message
+            return get_until_left(self._trajectories, key, peer, until_left(*peer))
         try:
-            message = self._trajectories.get(key=key, timeout=_LAST_S)
+            return self._trajectories.get(key=key, timeout=_LAST_S)
         except (ChannelError, DeadlineExceeded, SegmentGone) as error:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
-        return message
 
     def _missing(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
         """Returns a batch of missing transitions, for slots and decisions without a message.
@@ -380,19 +373,11 @@ class TrajectoryReceiver:
 
     def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
         """Receives the shards of a unit and concatenates them, for this rank's slots."""
-        messages = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
+        messages = [self._parts.get(key=slots.shard_key(key, self._rank)) for key in keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Removes shards that will not be used from the channel, if they have arrived."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
-                self._parts.get_nowait(key=slots.part_key(key, self._rank))
-
-    def _nonfinite(self, step: int, bad_by_column: dict[str, np.ndarray]) -> Exception:
-        """Returns the error that names the first transition with numbers that are not finite."""
-        slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(list(bad_by_column.values()))))
-        return nonfinite(
-            f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self._rank}) {', '.join(bad_by_column)} "
-            f"{'is' if len(bad_by_column) == 1 else 'are'} not finite"
-        )
+                self._parts.get_nowait(key=slots.shard_key(key, self._rank))

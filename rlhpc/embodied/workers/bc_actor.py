@@ -26,7 +26,6 @@ from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label, value_model
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.training.blueprint import passed
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
@@ -80,7 +79,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             parameters, episodes and transitions for training, and the number of episodes left out because they are not finite.
         """
         cfg = self.cfg
-        self.settle_in()
+        self.set_up_device()
         observation_space, action_space = spaces = spaces_of(cfg)
         skip = skips(cfg)
         self.backend = self.build_backend(cfg.actor, spaces, look=skip)
@@ -134,8 +133,10 @@ class BcActor(PolicyTrainer[BcConfig]):
             len(train_trajectories),
             sum(len(trajectory["actions"]) for trajectory in train_trajectories),
         )
-        self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
-        self.demos = self._batch(train_trajectories, self.held)
+        self.local_rows = range(
+            self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size
+        )
+        self.demos = self._batch(train_trajectories, self.local_rows)
         holdout_trajectories = [trajectories[i] for i in sorted(held_out)]
         self.holdout = (
             self._batch(holdout_trajectories, None) if holdout_trajectories and self._computes_holdout else None
@@ -193,8 +194,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         micro = size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
         sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
         for epoch in range(cfg.algorithm.update_epochs):
-            order = permutation(self.total, self.seed, step, epoch)
-            minibatches = local_minibatches(order, size, self.held)
+            minibatches = local_minibatches(permutation(self.total, self.seed, step, epoch), size, self.local_rows)
             micro_batches = [list(rows.split(micro)) if rows.numel() else [] for rows in minibatches]
             if self.backend.lockstep:
                 num_passes = passes(
@@ -281,7 +281,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             )  # fmt: skip
             return [loss, value_term]
 
-        return passed(called, work)
+        return called(work)
 
     def evaluate(self) -> dict[str, float]:
         """Runs `env.eval` with the present weights, deterministically, on rank 0.

@@ -1,4 +1,4 @@
-"""Env workers: simulation of a share of the slots for the rollout ranks that act on them, and replicas, which also act."""
+"""Env workers: simulation of a share of the slots for the rollout ranks that act on them. Ranks that joined also act."""
 
 from __future__ import annotations
 
@@ -72,23 +72,21 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         device = worker_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
-        self.envs = [self._build_env(len(env_slots), env_slots.start, device) for env_slots in self.shares]
+        self.envs = [self._build_env(env_slots, device) for env_slots in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         #: Slots of each stage whose episode contains actions that are not the policy's.
         self._mixed = [np.zeros(len(env_slots), bool) for env_slots in self.shares]
-        first_env = self.envs[0]
-        count = sum(map(len, self.shares))
-        self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
+        self.log.info("simulates %d of %d slots of %s", sum(map(len, self.shares)), slots.num_envs, cfg.env_id)
         return {
-            "observation_space": first_env.observation_space,
-            "action_space": first_env.action_space,
+            "observation_space": self.envs[0].observation_space,
+            "action_space": self.envs[0].action_space,
             "supports_state": all(env.supports_state for env in self.envs),
         }
 
-    def _build_env(self, count: int, first: int, device: torch.device) -> VectorEnv:
-        """Builds the environments of `count` slots, the first of which has the number `first`."""
+    def _build_env(self, slots: range, device: torch.device) -> VectorEnv:
+        """Builds the environments of a share of the slots."""
         cfg = self.cfg.env.train
-        env = make_env(cfg, count, slot_offset=first, seed=self.seed, stage="train")
+        env = make_env(cfg, len(slots), slot_offset=slots.start, seed=self.seed, stage="train")
         if cfg.reward_model is None:
             return env
         from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
@@ -188,10 +186,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def new_episodes(self, step: int, begin: int = 0) -> None:
         """Begins new episodes, whose starts depend only on seed, step, and the number of the step's earlier decisions."""
-        entropy = [self.seed, step, begin] if begin else [self.seed, step]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        if self.cfg.env.train.use_fixed_reset_state_ids:
-            seed = self.seed
+        seed = self.seed
+        if not self.cfg.env.train.use_fixed_reset_state_ids:
+            entropy = [self.seed, step, begin] if begin else [self.seed, step]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         self.obs = [keep_tensors(env.reset(seed=seed)[0]) for env in self.envs]
         for is_mixed in self._mixed:
             is_mixed[:] = False
@@ -205,26 +203,25 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         start = time.perf_counter()
         actions_by_peer = self.links.get(stage)
         self._waited += time.perf_counter() - start
-        received_actions = [peer_actions for _, peer_actions in actions_by_peer if peer_actions is not None]
-        if not received_actions:
+        first_actions = next((peer_actions for _, peer_actions in actions_by_peer if peer_actions is not None), None)
+        if first_actions is None:
             return None
-        for slots, peer_actions in actions_by_peer if len(received_actions) < len(actions_by_peer) else ():
+        for slots, peer_actions in actions_by_peer:
             if peer_actions is None:
                 self._mixed[stage][within(slots, self.shares[stage])] = True
-        shape = received_actions[0].shape[1:]
-        actions: np.ndarray = join(
+        return join(
             [
-                np.resize(received_actions[0], (len(slots), *shape)) if peer_actions is None else peer_actions
+                np.resize(first_actions, (len(slots), *first_actions.shape[1:]))
+                if peer_actions is None
+                else peer_actions
                 for slots, peer_actions in actions_by_peer
             ]
         )
-        return actions
 
     def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
         """Returns those of the ended slots in whose episode only the policy acted."""
-        is_mixed = self._mixed[stage]
-        policy_slots: np.ndarray = ended_slots[~is_mixed[ended_slots]]
-        is_mixed[ended_slots] = False
+        policy_slots: np.ndarray = ended_slots[~self._mixed[stage][ended_slots]]
+        self._mixed[stage][ended_slots] = False
         return policy_slots
 
     def _send_outcomes(self, stage: int, outcomes: Outcomes, num_decisions: int) -> None:
@@ -278,28 +275,24 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
         stage_slots, env = self.shares[stage], self.envs[stage]
-        units_by_slot = {
-            slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])
+        saved_slots = {
+            slot: (unit, slot - unit["start"])
+            for unit in units
+            if unit["state"] is not None
+            for slot in range(unit["start"], unit["stop"])
         }
-        same_layout = any(
-            range(unit["start"], unit["stop"]) == stage_slots and unit["state"] is not None for unit in units
-        )
-        if not same_layout and not all(
-            slot in units_by_slot and units_by_slot[slot][0]["state"] is not None for slot in stage_slots
-        ):
+        if not {*stage_slots} <= saved_slots.keys():
             return False
+        sources = [saved_slots[slot] for slot in stage_slots]
+        first_unit = sources[0][0]
         try:
-            if same_layout:
-                unit = units_by_slot[stage_slots.start][0]
-                env.load_state_dict(unit["state"])
+            if range(first_unit["start"], first_unit["stop"]) == stage_slots:
+                env.load_state_dict(first_unit["state"])
             else:
-                env.load_state_dict(env.merge_states([_slot_state(env, *units_by_slot[slot]) for slot in stage_slots]))
+                env.load_state_dict(env.merge_states([env.slot_state(unit["state"], i) for unit, i in sources]))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
-        rows = [
-            take(unit["obs"], slice(index, index + 1)) for unit, index in (units_by_slot[slot] for slot in stage_slots)
-        ]
-        self.obs[stage] = join(rows)
+        self.obs[stage] = join([take(unit["obs"], slice(i, i + 1)) for unit, i in sources])
         return True
 
     def offload(self) -> None:
@@ -313,12 +306,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             env.close()
 
 
-def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
-    return env.slot_state(unit["state"], index)
-
-
 #: Notice of the actor to a rank to which it sends weights.
-LENT = "lent"
+WEIGHTS_SENT = "weights sent"
 _LOOK_S = 0.005
 
 
@@ -334,7 +323,7 @@ def unit_map(slots: SlotMap, rank: int) -> UnitMap:
     )
 
 
-def words_of(seed: int, rank: int, start_step: int) -> list[int]:
+def entropy_of(seed: int, rank: int, start_step: int) -> list[int]:
     """Returns the entropy from which the seeds of a rank that has joined are derived.
 
     Its slots begin episodes that differ from those of all other ranks, and of earlier starts of the run.
@@ -342,7 +331,7 @@ def words_of(seed: int, rank: int, start_step: int) -> list[int]:
     return [seed, 1, rank, start_step]
 
 
-class Replica:
+class JoinedEnvRank:
     """Env rank that joined the run and acts on its slots without other ranks.
 
     Args:
@@ -356,7 +345,7 @@ class Replica:
         self, simulating: SimulatingWorker[Any], acting: ActingWorker[Any], slots: SlotMap, start_step: int
     ) -> None:
         self._simulating, self._acting, self._slots = simulating, acting, slots
-        self._words, self._rank = words_of(acting.seed, simulating.rank, start_step), simulating.rank
+        self._entropy, self._rank = entropy_of(acting.seed, simulating.rank, start_step), simulating.rank
         self._version = -1
 
     def connect(self) -> None:
@@ -378,21 +367,23 @@ class Replica:
         """
         rank = self._simulating
         rank.before_leaving(lambda: None)  # from now on it ends after this call, which returns early
-        self._take_weights(shard.version)
-        self._acting.draws(random)
-        num_decisions, batch, episodes = self._roll(shard)
-        for actor in range(self._slots.actor_ranks if batch is not None else 0):
+        self._receive_weights(shard.version)
+        self._acting.set_random_actions(random)
+        num_decisions, batch, episodes = self._play_decisions(shard)
+        for actor in range(self._slots.actor_ranks):
             local_unit = self._slots.unit_for(shard.unit, actor)
             if batch is not None and local_unit.stop > local_unit.start:
                 message: dict[str, Any] = batch.of_slots(local_unit).columns()
                 message["version"] = self._version
-                self._parts.entrust(message, key=self._slots.part_key(shard.key, actor))
+                self._parts.entrust(message, key=self._slots.shard_key(shard.key, actor))
         self._played.entrust(
             DeliveredShard(shard.number, shard.key, self._rank, num_decisions, self._version, episodes)
         )
         rank.before_leaving(None)
 
-    def _roll(self, shard: RolloutShard) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
+    def _play_decisions(
+        self, shard: RolloutShard
+    ) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
         """Returns the number of decisions made, their transitions (None without a decision), and episodes."""
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
         env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
@@ -413,8 +404,7 @@ class Replica:
                 episodes.add(t, env_slots.start, infos, ended_slots[ended_slots < num_slots])
             t += 1
         if single_episode and t < shard.decisions:
-            t = 0
-            episodes.skipped = 0
+            t = episodes.skipped = 0
         batch: RolloutBatch[np.ndarray] | None = None
         if t:
             all_rows = slice(0, len(env_slots))
@@ -422,14 +412,14 @@ class Replica:
             acting.buffers[0].num_decisions = t
             with torch.inference_mode():
                 (batch,) = acting.batches([outcomes.part(all_rows, last_obs, t)])
-        episode_report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - start, timing=[env.timing])
-        return t, batch, episode_report
+        busy_s = time.perf_counter() - start
+        return t, batch, episodes.report(restarts=env.restarts, busy_s=busy_s, timing=[env.timing])
 
-    def _noise(self, part: RolloutShard, t: int) -> torch.Tensor:
-        entropy, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
+    def _noise(self, shard: RolloutShard, t: int) -> torch.Tensor:
+        entropy, slots = (*self._entropy, shard.number, t), range(len(self._simulating.shares[0]))
         return noise_of_slots(self._acting.policy.sample_noise, entropy, slots).to(self._acting.device)
 
-    def _take_weights(self, version: int) -> None:
+    def _receive_weights(self, version: int) -> None:
         """Receives the weights that the actor has sent, and waits until they are new enough, unless this rank is to leave.
 
         Raises:
@@ -438,7 +428,7 @@ class Replica:
         deadline = time.monotonic() + self._acting.cfg.runner.step_timeout_s
         while True:
             try:
-                self._simulating.notice(LENT)
+                self._simulating.notice(WEIGHTS_SENT)
             except queue.Empty:
                 if self._version >= version or self._simulating.told_to_leave:
                     return
@@ -451,13 +441,13 @@ class Replica:
                 self._version = self._acting.sync_weights()
 
 
-def open_replica(
+def open_joined_rank(
     simulating: SimulatingWorker[Any],
     make: Callable[[], ActingWorker[Any]],
     slots: SlotMap,
     spaces: tuple[Any, Any],
     start_step: int,
-) -> Replica:
+) -> JoinedEnvRank:
     """Builds simulators and policy of a rank that has joined.
 
     Args:
@@ -471,8 +461,8 @@ def open_replica(
         ConfigError: The environment has other spaces here.
     """
     unit = unit_map(slots, simulating.rank)
-    seed = int(np.random.SeedSequence(words_of(simulating.run_seed, simulating.rank, start_step)).generate_state(1)[0])
-    env_facts = simulating.init_worker(unit, seed)
+    entropy = entropy_of(simulating.run_seed, simulating.rank, start_step)
+    env_facts = simulating.init_worker(unit, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
     if (env_facts["observation_space"], env_facts["action_space"]) != spaces:
         raise ConfigError(
             f"on {simulating.node}, env.train.env_id {simulating.cfg.env.train.env_id} shows or takes something else than "
@@ -480,33 +470,33 @@ def open_replica(
         )
     acting_worker = make()
     acting_worker.init_worker(unit, *spaces)
-    return Replica(simulating, acting_worker, slots, start_step)
+    return JoinedEnvRank(simulating, acting_worker, slots, start_step)
 
 
-class JoiningWorker(SimulatingWorker[Cfg]):
+class JoinableEnvWorker(SimulatingWorker[Cfg]):
     """Env rank that may have joined the run, in which case it also acts on its slots."""
 
     #: Import path of the rollout worker that acts then.
     acts: str = ""
-    _replica: Replica | None = None
+    _joined_rank: JoinedEnvRank | None = None
 
-    def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
+    def open_joined_rank(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
         """Builds this rank's simulators, and a policy that acts on them."""
         worker_class = load_attribute(self.acts, f"who acts for {type(self).__name__}")
-        self._replica = open_replica(self, lambda: worker_class(self.cfg), slots, spaces, start_step)
+        self._joined_rank = open_joined_rank(self, lambda: worker_class(self.cfg), slots, spaces, start_step)
 
-    def connect_replica(self) -> None:
-        """Connects the replica to the channels (`Replica.connect`)."""
-        assert self._replica is not None
-        self._replica.connect()
+    def connect_joined_rank(self) -> None:
+        """Connects a rank that joined to the channels (`JoinedEnvRank.connect`)."""
+        assert self._joined_rank is not None
+        self._joined_rank.connect()
 
     def play(self, shard: RolloutShard, random: bool) -> None:
-        """Plays a shard (`Replica.play`)."""
-        assert self._replica is not None
-        self._replica.play(shard, random)
+        """Plays a shard (`JoinedEnvRank.play`)."""
+        assert self._joined_rank is not None
+        self._joined_rank.play(shard, random)
 
 
-class EnvWorker(JoiningWorker[PpoConfig]):
+class EnvWorker(JoinableEnvWorker[PpoConfig]):
     """Env rank with one vector environment per pipeline stage, for the slots that the `SlotMap` assigns to it."""
 
     acts = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,23 +25,14 @@ from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes
 from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
-from rlhpc.embodied.workers.env import JoiningWorker
+from rlhpc.embodied.workers.env import JoinableEnvWorker
 from rlhpc.embodied.workers.rollout import ActingWorker
 from rlhpc.runs.device import settle
 from rlhpc.runtime.comm.context import current
 from rlhpc.training.backend import Named
 
 
-class Gathering(Protocol):
-    """Rank of a group that can gather objects."""
-
-    world_size: int
-
-    def all_gather_object(self, obj: object) -> list[object]:
-        """Returns the objects of all ranks, in rank order."""
-
-
-class Incomplete:
+class IncompleteRows:
     """Regrouping of transitions if some slots delivered none, so that each row of the table is again a decision in
     every slot.
 
@@ -61,23 +52,21 @@ class Incomplete:
         """Drops the waiting transitions, which do not fill a row."""
         self._waiting: dict[str, np.ndarray] = {}
 
-    def table(self, columns: dict[str, np.ndarray], present: np.ndarray, ranks: Gathering) -> dict[str, np.ndarray]:
+    def table(
+        self, columns: dict[str, np.ndarray], present: np.ndarray, gather: Callable[[Any], list[Any]]
+    ) -> dict[str, np.ndarray]:
         """Returns rows of this rank's slots, `[n, rows, ...]`, equally many on all ranks, which call together.
 
         Args:
             columns: A step's transitions `[n, T, ...]`.
             present: Mask of the transitions that exist, `[n, T]`.
-            ranks: This rank, which reaches the others.
+            gather: Returns the objects of all ranks.
         """
         steps, slots = np.nonzero(present.T)
         positions = steps * self._num_envs + slots + self._share.start
-        local_rows = {name: column[slots, steps] for name, column in columns.items()}
-        rank_rows: Any = [(positions, local_rows)]
-        if ranks.world_size > 1:
-            rank_rows = ranks.all_gather_object(rank_rows[0])
-        order = np.argsort(
-            np.concatenate([positions for positions, _ in rank_rows])
-        )  # the same for any number of ranks
+        rank_rows = gather((positions, {name: column[slots, steps] for name, column in columns.items()}))
+        # The order is the same for any number of ranks.
+        order = np.argsort(np.concatenate([positions for positions, _ in rank_rows]))
         pending_columns = {
             name: np.concatenate([columns_of_rank[name] for _, columns_of_rank in rank_rows])[order] for name in columns
         }
@@ -96,17 +85,17 @@ class Incomplete:
         }
 
 
-def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
-    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
-    if not path:
-        return None
-    demos = load_demos(
-        path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
+def read_demo_buffer(cfg: SacConfig) -> np.ndarray:
+    """Reads the transitions of `algorithm.demo_buffer.load_path` (`load_demos`)."""
+    return load_demos(
+        str(cfg.algorithm.demo_buffer.load_path),
+        reward_scale=cfg.env.train.reward_scale,
+        ignore_terminations=cfg.env.train.ignore_terminations,
+        skip=skips(cfg),
     )
-    return fit(demos, observation_space, action_space, cfg.actor.model.num_action_chunks)
 
 
-class OffPolicyEnvWorker(JoiningWorker[SacConfig]):
+class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
     """Env rank of off-policy runs; a decision is one transition."""
 
     acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
@@ -132,8 +121,8 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
         return super().generate(turn)
 
-    def draws(self, random: bool) -> None:
-        """Sets whether the next actions are drawn at random (`ActingWorker.draws`)."""
+    def set_random_actions(self, random: bool) -> None:
+        """Sets whether the next actions are drawn at random (`ActingWorker.set_random_actions`)."""
         self._random = self.steps * self.slots.num_envs if random else 0
 
     def _choose(
@@ -165,10 +154,10 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 next_obs = columns[f"next_{name}"] = np.empty_like(columns[name])
                 next_obs[:, :-1], next_obs[:, -1] = columns[name][:, 1:], last_obs[name]
                 next_obs[outcome.final_slot, outcome.final_step] = final_obs[name]
-            batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns({**columns, **outcome.transition_columns()})
+            # A value is bootstrapped wherever an episode is not terminated.
             batches.append(
-                replace(batch, truncations=None)
-            )  # a value is bootstrapped wherever an episode is not terminated
+                replace(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}), truncations=None)
+            )
         return batches
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -190,9 +179,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             Number of trainable parameters.
         """
         cfg = self.cfg
-        self.settle_in()
+        self.set_up_device()
         self.slots, self.steps = slots, cfg.algorithm.rollout_steps
-        self.intake = TrajectoryReceiver(cfg, slots, self.rank)
+        self.receiver = TrajectoryReceiver(cfg, slots, self.rank)
         model = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         update_class = algorithm_for(cfg.algorithm.name, model, cfg.actor.model.model_type)
         assert isinstance(model, ActorCritic)
@@ -208,11 +197,14 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         )
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(
-            buffer.size, self.intake.share, slots.num_envs, self.rank, current().service.scratch.spill
+            buffer.size, self.receiver.share, slots.num_envs, self.rank, current().service.scratch.spill
         )
+        demos = None
+        if cfg.algorithm.demo_buffer.load_path:
+            demos = fit(read_demo_buffer(cfg), observation_space, action_space, cfg.actor.model.num_action_chunks)
         self.mixture = Mixture(
             self.replay,
-            _demos(cfg, observation_space, action_space),
+            demos,
             batch_size=cfg.actor.global_batch_size,
             demo_ratio=cfg.algorithm.demo_buffer.ratio,
             action_dim=model.head.dim,
@@ -220,10 +212,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             rank=self.rank,
             ranks=self.world_size,
         )
-        self.incomplete = Incomplete(slots.num_envs, self.intake.share)
-        self.starts, self.update_to_data = buffer.min_buffer_size, cfg.algorithm.update_to_data
-        self.transitions = 0
-        self.updates_due = 0
+        self.incomplete = IncompleteRows(slots.num_envs, self.receiver.share)
+        self.transitions = self.updates_due = 0
         self.open_sync(slots, cfg.rollout)
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
@@ -231,7 +221,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
+        self.receiver.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
         self.incomplete.clear()
 
     def start_from(self, folder: str) -> None:
@@ -247,7 +237,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """Adds this step's transitions of the rank's slots to the buffer.
 
         Transitions that are not finite, whose simulator or robot failed, or whose env or rollout rank has gone are left out:
-        the buffer gets fewer transitions of this step, and none twice (`Incomplete`).
+        the buffer gets fewer transitions of this step, and none twice (`IncompleteRows`).
 
         Args:
             step: Global step.
@@ -256,17 +246,18 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
-        batch = self.intake.receive(step, source).drop_lost_and_failed(by_slot=False, failures_by_slot=False)
+        batch = self.receiver.receive(step, source).drop_lost_and_failed(by_slot=False, failures_by_slot=False)
         columns = batch.transition_columns()
         count = torch.tensor([float(sum(batch.dropped.values()))])
         if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
             present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
-            columns = self.incomplete.table(columns, present_mask, self)
+            gather: Callable[[Any], list[Any]] = self.all_gather_object if self.world_size > 1 else lambda rows: [rows]
+            columns = self.incomplete.table(columns, present_mask, gather)
         rows = next(iter(columns.values())).shape[1] if columns else 0
         if rows:
             self.replay.add(columns)
         self.transitions += self.slots.num_envs * rows
-        return batch.counts(len(self.intake.share) * rows)
+        return batch.counts(len(self.receiver.share) * rows)
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Makes the pending updates: `update_to_data` for each transition since learning started.
@@ -278,7 +269,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
-        total = int(self.update_to_data * max(0, self.transitions - self.starts) + 1e-6)  # 49 × 1/49 < 1 in floats
+        algorithm = self.cfg.algorithm
+        num_learned = max(0, self.transitions - algorithm.replay_buffer.min_buffer_size)
+        total = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 < 1 in floats
         count, self.updates_due = total - self.updates_due, total
         return self._learn(count, progress)
 
@@ -295,8 +288,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             self.off_policy.set_lr(1.0 - progress)
         for _ in range(count):
             self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
-        seconds = {"update_s": time.perf_counter() - start}
-        return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
+        update_s = time.perf_counter() - start
+        return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
 
     def _batch(self, draw: MixtureDraw) -> TransitionBatch:
         columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}

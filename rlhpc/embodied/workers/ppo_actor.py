@@ -25,7 +25,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
     #: Batch of the step, which `update` trains on.
     batch: TrainBatch | None = None
     #: Stream of the step's transitions, where training overlaps with the rollout.
-    arriving: TransitionStream | None = None
+    stream: TransitionStream | None = None
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds policy and optimizer; the initial weights depend on the seed alone.
@@ -34,10 +34,10 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             Number of trainable parameters.
         """
         cfg = self.cfg
-        self.settle_in()
+        self.set_up_device()
         self.slots, self.steps, self.share = slots, cfg.algorithm.rollout_steps, slots.actor_share(self.rank)
         self.parts = cuts(cfg)
-        self.intake = TrajectoryReceiver(cfg, slots, self.rank)
+        self.receiver = TrajectoryReceiver(cfg, slots, self.rank)
         self.backend = self.build_backend(
             cfg.actor,
             (observation_space, action_space),
@@ -63,7 +63,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
+        self.receiver.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
         """Receives this step's transitions of its slots, and computes advantages and returns without those that are dropped.
@@ -79,7 +79,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         """
         parts = 1 if self.cfg.algorithm.max_staleness else self.parts
         if parts == 1:
-            batch, counts = self._take(step, source)
+            batch, counts = self._receive_part(step, source)
             self.batch = batch.flatten()
             return counts
         counts_by_part: list[RolloutCounts] = []
@@ -89,24 +89,24 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             shard_source = replace(
                 source, acted=source.acted[number : number + 1], later=source.later.union(later_turns)
             )
-            batch, counts = self._take(step, shard_source)
+            batch, counts = self._receive_part(step, shard_source)
             counts_by_part.append(counts)
             return batch
 
-        self.arriving = TransitionStream(part, parts, self.steps)
+        self.stream = TransitionStream(part, parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
-            self.arriving.wait_until(0)  # of those to come nothing may be missing
+            self.stream.wait_until(0)  # of those to come nothing may be missing
             return replace(counts_by_part[0], received=counts_by_part[0].received * parts)
-        self.arriving.wait_until(parts - 1)
-        self.batch, self.arriving = self.arriving.batch, None
+        self.stream.wait_until(parts - 1)
+        self.batch, self.stream = self.stream.batch, None
         return RolloutCounts.sum(counts_by_part)
 
-    def _take(self, step: int, source: Source) -> tuple[TrainBatch, RolloutCounts]:
+    def _receive_part(self, step: int, source: Source) -> tuple[TrainBatch, RolloutCounts]:
         """Receives a step, or a part of it; returns the batch to train on, `[n, T, ...]`, and its counts."""
         algorithm = self.cfg.algorithm
         # GAE bootstraps from the observation before a failure; to other estimators a slot's transitions are one unit.
         drops_failed_slots = algorithm.adv_type.lower() != "gae"
-        received = self.intake.receive(step, source)
+        received = self.receiver.receive(step, source)
         received = received.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
         # Slots that are left out altogether are no members of their groups.
         members = None
@@ -142,22 +142,22 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         """
         start = time.perf_counter()
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
-        arriving, self.arriving = self.arriving, None
-        batch, self.batch = self.batch if arriving is None else arriving.batch, None
+        stream, self.stream = self.stream, None
+        batch, self.batch = self.batch if stream is None else stream.batch, None
         assert batch is not None, "update follows receive"
         # Where nothing is left to train on, Adam would move by its momentum alone.
-        if arriving is None and not self.all_reduce(batch.mask.sum()).item():
+        if stream is None and not self.all_reduce(batch.mask.sum()).item():
             return {"lr": rate, "epochs": 0.0}
         local_indices = range(self.share.start * self.steps, self.share.stop * self.steps)
         total = self.slots.num_envs * self.steps
-        waited_before_s = 0.0 if arriving is None else arriving.waited
-        metrics = self.update_policy.run(batch, local_indices, total, step, rate, arriving)
+        waited_before_s = 0.0 if stream is None else stream.waited
+        metrics = self.update_policy.run(batch, local_indices, total, step, rate, stream)
         explained_variance = self._explained_variance(batch)
         self._observe(batch)
         self.updates += 1
         update_s = time.perf_counter() - start
-        if arriving is not None:
-            update_s -= arriving.waited - waited_before_s
+        if stream is not None:
+            update_s -= stream.waited - waited_before_s
         return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
 
     def _observe(self, batch: TrainBatch) -> None:
@@ -181,8 +181,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         if values.shape != returns.shape:  # returns of single actions, where no value is asked for
             return float("nan")
         error, target = ((returns - values) * mask).double(), (returns * mask).double()
-        count = mask.double().sum()
-        sums = torch.stack([count, error.sum(), (error * error).sum(), target.sum(), (target * target).sum()])
+        sums = torch.stack(
+            [mask.double().sum(), error.sum(), (error * error).sum(), target.sum(), (target * target).sum()]
+        )
         n, e1, e2, r1, r2 = self.all_reduce(sums).tolist()
         variance = r2 / n - (r1 / n) ** 2
         return 1.0 - (e2 / n - (e1 / n) ** 2) / variance if variance > 0 else float("nan")

@@ -6,7 +6,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -56,8 +55,7 @@ class StageBuffer:
         """Stores one step of the slots `part`, from arrays or tensors `[n, ...]` of all slots."""
         for name, row in rows.items():
             if name not in self._rows:
-                dtype = np.asarray(as_arrays(row[:0])).dtype
-                self._rows[name] = np.empty((self.steps, *row.shape), dtype)
+                self._rows[name] = np.empty((self.steps, *row.shape), np.asarray(as_arrays(row[:0])).dtype)
             if is_tensor(row):
                 torch.from_numpy(self._rows[name][t, part]).copy_(row[part])
             else:
@@ -88,23 +86,23 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
         self._receivers: tuple[int, ...] = ()
-        self._take_shares(slots)
+        self._set_slots(slots)
 
-    def _take_shares(self, slots: SlotMap) -> None:
+    def _set_slots(self, slots: SlotMap) -> None:
         self.slots = slots
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(slots_of_stage, self.steps) for slots_of_stage in self.shares]
         if slots.acting_ranks != self._receivers:
-            self._receivers, config = slots.acting_ranks, self.cfg.rollout
+            self._receivers, cfg = slots.acting_ranks, self.cfg.rollout
             receivers = [(slots.rollout_name, list(self._receivers))]
-            self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
+            self.sync = make_sync(cfg.weight_sync, self, (slots.actor_name, 0), receivers, cfg.weight_delta)
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """Builds the network with fresh weights."""
 
-    def draws(self, random: bool) -> None:
+    def set_random_actions(self, random: bool) -> None:
         """Sets whether the next actions are drawn at random, which only off-policy runs do."""
 
     @abstractmethod
@@ -113,18 +111,17 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
-        self._take_shares(slots)
+        self._set_slots(slots)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
-        device_peers = agree_on_device(self, slots)
-        self.links = open_links(self, self.slots, self.policy.observation_space, device_peers)
+        self.links = open_links(self, self.slots, self.policy.observation_space, agree_on_device(self, slots))
         env_ranks = {rank for peers in self.peers for rank, _ in peers} - slots.absent
         self._watches = {rank: until_left(slots.env_name, rank) for rank in env_ranks}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
         self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
 
-    def dismiss(self) -> None:
+    def allow_exit(self) -> None:
         """Lets this rank exit, if it is to leave: the others continue without it."""
         self.before_leaving(None)
 
@@ -152,12 +149,12 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         for buffer in self.buffers:
             buffer.num_decisions = turn.decisions
         if self.cfg.runner.enable_decoupled_mode:
-            self._answer()
+            self._act_on_arrival()
         else:
             for t in range(turn.decisions):
                 for stage in range(self.slots.stages):
                     self._act(stage, t)
-        self._hand_over()
+        self._send_trajectories()
         return {"busy_s": time.perf_counter() - start - self._waited}
 
     def _noise(self, t: int, slots: range) -> torch.Tensor:
@@ -171,9 +168,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         observations = self.links.get(stage)
         self._waited += time.perf_counter() - start
         observations_by_peer = [self._observation(peer_slots, peer_obs) for peer_slots, peer_obs in observations]
-        self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), partial(self._send_actions, stage))
 
-    def _answer(self) -> None:
+        def send(actions: np.ndarray) -> None:
+            self.links.put(stage, lambda slots: actions[within(slots, self.shares[stage])])
+
+        self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), send)
+
+    def _act_on_arrival(self) -> None:
         """Acts for env ranks in the order in which their observations arrive; each pass serves all that have arrived by then.
 
         A pass always covers all slots of a stage; slots without a request use their last observation. So an action does not
@@ -186,35 +187,34 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             ready = self.links.first(next_decisions)
             self._waited += time.perf_counter() - start
             for stage in sorted({stage for stage, _ in ready}):
-                self._answer_stage(stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage])
+                self._act_on_arrival_in_stage(
+                    stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage]
+                )
             for peer_key in ready:
                 next_decisions[peer_key] += 1
                 if next_decisions[peer_key] == self._turn.decisions:
                     del next_decisions[peer_key]
 
-    def _answer_stage(self, stage: int, asking: dict[int, int], latest: list[Any]) -> None:
-        """Acts for the env ranks `asking`, by index, each for its own decision; stores their observations in `latest`."""
-        rows_by_peer = {
-            i: within(peer_slots, self.shares[stage]) for i, (_, peer_slots) in enumerate(self.peers[stage])
-        }
-        noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
+    def _act_on_arrival_in_stage(self, stage: int, decisions: dict[int, int], latest: list[Any]) -> None:
+        """Acts for env ranks, each for its own decision (by index of the rank); stores their observations in `latest`."""
+        rows = {index: within(self.peers[stage][index][1], self.shares[stage]) for index in decisions}
+        noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in decisions.items()}
         first_noise = next(iter(noise_by_peer.values()))
-        rows = first_noise.new_zeros(
-            len(self.shares[stage]), *first_noise.shape[1:]
-        )  # slots without a request: any value
-        for index, noise in noise_by_peer.items():
+        # The noise of slots without a request may have any value.
+        noise = first_noise.new_zeros(len(self.shares[stage]), *first_noise.shape[1:])
+        for index, peer_noise in noise_by_peer.items():
             latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
-            rows[rows_by_peer[index]] = noise
+            noise[rows[index]] = peer_noise
 
-        def tell(chosen: np.ndarray) -> None:
-            for index in asking:
-                self.links.put_to(stage, index, chosen[rows_by_peer[index]])
+        def send(actions: np.ndarray) -> None:
+            for index in decisions:
+                self.links.put_to(stage, index, actions[rows[index]])
 
-        self.decide(stage, [(rows_by_peer[index], t) for index, t in asking.items()], rows, join(latest), tell)
+        self.decide(stage, [(rows[index], t) for index, t in decisions.items()], noise, join(latest), send)
 
-    def _observation(self, common: range, part: Any) -> Any:
+    def _observation(self, slots: range, obs: Any) -> Any:
         """Returns the observation of slots: zeros, if the env rank has gone or has sent nothing yet."""
-        return blank(self.policy.observation_space, len(common)) if part is None else part
+        return blank(self.policy.observation_space, len(slots)) if obs is None else obs
 
     def decide(
         self,
@@ -237,12 +237,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         actions_array = actions.cpu().numpy()
         send(actions_array)
         # The environments are busy now; what follows costs no time.
-        rows = {name: column.cpu().numpy() for name, column in extras.items()}
-        for request_rows, t in requests:
-            self.buffers[stage].write(t, request_rows, **columns_of("obs", obs), **{"actions": actions_array, **rows})
-
-    def _send_actions(self, stage: int, chosen: np.ndarray) -> None:
-        self.links.put(stage, lambda common: chosen[within(common, self.shares[stage])])
+        columns = {"actions": actions_array} | {name: column.cpu().numpy() for name, column in extras.items()}
+        for rows, t in requests:
+            self.buffers[stage].write(t, rows, **columns_of("obs", obs), **columns)
 
     def _choose(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
@@ -257,7 +254,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Returns an observation, or another array, on the policy's device."""
         return to_tensors(obs, self.device)
 
-    def _hand_over(self) -> None:
+    def _send_trajectories(self) -> None:
         """Sends every actor rank the transitions of the slots that it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
         for stage, batch in enumerate(self.batches(outcomes)):
@@ -268,8 +265,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
         Episodes of a rollout that is shorter than a step are truncated after it, because another rank's decisions follow.
         """
-        batches = self.transitions(outcomes)
-        return [batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch for batch in batches]
+        return [
+            batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch
+            for batch in self.transitions(outcomes)
+        ]
 
     def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the transitions of each stage from its outcomes: with rewards, ends and next values."""
@@ -277,9 +276,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         # Observations without an action need values: the next ones, and the last ones of episodes that ended.
         observations = [obs for outcome in outcomes for obs in (outcome.last_obs, outcome.final_obs)]
         values = np.split(self._value(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1])
-        for stage, outcome in enumerate(outcomes):
-            last_values, final_values = values[2 * stage], values[2 * stage + 1]
-            columns = self.buffers[stage].columns()
+        for outcome, buffer, last_values, final_values in zip(
+            outcomes, self.buffers, values[::2], values[1::2], strict=True
+        ):
+            columns = buffer.columns()
             columns["next_values"] = next_values(
                 columns["values"], last_values, outcome.final_slot, outcome.final_step, final_values, outcome.executed
             )
@@ -292,8 +292,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, actor_slots in self.slots.actors_of(stage, self.rank):
-            rows = within(actor_slots, self.shares[stage])
-            message: dict[str, Any] = batch.of_slots(rows).columns()
+            message: dict[str, Any] = batch.of_slots(within(actor_slots, self.shares[stage])).columns()
             message["version"], message["turn"] = self.version, self._turn.number
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
@@ -308,14 +307,16 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self._waited += time.perf_counter() - start
             is_gone.append(outcomes is None)
             if outcomes is None:
-                last_obs = blank(self.policy.observation_space, len(peer_slots))
-                outcomes = unknown_outcomes(peer_slots, self._turn.decisions, self.shape(), last_obs)
+                outcomes = unknown_outcomes(
+                    peer_slots, self._turn.decisions, self.shape(), self._observation(peer_slots, None)
+                )
             outcomes_by_peer.append(outcomes.shifted(peer_slots.start - stage_slots.start))
         outcome = SlotOutcomes.join(outcomes_by_peer)
         if any(is_gone):
             sizes = [len(peer_slots) for _, peer_slots in self.peers[stage]]
-            missing = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
-            outcome = replace(outcome, missing=missing)
+            outcome = replace(
+                outcome, missing=np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
+            )
         return outcome
 
     def _outcomes_from(self, stage: int, index: int) -> SlotOutcomes | None:
@@ -325,8 +326,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         rank, _ = self.peers[stage][index]
         key = self.slots.to_rollout_key(stage, rank, self.rank)
         try:
-            peer = self.slots.env_name, rank
-            message: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
+            message = get_until_left(self._outcomes, key, (self.slots.env_name, rank), self._watches[rank])
         except PeerLeft:
             self.links.lose(stage, index)
             return None
@@ -348,8 +348,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def save(self, folder: str) -> None:
         """Writes `rollout-<rank>.pt`. The weights are in the actor's files; the noise follows from seed and step."""
-        state = {"version": self.version, "rng": rng_state()}
-        save_state(Path(folder) / FILE.format(rank=self.rank), state)
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"version": self.version, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank without a file in the checkpoint starts from its seed."""
@@ -359,7 +358,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self.version = int(state["version"])
             set_rng_state(state["rng"])
 
-    def let_go(self) -> None:
+    def release_observations(self) -> None:
         """Releases the shared memory of env ranks' observations, so that these ranks can free it."""
         current().service.lane.park()
 

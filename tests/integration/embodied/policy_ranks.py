@@ -79,7 +79,7 @@ class PolicyTrainer(PolicyTrainer[Any]):
         """Metrics of each update, the full weights after them, and how many of them this rank holds."""
         torch.set_num_threads(1)
         self.cfg = make_config(changes)
-        self.settle_in()
+        self.set_up_device()
         kind = str(self.cfg.actor.model.model_type)
         backend = self.build_backend(self.cfg.actor, SPACES[kind], look=True)
         if load:

@@ -30,7 +30,7 @@ def test_a_policy_s_goes_on() -> None:
     cfg = untouched(PpoConfig)
     cfg.actor.model.hidden_sizes = [8]
     trainer = PolicyTrainer(cfg)
-    trainer.settle_in()
+    trainer.set_up_device()
     with gym.make("CartPole-v1") as env:
         backend = trainer.build_backend(cfg.actor, (env.observation_space, env.action_space), look=False)
     trainer.load(str(folder))

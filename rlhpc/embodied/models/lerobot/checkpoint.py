@@ -71,7 +71,7 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
         ConfigError: It is no policy, of an unsupported family, or of another task; or an option is unknown.
     """
     path, config = _read(cfg.model_path)
-    family = _family(path, config)
+    family = str(config["type"])
     options = read_options(OPTIONS[family], cfg.kwargs, KEY, f"lerobot's {family}")
     num_obs_steps = int(config.get("n_obs_steps") or 1)
     if num_obs_steps != 1 and family != "diffusion":
@@ -98,18 +98,11 @@ def check_folder(cfg: ModelConfig) -> None:
     Raises:
         ConfigError: The folder is invalid; the message says why.
     """
-    path, config = _read(cfg.model_path)
-    _family(path, config)
-
-
-def _family(path: Path, config: Mapping[str, Any]) -> str:
-    family = str(config.get("type"))
-    if family not in FAMILIES:
-        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
-    return family
+    _read(cfg.model_path)
 
 
 def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
+    """Returns a folder and its config.json, which is of a supported family."""
     if not model_path:
         raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
     path = expand_home(model_path).absolute()
@@ -121,6 +114,9 @@ def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{_KEY}: {path}/config.json has no input_features: LeRobot's save_pretrained writes them")
     if not (path / MODEL).is_file():
         raise ConfigError(f"{_KEY}: {path} has no {MODEL}")
+    family = str(config.get("type"))
+    if family not in FAMILIES:
+        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
     return path, config
 
 
@@ -129,8 +125,7 @@ def _check_actions(
 ) -> None:
     if not isinstance(space, spaces.Box):
         raise ConfigError(f"model_type 'lerobot' needs continuous actions; these are {space}")
-    outputs: Mapping[str, Any] = config.get("output_features") or {}
-    shape = list((outputs.get("action") or {}).get("shape") or ())
+    shape = list(((config.get("output_features") or {}).get("action") or {}).get("shape") or ())
     if shape != [math.prod(space.shape)]:
         raise ConfigError(
             f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"

@@ -95,13 +95,11 @@ class Processors:
 
     def before(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Converts a batch to the inputs of the policy's network."""
-        processed: dict[str, Any] = self.on(_device_of(batch))[0](batch)
-        return processed
+        return self.on(_device_of(batch))[0](batch)
 
     def after(self, actions: Tensor) -> Tensor:
         """Converts the network's actions to the environment's."""
-        processed: Tensor = self.on(actions.device)[1](actions)
-        return processed.to(actions.device)
+        return self.on(actions.device)[1](actions).to(actions.device)
 
     def save(self, folder: Path) -> None:
         """Writes both processors to the policy's folder."""

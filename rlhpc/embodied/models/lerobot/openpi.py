@@ -115,8 +115,7 @@ class _Gemma(GemmaModel):
 
 class _PaliGemma(PaliGemmaModel):
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        features: Tensor = self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
-        return features
+        return self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
 
 
 def _adapt(gemma: Any) -> None:

@@ -21,7 +21,7 @@ from rlhpc.embodied.models.flow import Flow
 from rlhpc.embodied.models.lerobot import checkpoint as folder
 from rlhpc.embodied.models.lerobot import library
 from rlhpc.embodied.models.lerobot.checkpoint import FAMILIES, describe
-from rlhpc.embodied.models.vlm import ValueHead, values_of
+from rlhpc.embodied.models.vlm import ValueHead
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -37,7 +37,6 @@ class LerobotPolicy(Policy):
 
     has_head = False
     inner: Any
-    value_head: ValueHead | None
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -98,8 +97,7 @@ class LerobotPolicy(Policy):
     def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
         """Returns the pictures of an input, channels first, 0 to 1."""
         key, camera_index = self.described.cameras[name]
-        image = parts[key][..., 3 * camera_index : 3 * camera_index + 3]
-        return (image.movedim(-1, -3).float() / 255).contiguous()
+        return (parts[key][..., 3 * camera_index : 3 * camera_index + 3].movedim(-1, -3).float() / 255).contiguous()
 
     def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
         if "instruction" not in parts:
@@ -127,8 +125,7 @@ class LerobotPolicy(Policy):
         """
         batch = self.framed(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
         self.inner.train()
-        loss: Tensor = self.inner(batch)[0]
-        return loss.expand(len(inputs["actions"]))
+        return self.inner(batch)[0].expand(len(inputs["actions"]))
 
     def release(self, target: Path, step: int) -> None:
         """Writes the policy as LeRobot's `save_pretrained` does, with its processors."""
@@ -164,7 +161,7 @@ class ActPolicy(LerobotPolicy):
             finally:
                 hook.remove()
         mean = chunk[:, : self.chunk].flatten(1) if policy else None
-        return mean, values_of(self.value_head, encoded[0].mean(0), self.value_width) if value else None
+        return mean, self._values(encoded[0].mean(0)) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass (`Policy.default_forward`); `inputs` has the normalised actions, `scaled`, of
@@ -269,9 +266,6 @@ class DenoisingPolicy(LerobotPolicy):
         """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the start, and the noise of the steps."""
         return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
 
-    def _values(self, hidden: Tensor) -> Tensor:
-        return values_of(self.value_head, hidden, self.value_width)
-
     def _used(self, actions: Tensor) -> Tensor:
         return self.processors.after(self._played(actions))
 
@@ -334,10 +328,7 @@ class DiffusionPolicy(DenoisingPolicy):
         return predicted_scale, state_scale, (1 - previous_alpha) / (1 - current_alpha) * (1 - ratio)
 
     def _predict(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
-        prediction: Tensor = self.inner.diffusion.unet(
-            x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded
-        )
-        return prediction
+        return self.inner.diffusion.unet(x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded)
 
     def _mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
         """Returns μ of the step from `t`."""
@@ -486,8 +477,7 @@ class PiPolicy(LeRobotFlowPolicy):
         state = [inner.prepare_state(batch)] if self._has_state else []
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            velocities: Tensor = model.denoise_step(*state, mask, cache, x, t)
-            return velocities
+            return model.denoise_step(*state, mask, cache, x, t)
 
         last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return velocity, torch.cat([prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float(), *state], 1)
@@ -524,8 +514,7 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         )
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            velocities: Tensor = inner.model.denoise_step(mask, cache, x, t)
-            return velocities
+            return inner.model.denoise_step(mask, cache, x, t)
 
         last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return velocity, prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float()

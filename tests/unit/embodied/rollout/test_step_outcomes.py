@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, in_order, next_values
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, merge_reports, next_values
 
 
 def play(rng, size, steps):
@@ -78,7 +78,7 @@ def test_episodes_are_in_the_same_order_whatever_the_partition():
                 if ended.size:
                     log.add(t, share.start, cut, ended)
             parts.append(log.arrays())
-        return in_order(parts)
+        return merge_reports(parts)
 
     whole, split = logged([range(4)]), logged([range(2, 4), range(1), range(1, 2)])
     assert len(whole["return"]) > 3

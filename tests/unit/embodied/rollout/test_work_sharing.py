@@ -6,16 +6,16 @@ import itertools
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.work_sharing import DeliveredShard, RolloutShard, ShardTracker, keys_of, shares
-from rlhpc.embodied.workers.env import unit_map, words_of
-from rlhpc.embodied.workers.off_policy import Incomplete
+from rlhpc.embodied.workers.env import entropy_of, unit_map
+from rlhpc.embodied.workers.off_policy import IncompleteRows
 
 
 def said(asked: RolloutShard | None, rank: int, decisions: int) -> DeliveredShard:
@@ -25,13 +25,13 @@ def said(asked: RolloutShard | None, rank: int, decisions: int) -> DeliveredShar
 
 def test_a_step_is_played_in_parts() -> None:
     ledger = ShardTracker(units=2, decisions=8)
-    ledger.give(5)
-    one, two = ledger.ask(3, 4), ledger.ask(4, 4)
-    assert one is not None and two is not None and ledger.ask(3, 4) is None
+    ledger.add_step(5)
+    one, two = ledger.assign(3, 4), ledger.assign(4, 4)
+    assert one is not None and two is not None and ledger.assign(3, 4) is None
     assert (one.step, one.unit, one.decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
     assert ledger.accept(said(two, 4, 8)) and not ledger.is_complete(5)
     assert ledger.accept(said(one, 3, 3)), "it was told to leave"
-    rest = ledger.ask(4, 4)
+    rest = ledger.assign(4, 4)
     assert rest is not None and (rest.unit, rest.decisions) == (0, 5)
     assert ledger.accept(said(rest, 4, 5)) and ledger.is_complete(5)
     assert keys_of(ledger.close(5)) == [[one.key, rest.key], [two.key]]
@@ -40,10 +40,10 @@ def test_a_step_is_played_in_parts() -> None:
 
 def test_what_a_lost_rank_says_late_does_not_count() -> None:
     ledger = ShardTracker(units=1, decisions=4)
-    ledger.give(1)
-    first = ledger.ask(2, 0)
+    ledger.add_step(1)
+    first = ledger.assign(2, 0)
     ledger.lose(2)
-    second = ledger.ask(3, 0)
+    second = ledger.assign(3, 0)
     assert first is not None and second is not None
     assert not ledger.accept(said(first, 2, 4))
     assert ledger.accept(said(second, 3, 4))
@@ -54,9 +54,9 @@ def test_what_a_lost_rank_says_late_does_not_count() -> None:
 
 def test_a_step_that_is_given_up_leaves_nothing() -> None:
     ledger = ShardTracker(units=3, decisions=4)
-    ledger.give(1)
-    ledger.give(2)
-    asked = [ledger.ask(2, 0) for _ in range(4)]
+    ledger.add_step(1)
+    ledger.add_step(2)
+    asked = [ledger.assign(2, 0) for _ in range(4)]
     numbers = [one.number for one in asked if one is not None]
     ledger.accept(said(asked[0], 2, 4))
     ledger.give_up(1)
@@ -68,8 +68,8 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
     assert not ledger.accept(said(asked[1], 2, 4)) and ledger.accept(said(asked[3], 2, 4))
     ledger.clear()
     assert not ledger.steps and not ledger.waiting
-    ledger.give(1)
-    again = ledger.ask(2, 0)
+    ledger.add_step(1)
+    again = ledger.assign(2, 0)
     assert again is not None and again.number > max(numbers), "no number is used again"
 
 
@@ -82,14 +82,14 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
     taken: dict[int, int] = {}
     actors: dict[int, deque[int]] = {}
     step, made, late = 1, 0, list[DeliveredShard]()
-    ledger.give(step)
+    ledger.add_step(step)
     while made < 30:
         event = draw.random()
         if event < 0.15:
             ranks.append(new)
             new += 1
         rank = draw.choice(ranks)
-        asked = ledger.ask(rank, 0)
+        asked = ledger.assign(rank, 0)
         if asked is not None:
             count = asked.decisions
             if event > 0.8:
@@ -117,7 +117,7 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
             for key in ledger.pop_useless():
                 actors[key].clear()
             made, step = made + 1, step + 1
-            ledger.give(step)
+            ledger.add_step(step)
     assert sum(ledger.delivered.values()) == made * units * decisions + sum(taken.values())
 
 
@@ -135,8 +135,8 @@ def test_a_shared_step_takes_as_little_as_it_can(decisions: int) -> None:
 
 def test_the_rest_of_a_shared_step_is_cut_into_pieces() -> None:
     ledger = ShardTracker(units=1, decisions=10)
-    ledger.give(1, 7, 2)
-    one, two = ledger.ask(3, 0), ledger.ask(4, 0)
+    ledger.add_step(1, 7, 2)
+    one, two = ledger.assign(3, 0), ledger.assign(4, 0)
     assert one is not None and two is not None and (one.decisions, two.decisions) == (3, 4) and not ledger.waiting
     assert ledger.accept(said(two, 4, 4)) and not ledger.is_complete(1)
     assert ledger.accept(said(one, 3, 3)) and ledger.is_complete(1)
@@ -155,7 +155,7 @@ def test_units_are_the_slots_of_a_step(envs: int, stages: int, ranks: int, actor
             mine += slots.unit_share(unit)[part]
             assert len(slots.unit_share(unit)) <= slots.unit
         assert mine == list(slots.actor_share(actor))
-    keys = [slots.part_key(number, actor) for number in range(5) for actor in range(actors)]
+    keys = [slots.shard_key(number, actor) for number in range(5) for actor in range(actors)]
     assert len({*keys}) == len(keys) and [int(key) % actors for key in keys] == [*range(actors)] * 5
 
 
@@ -164,7 +164,7 @@ def test_a_rank_that_joins_has_slots_and_seeds_of_its_own() -> None:
     shares = [unit_map(slots, rank).env_share(0, rank) for rank in (2, 3, 4)]
     assert shares == [range(12, 18), range(18, 24), range(24, 30)]
     assert unit_map(slots, 3).rollouts_of(0, 3) == [(0, range(18, 24))]
-    seeds = {tuple(words_of(seed, rank, begun)) for seed in (1, 2) for rank in (2, 3) for begun in (0, 7)}
+    seeds = {tuple(entropy_of(seed, rank, begun)) for seed in (1, 2) for rank in (2, 3) for begun in (0, 7)}
     assert len(seeds) == 8
 
 
@@ -172,10 +172,10 @@ class Ranks:
     """Ranks of a group that gather at the same time, each in a thread."""
 
     def __init__(self, count: int) -> None:
-        self.world_size, self._barrier = count, threading.Barrier(count, timeout=30)
+        self._barrier = threading.Barrier(count, timeout=30)
         self._objects: list[object] = [None] * count
 
-    def of(self, rank: int) -> SimpleNamespace:
+    def of(self, rank: int) -> Callable[[object], list[object]]:
         def gather(obj: object) -> list[object]:
             self._objects[rank] = obj
             self._barrier.wait()
@@ -183,14 +183,18 @@ class Ranks:
             self._barrier.wait()
             return gathered
 
-        return SimpleNamespace(world_size=self.world_size, all_gather_object=gather)
+        return gather
 
 
 def test_transitions_of_incomplete_steps_fill_rows_and_none_is_lost() -> None:
     """Two ranks, of four slots each, of which one env rank's five are missing; rows agree, what is left waits, and one rank
     alone makes the same rows."""
     rng = np.random.default_rng(1)
-    tables, ranks, alone = [Incomplete(8, range(4)), Incomplete(8, range(4, 8))], Ranks(2), Incomplete(8, range(8))
+    tables, ranks, alone = (
+        [IncompleteRows(8, range(4)), IncompleteRows(8, range(4, 8))],
+        Ranks(2),
+        IncompleteRows(8, range(8)),
+    )
     expected, found = list[int](), list[int]()
     for number in range(6):
         obs, there = np.arange(24).reshape(8, 3) + 100 * number, rng.random((8, 3)) < 0.6
@@ -201,7 +205,7 @@ def test_transitions_of_incomplete_steps_fill_rows_and_none_is_lost() -> None:
                 for rank, part in enumerate((slice(0, 4), slice(4, 8)))
             ]
             rows = [call.result()["obs"] for call in calls]
-        one = alone.table({"obs": obs}, there, SimpleNamespace(world_size=1))
+        one = alone.table({"obs": obs}, there, lambda rows: [rows])
         np.testing.assert_array_equal(np.concatenate(rows), one["obs"])
         found += [int(value) for row in rows for value in row.ravel()]
     assert len({*found}) == len(found) and {*found} <= {*expected} and len(expected) - len(found) < 8

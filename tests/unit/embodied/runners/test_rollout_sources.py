@@ -26,7 +26,7 @@ class Group:
     def play(self, asked: Any, random: bool) -> None:
         self.calls.append(("play", (self.only[0], asked.step, asked.unit, asked.version, random)))
 
-    def lend_weights(self, version: int, group: str, ranks: list[int], gone: list[int]) -> None:
+    def send_weights_to(self, version: int, group: str, ranks: list[int], gone: list[int]) -> None:
         self.calls.append(("lend", (version, ranks, gone)))
 
 
@@ -44,31 +44,31 @@ def helped(units: int, ahead: int, ranks: list[int]) -> tuple[JoinedEnvRanks, An
     [(1, 1, 0, False), (1, 1, 1, True), (2, 1, 1, True), (4, 1, 1, False), (4, 1, 2, True), (4, 3, 1, True)],
 )
 def test_too_few_are_given_nothing(units: int, ahead: int, ranks: int, takes: bool) -> None:
-    assert helped(units, ahead, list(range(units, units + ranks)))[0].would_take() is takes
+    assert helped(units, ahead, list(range(units, units + ranks)))[0].can_play_step() is takes
 
 
 def test_a_step_is_shared_and_each_gets_weights_once() -> None:
     made, env, actor = helped(3, 2, [3, 4])
-    made.give(1)
-    made.ask(0)
+    made.add_step(1)
+    made.assign(0)
     assert actor.calls == [("lend", (0, [3, 4], []))]
     assert env.calls == [
         ("play", (3, 1, 0, 0, True)), ("play", (4, 1, 1, 0, True)), ("play", (3, 1, 2, 0, True)),
     ]  # fmt: skip
-    assert not made.would_take(), "they are at work"
+    assert not made.can_play_step(), "they are at work"
     made.ranks.append(5)
-    assert not made.would_take(), "one alone of three is not enough for a step of three units"
+    assert not made.can_play_step(), "one alone of three is not enough for a step of three units"
 
 
 def test_what_is_left_by_one_that_goes_is_asked_of_others_with_the_weights_that_they_have() -> None:
     made, env, actor = helped(2, 1, [2, 3])
-    made.give(7)
-    made.ask(5)
+    made.add_step(7)
+    made.assign(5)
     made.ranks.remove(2)
-    made.ledger.lose(2)
+    made.tracker.lose(2)
     env.calls.clear()
     actor.calls.clear()
-    made.ask(5)
+    made.assign(5)
     assert env.calls == [("play", (3, 7, 0, 5, False))] and not actor.calls, "it has these weights"
-    made.ask(6)
+    made.assign(6)
     assert len(env.calls) == 1, "nothing is left"

@@ -31,8 +31,8 @@ def trained(columns: dict[str, np.ndarray], adv_type: str, group_size: int) -> t
     actor.cfg.algorithm.adv_type, actor.cfg.algorithm.gamma, actor.cfg.algorithm.gae_lambda = adv_type, GAMMA, LAMBDA
     actor.share, actor.device, actor.world_size = range(SIZE), torch.device("cpu"), 1
     actor.slots = SlotMap(SIZE, group_size=group_size)
-    actor.intake = SimpleNamespace(receive=lambda step, source: delivered(columns))
-    result: tuple[TrainBatch, RolloutCounts] = actor._take(1, None)
+    actor.receiver = SimpleNamespace(receive=lambda step, source: delivered(columns))
+    result: tuple[TrainBatch, RolloutCounts] = actor._receive_part(1, None)
     return result
 
 

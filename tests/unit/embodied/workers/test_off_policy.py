@@ -10,7 +10,7 @@ import numpy as np
 from rlhpc.embodied.data.batches import DropReason
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import Outcomes
-from rlhpc.embodied.workers.off_policy import Incomplete, OffPolicyActor, OffPolicyRolloutWorker
+from rlhpc.embodied.workers.off_policy import IncompleteRows, OffPolicyActor, OffPolicyRolloutWorker
 from tests.unit.embodied.workers.failing import SIZE, STEPS, delivered, rollout
 
 
@@ -18,13 +18,13 @@ def test_off_policy_buffers_get_the_transitions_that_did_not_fail() -> None:
     rng, kept, expected = np.random.default_rng(3), list[float](), list[float]()
     actor: Any = object.__new__(OffPolicyActor)
     actor.slots, actor.world_size, actor.transitions = SlotMap(SIZE), 1, 0
-    actor.incomplete = Incomplete(SIZE, range(SIZE))
+    actor.incomplete = IncompleteRows(SIZE, range(SIZE))
     for step in range(1, 6):
         columns = rollout(rng, whole=False, chunk=1, per_action=False)
         columns["obs"] = np.arange(SIZE * STEPS).reshape(SIZE, STEPS, 1) + 1000.0 * step
         expected += columns["obs"][~columns["env_failed"]].ravel().tolist()
-        intake = SimpleNamespace(share=range(SIZE), receive=lambda *_, c=columns: delivered(c))
-        actor.intake, actor.replay = intake, SimpleNamespace(add=lambda c: kept.extend(c["obs"].ravel().tolist()))
+        receiver = SimpleNamespace(share=range(SIZE), receive=lambda *_, c=columns: delivered(c))
+        actor.receiver, actor.replay = receiver, SimpleNamespace(add=lambda c: kept.extend(c["obs"].ravel().tolist()))
         counts = actor.receive(step, None)
         assert counts.dropped == {DropReason.ENV_FAILED: columns["env_failed"].sum()}
     assert len({*kept}) == len(kept) == actor.transitions and {*kept} <= {*expected}

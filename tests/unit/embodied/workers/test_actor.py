@@ -36,7 +36,7 @@ def transitions(slots: int, decisions: int) -> dict[str, np.ndarray]:
 
 
 def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
-    """An intake, and what it is sent by ranks of turns."""
+    """An receiver, and what it is sent by ranks of turns."""
     box = Sent()
     for rank, number in turns:
         columns = {
@@ -45,9 +45,9 @@ def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
             "obs": np.full((2, decisions, 5), number, np.uint8),
         }
         box[SLOTS.to_actor_key(0, rank, 0)].append({**columns, "version": number - 1, "turn": number})
-    intake: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0)
-    intake.connect(box, box)
-    return intake, box
+    receiver: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0)
+    receiver.connect(box, box)
+    return receiver, box
 
 
 def source(numbers: tuple[int, ...], later: set[int], decisions: int = 3, **more: Any) -> Source:
@@ -59,13 +59,13 @@ def source(numbers: tuple[int, ...], later: set[int], decisions: int = 3, **more
 def test_what_a_rank_brought_counts_for_its_step_alone() -> None:
     """It has sent one step, and ended in the next; started again, under the same number, it has sent the one after that. What
     it had begun comes too late."""
-    intake, box = sent((0, 7), (1, 7), (0, 8), (1, 7), (0, 9), (1, 9))
-    found = intake.receive(7, source((7,), {8, 9}))
+    receiver, box = sent((0, 7), (1, 7), (0, 8), (1, 7), (0, 9), (1, 9))
+    found = receiver.receive(7, source((7,), {8, 9}))
     assert found.version == 6 and (found.rewards == 7).all() and found.missing is None
-    found = intake.receive(8, source((8,), {9}))
+    found = receiver.receive(8, source((8,), {9}))
     assert found.version == 7 and found.missing.tolist() == [[False] * 3] * 2 + [[True] * 3] * 2
     assert (found.rewards[:2] == 8).all() and not found.rewards[2:].any() and found.obs.dtype == np.uint8
-    found = intake.receive(9, source((9,), set()))
+    found = receiver.receive(9, source((9,), set()))
     assert found.version == 8 and (found.rewards == 9).all() and found.missing is None
     assert not any(box.values())
 
@@ -73,13 +73,13 @@ def test_what_a_rank_brought_counts_for_its_step_alone() -> None:
 def test_a_step_is_what_turns_and_parts_bring_one_after_the_other() -> None:
     """Of two steps that were shared, helpers have gone from one, so its rest is a turn that comes after the other step's; one
     rank has not sent its first turn."""
-    intake, box = sent((0, 1), (1, 2), (0, 2), (0, 3), (1, 3), decisions=2)
-    box[SLOTS.part_key(4, 0)].append(
+    receiver, box = sent((0, 1), (1, 2), (0, 2), (0, 3), (1, 3), decisions=2)
+    box[SLOTS.shard_key(4, 0)].append(
         {**transitions(4, 2), "rewards": np.full((4, 2), 9.0), "obs": np.zeros((4, 2, 5), np.uint8), "version": 1}
     )
-    found = intake.receive(1, source((1, 3), {2}, 2))
+    found = receiver.receive(1, source((1, 3), {2}, 2))
     assert found.rewards.tolist() == [[1, 1, 3, 3]] * 2 + [[0, 0, 3, 3]] * 2 and found.obs.shape == (4, 4, 5)
     assert found.missing.tolist() == [[False] * 4] * 2 + [[True, True, False, False]] * 2
-    found = intake.receive(2, source((2,), set(), 2, units=[[4]]))
+    found = receiver.receive(2, source((2,), set(), 2, units=[[4]]))
     assert found.rewards.tolist() == [[2, 2, 9, 9]] * 4 and found.version == 1 and found.missing is None
     assert not any(box.values())

@@ -11,7 +11,7 @@ from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CHUNK = "actor.model.num_action_chunks=4"
 BY_ACTION = "algorithm.reward_type=action_level"
 PIPELINE = ["runner.use_training_pipeline=true", "algorithm.rollout_parts=2"]  # a part has 128 transitions
@@ -33,6 +33,10 @@ WRONG = {
     "a group of one": (["algorithm.adv_type=grpo"], "env.train.group_size is 1"),
     "parts of episodes": (["algorithm.adv_type=grpo", "env.train.group_size=2"], "env.train.auto_reset is True"),
     "parts that are not equal": (["algorithm.rollout_parts=3"], "it must divide algorithm.rollout_steps (32)"),
+    "more parts than transitions": (
+        [*PIPELINE[:1], "algorithm.rollout_parts=512"],
+        "it must divide algorithm.rollout_steps (32)",
+    ),
     "parts without values": (["algorithm.rollout_parts=2", "algorithm.adv_type=raw"], "which only gae can cut"),
     "parts of episodes ahead": (
         ["algorithm.rollout_parts=2", "env.train.auto_reset=false", "algorithm.max_staleness=1"],
