@@ -27,6 +27,7 @@ from rlhpc.runtime.key_metadata import (
     RATE,
     SEED,
     Choices,
+    OptionsOf,
     Range,
     Registered,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "SEED",
     "Choices",
     "Fail",
+    "OptionsOf",
     "Range",
     "Registered",
     "check_choice",
@@ -122,7 +124,7 @@ def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None
     for key in keys.values():
         if key.range is None:
             continue
-        for path, value in _values_at(cfg, key.path):
+        for path, value in values_at(cfg, key.path):
             for number in value if OmegaConf.is_list(value) else (value,):
                 if number is not None and number not in key.range:
                     raise fail(path, key.range.rule())
@@ -136,11 +138,11 @@ def check_choices(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> Non
     """
     for key in keys.values():
         if key.choices:
-            for path, value in _values_at(cfg, key.path):
+            for path, value in values_at(cfg, key.path):
                 check_choice(path, str(value), key.choices, fail)
 
 
-def _values_at(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
+def values_at(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
     """Yields each value at a key with its full key; for `list[].name`, those of all elements."""
     section, is_list, name = key.partition("[].")
     if not is_list:

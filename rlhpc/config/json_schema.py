@@ -108,7 +108,26 @@ class _Sections:
     def _properties(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a section; the keys below it are in the tree under the prefix."""
         properties = {name: self._key(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
-        return {"type": "object", "properties": properties, "additionalProperties": False}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        holders = [key for name in fields_of(cls) if (key := tree[f"{prefix}{name}"]).options]
+        return schema | ({"allOf": [rule for key in holders for rule in self._option_rules(key)]} if holders else {})
+
+    def _option_rules(self, key: ConfigKey) -> list[Schema]:
+        """Returns a rule for each component that declares its options: which of them `kwargs` may have."""
+        assert key.options is not None
+        rules = []
+        for name, options in key.option_keys().items():
+            declaration = key.options_of(name)
+            assert declaration is not None
+            section: Schema = {
+                "type": "object",
+                "properties": {option: self._key(o, options) for option, o in options.items()},
+                "additionalProperties": False,
+            }
+            reference = self._define(declaration.__name__, section)
+            condition = {"properties": {key.options.selector: {"const": name}}, "required": [key.options.selector]}
+            rules.append({"if": condition, "then": {"properties": {key.name: _any_of([reference, _INTERPOLATION])}}})
+        return rules
 
     def _key(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a key or section."""

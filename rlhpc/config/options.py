@@ -14,19 +14,22 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from rlhpc.config.constraints import Fail
-from rlhpc.config.schema import words_of
-from rlhpc.config.typed import plain
+from rlhpc.config.constraints import Fail, values_at
+from rlhpc.config.schema import ConfigKey, words_of
+from rlhpc.config.typed import plain, select
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import current_keywords
-from rlhpc.runtime.key_metadata import Choices, Range
+from rlhpc.runtime.key_metadata import INTERNAL, Choices, Range
 from rlhpc.runtime.plugins import meant
 from rlhpc.runtime.text import short_repr
 
-#: Metadata of a dataclass field that rlhpc sets itself and messages do not offer: `field(metadata={INTERNAL: True})`.
-INTERNAL = "internal"
 Options = TypeVar("Options")
 Option = TypeVar("Option")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """Options of a component without any."""
 
 
 def read_options(declaration: type[Options], values: object, key: str, component: str) -> Options:
@@ -90,6 +93,22 @@ def check_options(
         if rule:
             raise fail(f"{key}.{name}", rule) if fail else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}")
     return options
+
+
+def check_components(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
+    """Checks the options of all components of a configuration that declare them.
+
+    Raises:
+        ConfigError: Names the first option that its component does not take.
+    """
+    for key in keys.values():
+        if key.options is None:
+            continue
+        for path, values in values_at(cfg, key.path):
+            name = str(select(cfg, f"{path.removesuffix(key.name)}{key.options.selector}"))
+            declaration = key.options_of(name)
+            if declaration is not None:
+                check_options(declaration, values, path, f"{key.options.selector} {name}", fail=fail)
 
 
 def as_list(option: Option | list[Option]) -> list[Option]:

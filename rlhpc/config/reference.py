@@ -58,17 +58,31 @@ def _sections(cls: type, prefix: str, keys: Mapping[str, ConfigKey]) -> dict[str
             continue
         if (element := element_of(key.type)) is not None:
             sections |= _sections(element, f"{key.path}[].", keys)
-            type_text = f"list of `{key.path}[]`"
-        else:
-            type_text = words_of(key.type).replace("|", "or")
-        if range_text := (key.range or ANY).short():
-            type_text = f"{type_text}, {range_text}"
-        row = _Row(key.path, type_text, default_text(key.default), key.doc)
+        row = _row(key)
         if prefix or element is None:
             rows.append(row)
         else:  # a list of sections that is in none
             sections[f"{key.path}[]"][1].insert(0, row)
     return sections
+
+
+def _row(key: ConfigKey) -> _Row:
+    is_list = element_of(key.type) is not None
+    type_text = f"list of `{key.path}[]`" if is_list else words_of(key.type).replace("|", "or")
+    if range_text := (key.range or ANY).short():
+        type_text = f"{type_text}, {range_text}"
+    return _Row(key.path, type_text, default_text(key.default), key.doc)
+
+
+def _option_holders(schemas: Mapping[str, SchemaKeys]) -> list[ConfigKey]:
+    """Returns the first key of each table of options."""
+    holders = {
+        key.options: key
+        for keys in reversed(list(schemas.values()))
+        for key in reversed(list(keys.tree.values()))
+        if key.options
+    }
+    return list(reversed(holders.values()))
 
 
 def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
@@ -84,6 +98,11 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
     path = _canonical(path, {name for keys in schemas.values() for name in keys.tree})
     keys = {name: keys.tree[path] for name, keys in schemas.items() if path in keys.tree}
     if not keys:
+        holder, _, option = path.rpartition(".")
+        holders = [keys.tree[holder] for keys in schemas.values() if holder in keys.tree]
+        trees = {name: tree for key in holders for name, tree in key.option_keys().items() if option in tree}
+        if trees:
+            return _grouped(path, {name: tree[option] for name, tree in trees.items()})
         section, _, key_name = path.rpartition(".")
         hints = [
             hint
@@ -94,6 +113,11 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
         raise ConfigError(f"there is no key {cut(path)}; {hint}rlhpc config show runner lists the keys of a section")
     if any(key.is_section for key in keys.values()):
         return _describe_section(path, {name: schemas[name].tree for name in keys})
+    return _grouped(path, keys)
+
+
+def _grouped(path: str, keys: Mapping[str, ConfigKey]) -> str:
+    """Formats a key once for all names of `keys` that have the same one."""
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
         names_by_text.setdefault(_describe(key), []).append(name)
@@ -129,6 +153,8 @@ def _describe(key: ConfigKey) -> str:
         rows["choices"] = ", ".join(key.choices)
     if names := key.names():
         rows["names"] = f"{', '.join(names)}, or an import path"
+    for name, options in key.option_keys().items():
+        rows[name] = ", ".join(f"{option} ({default_text(o.default).strip('`')})" for option, o in options.items())
     rows["default"] = default_text(key.default).strip("`")
     rows["on resume"] = _ON_RESUME[key.on_resume]
     width = max(map(len, rows)) + 2
@@ -187,6 +213,15 @@ def render(schemas: Mapping[str, SchemaKeys], other_files: Mapping[str, type]) -
         for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
             task_types_text = "" if len(rows[row]) == len(task_type_names) else ", ".join(rows[row])
             lines.append(f"| `{row.key}` | {row.type} | {row.default} | {task_types_text} | {row.meaning} |")
+    for holder in _option_holders(schemas):
+        assert holder.options is not None
+        lines += [f"\n## Options in {holder.path}\n", f"By `{holder.options.selector}` beside it.\n"]
+        lines += [f"| {holder.options.selector} | option | type | default | meaning |", "|---|---|---|---|---|"]
+        for name, options in holder.option_keys().items():
+            for key in options.values():
+                choices = f" One of {', '.join(key.choices)}." if key.choices else ""
+                row = _row(key)
+                lines.append(f"| {name} | `{row.key}` | {row.type} | {row.default} | {row.meaning}{choices} |")
     for name, cls in other_files.items():
         keys = {f"{name}.{path}": dataclasses.replace(key, path=f"{name}.{path}") for path, key in tree_of(cls).items()}
         [(description, section_rows)] = _sections(cls, f"{name}.", keys).values()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 from rlhpc.config.yaml_files import Scalar
-from rlhpc.runtime.key_metadata import EVALUATION, FREE, Choices, OnResume, Range, Registered
+from rlhpc.runtime.key_metadata import EVALUATION, FREE, INTERNAL, Choices, OnResume, OptionsOf, Range, Registered
 from rlhpc.runtime.plugins import import_attribute
 
 #: Other projects' names for keys of ours.
@@ -111,6 +111,7 @@ class ConfigKey:
         range: Range of the number, or of each number of a list.
         choices: Words that the value may have; empty if it may have any.
         registry: Registry in which the value, or each of a list, names an entry, as `module:NAME`; empty if it names none.
+        options: Declarations of the options that the key holds; None if it holds none.
         is_free: True if it may change when a run continues.
         is_evaluations: True if it changes evaluations and nothing else.
     """
@@ -121,6 +122,7 @@ class ConfigKey:
     range: Range | None = None
     choices: tuple[str, ...] = ()
     registry: str = ""
+    options: OptionsOf | None = None
     is_free: bool = False
     is_evaluations: bool = False
 
@@ -144,6 +146,27 @@ class ConfigKey:
     def names(self) -> list[str]:
         """Returns the names in its registry, built-in ones first; the value may also be an import path."""
         return import_attribute(self.registry, self.path).choices()[:-1] if self.registry else []
+
+    def options_of(self, name: str) -> type | None:
+        """Returns the dataclass of the options of a component; None if it declares none here."""
+        declaration = self._declarations().get(name.lower())
+        options: type | None = import_attribute(declaration, self.path) if isinstance(declaration, str) else declaration
+        return options
+
+    def option_keys(self) -> dict[str, Mapping[str, ConfigKey]]:
+        """Returns name of a component → its options, of the components that have some."""
+        trees = {name: tree_of(options) for name in self._declarations() if (options := self.options_of(name))}
+        visible = {name: {key: o for key, o in tree.items() if not o.is_internal} for name, tree in trees.items()}
+        return {name: options for name, options in visible.items() if options}
+
+    def _declarations(self) -> Mapping[str, str | type]:
+        declarations: Mapping[str, str | type] = {}
+        return import_attribute(self.options.declarations, self.path) if self.options else declarations
+
+    @property
+    def is_internal(self) -> bool:
+        """True if rlhpc sets the key itself, and messages do not offer it."""
+        return bool(self.section.__dataclass_fields__[self.name].metadata.get(INTERNAL))
 
     @property
     def is_section(self) -> bool:
@@ -192,6 +215,7 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
             next((annotation for annotation in metadata if isinstance(annotation, Range)), None),
             next((annotation for annotation in metadata if isinstance(annotation, Choices)), ()),
             next((annotation.registry for annotation in metadata if isinstance(annotation, Registered)), ""),
+            next((annotation for annotation in metadata if isinstance(annotation, OptionsOf)), None),
             FREE in marks,
             EVALUATION in marks,
         )

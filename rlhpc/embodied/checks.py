@@ -17,7 +17,6 @@ from rlhpc.embodied.config import (
     SacConfig,
     minibatch_size,
 )
-from rlhpc.embodied.config.model_options import check_model_options
 from rlhpc.embodied.envs.wrappers import entry
 from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
@@ -58,7 +57,6 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
     name = model.model_type.lower()
     _check_normalisation(cfg, fail)
     if name in MODELS:
-        check_model_options(model, fail)
         delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
         check_rules(
             (

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.constraints import LARGEST, Fail, check_choices, check_ranges
+from rlhpc.config.options import check_components
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.elastic.helper_plan import check_elastic
@@ -59,6 +60,7 @@ def validate(
     task_type = task_type_of(cfg)
     _numbers(cfg, task_type, fail)
     check_choices(cfg, task_type.keys.by_path, fail)
+    check_components(cfg, task_type.keys.by_path, fail)
     if STRATEGIES.key in task_type.schema:
         _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:

@@ -25,6 +25,10 @@ FREE = OnResume.FREE
 EVALUATION = OnResume.EVALUATION
 
 
+#: Metadata of a dataclass field that rlhpc sets itself and messages do not offer: `field(metadata={INTERNAL: True})`.
+INTERNAL = "internal"
+
+
 class Choices(tuple[str, ...]):
     """Words that a key may have; case does not matter.
 
@@ -45,6 +49,19 @@ class Registered:
     """
 
     registry: str
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """Mark of the options (`kwargs`) of the component that a key beside them names.
+
+    Attributes:
+        selector: Name of that key, such as `model_type`.
+        declarations: `module:NAME` of a mapping: name in lower case → dataclass of the options, or its import path.
+    """
+
+    selector: str
+    declarations: str
 
 
 @dataclass(frozen=True)

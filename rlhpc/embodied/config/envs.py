@@ -17,6 +17,7 @@ from rlhpc.config.constraints import (
     POSITIVE,
     SEED,
     Choices,
+    OptionsOf,
     Registered,
 )
 from rlhpc.config.sections import RunnerConfig, WeightSyncConfig, WorkflowConfig
@@ -77,8 +78,10 @@ class TaskConfig:
     """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
     max_episode_steps: Annotated[int | None, COUNT] = None
     """Steps after which an episode is truncated; null takes the environment's own limit."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment's constructor."""
+    kwargs: Annotated[dict[str, Any], OptionsOf("env_type", "rlhpc.embodied.envs.registry:ENV_OPTIONS")] = field(
+        default_factory=dict
+    )
+    """Options of the environment; those of `gymnasium` and `maniskill` are arguments of the task's constructor."""
     wrappers: list[Any] = field(default_factory=list)
     """Wrappers to apply in order, each by its name or as `module:Class`, or as a mapping of that to its settings:
     `{frame_stack: {stack_size: 4}}`. Where they change rewards, put `statistics` first: returns are then reported as it

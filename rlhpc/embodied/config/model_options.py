@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from rlhpc.config.constraints import Fail
-from rlhpc.config.options import INTERNAL, check_options, read_options
-from rlhpc.embodied.config.models import NetworkConfig
-from rlhpc.runtime.key_metadata import COUNT, PART, POSITIVE, Choices
+from rlhpc.config.options import NoOptions, read_options
+from rlhpc.runtime.key_metadata import COUNT, INTERNAL, PART, POSITIVE, Choices
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config.models import NetworkConfig
 
 KEY = "actor.model.kwargs"
 Options = TypeVar("Options")
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """Options of a policy without any."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +170,4 @@ def model_options(declaration: type[Options], model: NetworkConfig) -> Options:
     Raises:
         ConfigError: They are not those of the policy.
     """
-    return read_options(declaration, model.kwargs, KEY, f"the {model.model_type}")
-
-
-def check_model_options(model: NetworkConfig, fail: Fail) -> None:
-    """Checks the options of a built-in policy.
-
-    Raises:
-        ConfigError: They are not those of the policy.
-    """
-    declaration = MODEL_OPTIONS.get(model.model_type.lower())
-    if declaration is not None:
-        check_options(declaration, model.kwargs, KEY, f"the {model.model_type}", fail=fail)
+    return read_options(declaration, model.kwargs, KEY, f"model_type {model.model_type}")

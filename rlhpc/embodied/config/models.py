@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rlhpc.config.constraints import ATTENTION, COUNT, DTYPES, FREE, POSITIVE, Choices, Range, Registered
+from rlhpc.config.constraints import ATTENTION, COUNT, DTYPES, FREE, POSITIVE, Choices, OptionsOf, Range, Registered
 from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
 
 
@@ -27,16 +27,11 @@ class NetworkConfig:
     """Orthogonal initial weights."""
     num_action_chunks: Annotated[int, COUNT] = 1
     """Actions that are chosen at once and executed one after the other (embodied)."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the model: `mlp` has `actor_gain` (0.01) and `critic_gain` (1), of the last layers' orthogonal weights;
-    `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of
-    images: cnn or resnet); `pi0` has these two, `statistics` (norm_stats.json, or `bounds`) and `normalisation`
-    (`mean_std`, `quantiles`); `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla`
-    has `head` (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`),
-    `gripper` (`rlds`) and `center_crop`; `lerobot` has `statistics`, of all but act `num_steps` and `noise_level`,
-    of smolvla, pi0 and pi05 `vlm` and `task`; `dsrl` has `base` (the flow policy's folder) and `noise_bound` (1.5);
-    `success` has `encoder` and `channels`; `conditioned` has `of` (mlp, cnn, resnet or flow), `unconditioned` (0.3, the
-    share of training in which it is not told) and the options of that; a model of your own has what it wants."""
+    kwargs: Annotated[dict[str, Any], OptionsOf("model_type", "rlhpc.embodied.config.model_options:MODEL_OPTIONS")] = (
+        field(default_factory=dict)
+    )
+    """Options of the model. `lerobot` has those of its folder's family, `conditioned` has `of`, `unconditioned` and the
+    options of the inner policy, and a model of your own has what it takes."""
 
 
 @dataclass

@@ -26,6 +26,11 @@ ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     },
 )  # fmt: skip
 register_env = ENVS.register
+#: Environment type → dataclass of its options, `env.train.kwargs`. The others check theirs when they are built.
+ENV_OPTIONS = {
+    "libero": "rlhpc.embodied.envs.libero:LiberoOptions",
+    "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldOptions",
+}
 
 
 def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int = 0, stage: str = "train") -> VectorEnv:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
-from rlhpc.config.constraints import COUNT, EVALUATION, FRACTION, NOT_NEGATIVE, Choices, Registered
+from rlhpc.config.constraints import COUNT, EVALUATION, FRACTION, NOT_NEGATIVE, Choices, OptionsOf, Registered
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import meant
 
@@ -65,10 +65,11 @@ class SourceConfig:
     """Seed of procedural sources, and of the choice of `size` problems."""
     eval_fraction: Annotated[float, FRACTION] = 0.0
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}; `drawn`: {tasks:
-    [count, area, side], most: 4, points: 56};
-    `environment`: {name: search, …}, and demonstrations: true for rows of play (sft)."""
+    kwargs: Annotated[dict[str, Any], OptionsOf("source", "rlhpc.language.data.registry:SOURCE_OPTIONS")] = field(
+        default_factory=dict
+    )
+    """Options of the source: `reasoning_gym` has `task` and its arguments, or `tasks`; `environment` has `name`,
+    `demonstrations` (true for rows of play, for sft) and the environment's."""
 
 
 @dataclass

@@ -26,17 +26,14 @@ Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Options of source `drawn`.
-
-    Attributes:
-        tasks: A task or a list of tasks (see `DrawnProblems`).
-        most: Largest answer.
-        points: The image's width and height.
-    """
+    """Options of source `drawn`."""
 
     tasks: Annotated[str | list[str], Choices("count", "area", "side")] = "count"
+    """A task or a list of tasks (see `DrawnProblems`)."""
     most: Annotated[int, Range(1, 9)] = 4
+    """Largest answer."""
     points: Annotated[int, Range(28, 1024)] = 56
+    """The image's width and height."""
 
 
 class DrawnProblems:

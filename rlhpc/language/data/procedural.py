@@ -146,15 +146,12 @@ _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Options of source `arithmetic`.
-
-    Attributes:
-        digits: Digits of both operands, without leading zeros; a number or a list of numbers.
-        operators: Characters out of `+-*`.
-    """
+    """Options of source `arithmetic`."""
 
     digits: Annotated[int | list[int], Range(1, 9)] = 2
+    """Digits of both operands, without leading zeros; a number or a list of numbers."""
     operators: str | list[str] = "+"
+    """Characters out of `+-*`."""
 
     def __post_init__(self) -> None:
         if not self.operators or not {*"".join(self.operators)} <= {*_OPERATORS}:
@@ -250,13 +247,10 @@ _LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1,
 
 @dataclass(frozen=True)
 class CodeOptions:
-    """Options of source `code`.
-
-    Attributes:
-        steps: Steps of a task; a number or a list of numbers.
-    """
+    """Options of source `code`."""
 
     steps: Annotated[int | list[int], Range(1, 6)] = field(default_factory=lambda: [1, 2])
+    """Steps of a task; a number or a list of numbers."""
 
 
 class CodeProblems:

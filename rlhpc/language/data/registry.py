@@ -28,6 +28,14 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     },
 )  # fmt: skip
 register_source = SOURCES.register
+#: Data source → dataclass of its options, `data.train.kwargs`. The others check theirs when they are built.
+SOURCE_OPTIONS = {
+    **dict.fromkeys(("jsonl", "parquet", "hf"), "rlhpc.language.data.table_sources:NoOptions"),
+    "hdf5": "rlhpc.language.data.table_sources:Hdf5Options",
+    "arithmetic": "rlhpc.language.data.procedural:ArithmeticOptions",
+    "code": "rlhpc.language.data.procedural:CodeOptions",
+    "drawn": "rlhpc.language.data.drawn_images:DrawnOptions",
+}
 PARTS = ("train", "eval")
 #: Sources that read files.
 FILES = ("jsonl", "parquet", "hdf5", "hf")

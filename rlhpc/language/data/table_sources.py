@@ -10,11 +10,12 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhpc.config.options import check_options
+from rlhpc.config.options import NoOptions, check_options, read_options
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
 from rlhpc.language.data.images import check_images, names_of, read_images
 from rlhpc.language.data.procedural import belongs
@@ -132,6 +133,14 @@ class _ParquetFile(_Table):
 
     def columns(self, index: int) -> list[str]:
         return list(self._table.column_names)
+
+
+@dataclass(frozen=True)
+class Hdf5Options:
+    """Options of source `hdf5`."""
+
+    group: str = "/"
+    """Group of the file whose data sets are the columns."""
 
 
 class Hdf5File(_Table):
@@ -503,10 +512,10 @@ def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
+    """Reads source `hdf5`; `kwargs` are `Hdf5Options`."""
     hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
-    options = check_options(Hdf5File, cfg.kwargs, f"{key}.kwargs", "source hdf5", 1)
-    table = _JoinedTables([Hdf5File(file, **options) for file in hdf5_files])
+    group = read_options(Hdf5Options, cfg.kwargs, f"{key}.kwargs", "source hdf5").group
+    table = _JoinedTables([Hdf5File(file, group) for file in hdf5_files])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
@@ -564,4 +573,4 @@ def _filter(cfg: DataSourceConfig, key: str) -> str | None:
 
 
 def _no_kwargs(cfg: DataSourceConfig, key: str) -> None:
-    check_options(object, cfg.kwargs, f"{key}.kwargs", f"source {cfg.source}")
+    check_options(NoOptions, cfg.kwargs, f"{key}.kwargs", f"source {cfg.source}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+import json
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.config.model_options import MODEL_OPTIONS, FlowOptions, check_model_options, model_options
+from rlhpc.config.options import check_components
+from rlhpc.config.schema import keys_of
+from rlhpc.embodied.config import ModelConfig, PpoConfig
+from rlhpc.embodied.config.model_options import MODEL_OPTIONS, FlowOptions, model_options
 from rlhpc.embodied.models.registry import MODELS
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
 #: Policies whose options depend on a folder, or on another policy.
@@ -19,8 +22,10 @@ LATE = {"lerobot", "conditioned"}
 OPTIONS = [(name, option.name) for name, cls in MODEL_OPTIONS.items() for option in dataclasses.fields(cls)]
 
 
-def fail(key: str, rule: str) -> ConfigError:
-    return ConfigError(f"run.yaml: {key}: {rule}")
+def check(name: str, **kwargs: Any) -> None:
+    words = [f"actor.model.model_type={name}", f"actor.model.kwargs={json.dumps(kwargs)}"]
+    cfg = load_config("configs/quickstart.yaml", words, check=False)
+    check_components(cfg, keys_of(PpoConfig), lambda key, rule: ConfigError(f"run.yaml: {key}: {rule}"))
 
 
 def model(name: str, **kwargs: Any) -> Any:
@@ -34,23 +39,23 @@ def test_every_built_in_policy_declares_its_options() -> None:
 
 @pytest.mark.parametrize("name", MODEL_OPTIONS)
 def test_defaults_are_accepted_and_other_names_are_not(name: str) -> None:
-    check_model_options(model(name), fail)
-    check_model_options(model(name, **dataclasses.asdict(MODEL_OPTIONS[name]())), fail)
+    check(name)
+    check(name, **dataclasses.asdict(MODEL_OPTIONS[name]()))
     with pytest.raises(
-        ConfigError, match=rf"^run\.yaml: actor\.model\.kwargs\.colour: the {name} has no such option; "
+        ConfigError, match=rf"^run\.yaml: actor\.model\.kwargs\.colour: model_type {name} has no such option; "
     ):
-        check_model_options(model(name, colour=1), fail)
+        check(name, colour=1)
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_each_option_has_a_type(name: str, option: str) -> None:
     with pytest.raises(ConfigError, match=rf"^run\.yaml: actor\.model\.kwargs\.{option}: it must be ") as raised:
-        check_model_options(model(name, **{option: [{}]}), fail)
+        check(name, **{option: [{}]})
     assert "\n" not in str(raised.value)
 
 
 def test_a_policy_of_ones_own_takes_anything() -> None:
-    check_model_options(SimpleNamespace(model_type="mine:Policy", kwargs={"colour": 1}), fail)  # type: ignore[arg-type]
+    check("mine:Policy", colour=1)
 
 
 def test_a_policy_gets_the_dataclass() -> None:
