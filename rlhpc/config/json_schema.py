@@ -157,14 +157,16 @@ def describe(key: ConfigKey) -> str:
 def _value(key: ConfigKey) -> Schema:
     """Returns the schema of a value; a value of any type has an empty one."""
     value_type, is_nullable = without_null(key.type)
-    if value_type is Any:
+    union = [option for option in typing.get_args(key.type) if option is not type(None)] if value_type is Any else []
+    if value_type is Any and not union:
         return {}
     names = key.names()
     if key.choices:
         any_case = "|".join("".join(_any_case(letter) for letter in choice) for choice in key.choices)
         options: list[Schema] = [{"enum": list(key.choices)}, {"type": "string", "pattern": rf"^({any_case})$|\$\{{"}]
     else:
-        options = [*([{"enum": names}] if names else []), *_type_schemas(value_type, key.range)]
+        types = [schema for option in union or [value_type] for schema in _type_schemas(option, key.range)]
+        options = [*([{"enum": names}] if names else []), *types]
     if key.range is not None and key.range.also is not None:
         options += [{"const": key.range.also[0], "description": key.range.also[1]}, {"type": "null"}]
     elif is_nullable:

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from rlhpc.config.constraints import check_choices, check_ranges, null_numbers
 from rlhpc.config.json_schema import site_schema, task_type_schema
 from rlhpc.config.merge import ConfigLayers
+from rlhpc.config.options import check_components
 from rlhpc.config.schema import ConfigKey
 from rlhpc.runs.task_type import TaskType, all_task_types
 from rlhpc.runtime.errors import ConfigError
@@ -183,3 +184,56 @@ def test_names_of_registries_are_offered_and_open() -> None:
     env_type = task_type_schema([KINDS["embodied"].keys])["$defs"]["RolloutEnvConfig"]["properties"]["env_type"]
     assert "gymnasium" in env_type["anyOf"][0]["enum"]
     assert Draft202012Validator(env_type).is_valid("my_package:Env")
+
+
+#: Table of options → the first key that has it, with a task type that has the key.
+HOLDERS: dict[Any, tuple[TaskType[Any], ConfigKey]] = {}
+for _kind in KINDS.values():
+    for _key in _kind.keys.by_path.values():
+        if _key.options:
+            HOLDERS.setdefault(_key.options, (_kind, _key))
+OPTIONS = [
+    (kind, key, name, option)
+    for kind, key in HOLDERS.values()
+    for name, options in key.option_keys().items()
+    for option in options.values()
+]
+
+
+def options_document(key: ConfigKey, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a document with a component and its options."""
+    assert key.options is not None
+    document = nested(key.path, options)
+    section: Any = document
+    for part in key.path.split(".")[:-1]:
+        section = section[part.removesuffix("[]")]
+        section = section[0] if part.endswith("[]") else section
+    section[key.options.selector] = name
+    return document
+
+
+def options_refused(kind: TaskType[Any], document: dict[str, Any]) -> tuple[bool, bool]:
+    """Returns whether the schema and the loader refuse a document."""
+    layers = ConfigLayers(kind.schema, kind.keys.explain_foreign_key, null_numbers(kind.keys.by_path))
+    layers.add(document, "file")
+    keys = {path: key for path, key in kind.keys.by_path.items() if path in touched(document)}
+    try:
+        check_components(layers.cfg, keys, lambda key, rule: ConfigError(f"{key}: {rule}"))
+    except ConfigError:
+        return not VALIDATORS[kind.name].is_valid(document), True
+    return not VALIDATORS[kind.name].is_valid(document), False
+
+
+@pytest.mark.parametrize(("kind", "key", "name", "option"), OPTIONS)
+def test_options_of_components(kind: TaskType[Any], key: ConfigKey, name: str, option: ConfigKey) -> None:
+    accepted = options_document(key, name, {option.path: option.default})
+    assert options_refused(kind, accepted) == (False, False)
+    for wrong in ({option.path: [{}]}, {f"{option.path}_": option.default}):
+        assert options_refused(kind, options_document(key, name, wrong)) == (True, True), wrong
+    for number in outside(option) if option.range else ():
+        assert options_refused(kind, options_document(key, name, {option.path: number})) == (True, True), number
+
+
+def test_there_are_options() -> None:
+    assert {key.path.rpartition(".")[0] for _, key in HOLDERS.values()} >= {"actor.model", "env.train", "data.train"}
+    assert len(OPTIONS) > 40
