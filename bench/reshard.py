@@ -95,7 +95,7 @@ class HalfTrainer(Worker):
         self.memory.begin()
         if way == "shards":
             assert isinstance(self.shards, ShardSync)
-            self.shards.send_shards(version, list(self._batches()))
+            self.shards.send_shards(version, list(self._parts()))
             return self.shards.sent, self.memory.mb()
         full_tensors = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
         if self.rank:

@@ -100,8 +100,8 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
 
 def _is_configured(ranked: RankedCandidate, configured: Any) -> bool:
     return bool(ranked.candidate.settings == configured.settings) and all(
-        placement.processes == configured.places[group].processes
-        for group, placement in ranked.candidate.places.items()
+        placement.processes == configured.placements[group].processes
+        for group, placement in ranked.candidate.placements.items()
     )
 
 
