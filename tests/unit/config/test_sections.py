@@ -103,7 +103,9 @@ def test_a_value_is_what_was_typed(number: int, tmp_path: Path) -> None:
     try:
         cfg = way(tmp_path, key, written)
     except ConfigError as error:
-        assert not is_text, f"{where}: {error}"
+        # A sweep checks what it loads, and an account goes into a job's directives.
+        is_refused = not is_text or ("sweep" in way.__name__ and " " in expected)
+        assert is_refused, f"{where}: {error}"
         assert key.rpartition(".")[2] in str(error) and "\n" not in str(error), where
         return
     for value in (select(cfg, key), select(_again(tmp_path, cfg), key)):
