@@ -520,10 +520,9 @@ class RolloutSources:
             for turn in turns
         ]
         later_turns = {turn.turn.number for turn in self._pending_turns if turn not in turns}
-        units, useless = None if shards is None else keys_of(shards), self._joined_envs.tracker.pop_useless()
-        return self._actor.receive(
-            step, Source(self.slots, tuple(acted), frozenset(later_turns), units, tuple(useless))
-        )
+        units = None if shards is None else keys_of(shards)
+        useless = () if shards is None else tuple(self._joined_envs.tracker.pop_useless())
+        return self._actor.receive(step, Source(self.slots, tuple(acted), frozenset(later_turns), units, useless))
 
     def outcome(
         self, step: int, shards: list[list[DeliveredShard]] | None = None

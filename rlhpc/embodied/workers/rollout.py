@@ -380,7 +380,7 @@ class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """Builds the network with fresh weights."""
         policy = build_model(policy_section(self.cfg.actor, self.device), observation_space, action_space)
-        policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
+        policy.set_logprob_type(self.cfg.algorithm.logprob_type.lower())
         return policy
 
     def shape(self) -> OutcomeShape:
