@@ -1,7 +1,7 @@
 """Chat messages of data files: conversion to the form of chat templates, and detection of parts that a template omits.
 
-One reader serves the prompts of RL, demonstrations, and preferences. No part of a message is dropped: parts that the reader
-does not support are errors, and so are parts that a template does not render (`find_unwritten`).
+The same reader serves RL prompts, demonstrations and preferences. It drops no part of a message: an unsupported part is an
+error, and so is a part that the template does not render (`find_unwritten`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rlhpc.language.data.images import MARK
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json
 
-#: Chat message. `role` and `content` are texts; `tool_calls` is a list of `{type, function: {name, arguments: {…}}, …}`.
+#: Chat message. `role` and `content` are strings; `tool_calls` is a list of `{type, function: {name, arguments: {…}}, …}`.
 Message = dict[str, Any]
 
-#: Keys that only connect a call with its result, or name the tool that answers; templates need not render them.
+#: Keys that link a tool call to its result or name the tool; templates need not render them.
 _LABELS = frozenset({"tool_call_id", "name"})
-#: Keys that templates omit from earlier turns on purpose, as the model never reads its old reasoning.
+#: Keys that templates omit from earlier turns on purpose: the model does not read its earlier reasoning.
 _REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 _ARGUMENT = "kept_argument"
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -28,16 +28,16 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -> list[Message]:
     """Reads a conversation.
 
-    A key that is null or empty counts as absent, because Parquet gives every message of a column all keys. Text parts
-    are joined to one text. Arguments of tool calls become objects.
+    A null or empty key counts as absent, because Parquet gives every message of a column the same keys. Text parts are
+    concatenated. Arguments of tool calls are converted to objects.
 
     Args:
-        value: A list of messages in the form of a file.
-        sparse: Null also means absent inside arguments of calls (Parquet, `datasets`).
-        pictures: The row has a column of images, for which parts of type `image` are placeholders.
+        value: List of messages as read from a file.
+        sparse: Whether null also means absent inside nested values, such as the arguments of calls (Parquet, `datasets`).
+        pictures: Whether the row has an image column, so that parts of type `image` are allowed as placeholders.
 
     Raises:
-        ConfigError: The value is not a conversation; names the invalid message.
+        ConfigError: The value is not a conversation; the message names the invalid chat message.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise ConfigError("it is not a list of messages")
@@ -53,10 +53,10 @@ def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -
 
 
 def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...]:
-    """Reads the tools of a row: a list of definitions, or that list as JSON text; null for none.
+    """Reads the tool definitions of a row: a list, or a list as JSON text; null for none.
 
     Raises:
-        ConfigError: The value has another form.
+        ConfigError: The value is not a list of tool definitions.
     """
     if isinstance(value, str):
         try:
@@ -82,19 +82,19 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
 
 
 def last_turn(messages: Sequence[Message]) -> tuple[list[Message], Message | None]:
-    """Splits a conversation into the messages before the assistant's last turn, and that turn: None if it ends otherwise."""
+    """Splits off the final message if it is the assistant's; returns the earlier messages and that message or None."""
     if messages and messages[-1]["role"] == "assistant":
         return list(messages[:-1]), messages[-1]
     return list(messages), None
 
 
 def is_plain(message: Message) -> bool:
-    """Returns whether a message has only a role and a content."""
+    """Returns whether a message has no keys besides role and content."""
     return not _extras(message)
 
 
 def written(turn: Message) -> str:
-    """Returns a turn as a readable text: its content, or JSON if it has other keys."""
+    """Converts a turn to text: its content, or JSON if it has other keys."""
     content = {
         key: field_value for key, field_value in turn.items() if key != "role" and field_value not in ("", [], None)
     }
@@ -102,10 +102,10 @@ def written(turn: Message) -> str:
 
 
 def require_plain(messages: Sequence[Message], tools: Sequence[Any]) -> None:
-    """Rejects messages that text without a chat template cannot represent.
+    """Checks that messages can be written without a chat template.
 
     Raises:
-        ConfigError: A message has more than a content, or there are tools.
+        ConfigError: A message has keys besides role and content, or there are tools.
     """
     for message_number, message in enumerate(messages):
         if keys := _extras(message):
@@ -124,12 +124,13 @@ def find_unwritten(
     """Finds the parts of a conversation that a chat template omits, by rendering it with and without them.
 
     Args:
-        messages: The conversation; if it ends with the assistant's turn, that turn is trained on.
-        tools: Definitions of tools.
-        render: The template; raises ConfigError if it rejects its input.
+        messages: The conversation; a final assistant turn is the turn to train on.
+        tools: Tool definitions.
+        render: Renders messages and tools with the template; raises ConfigError if the template rejects them.
 
     Returns:
-        Descriptions of the missing parts; and the keys of earlier turns that the template omits, but renders for the last one.
+        Descriptions of the omitted parts; and the reasoning keys that the template omits from earlier turns but renders
+        for the last turn.
 
     Raises:
         ConfigError: The template rejects the conversation itself.
@@ -145,7 +146,7 @@ def find_unwritten(
         _mark(marked_messages[message_number], path, _sign(mark))
     try:
         marked_text = render(marked_messages, tools)
-    except ConfigError:  # it needs other values there: each part is tried alone
+    except ConfigError:  # the template rejects the marked values: each part is removed in turn
         marked_text = ""
     missing_parts, old_reasoning = [], []
     for mark, (message_number, path) in enumerate(message_parts):
@@ -229,7 +230,7 @@ def _read_calls(value: Any, sparse: bool) -> list[dict[str, Any]]:
     for call in value:
         call_fields = {str(key): field_value for key, field_value in call.items() if field_value is not None}
         function = call_fields.get("function")
-        if function is None:  # {name, arguments} without the frame, as in some data
+        if function is None:  # some data sets have {name, arguments} without `function`
             function = {key: call_fields.pop(key) for key in ("name", "arguments") if key in call_fields}
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ConfigError("has a tool call without a function that has a name")
@@ -258,7 +259,7 @@ def _read_arguments(value: Any, sparse: bool) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        value = dict(value)  # Arrow's maps
+        value = dict(value)  # Arrow represents maps as lists of pairs
     if not isinstance(value, Mapping):
         raise ConfigError(f"has a tool call whose arguments are a {type(value).__name__}, not an object")
     return dict(_without_nulls(value) if sparse else value)
@@ -282,7 +283,10 @@ def _role(message: Any) -> str:
 
 
 def _parts(number: int, message: Message) -> list[tuple[int, Path]]:
-    """Returns the paths of a message's information: its content, names and arguments of its calls, and every other key."""
+    """Returns the parts of a message that a template must render, as (message number, path).
+
+    Parts are the content, the name and arguments of each tool call, and every other key except labels.
+    """
     paths: list[Path] = [("content",)] if message["content"].strip() else []
     for key in _extras(message):
         if key == "tool_calls":
@@ -336,7 +340,7 @@ def _differs(
     render: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str],
     text: str | None = None,
 ) -> bool:
-    """Returns whether a template renders another text without a part of a message."""
+    """Returns whether the rendered text changes when a part of a message is removed."""
     changed_messages = [_copy(message) for message in messages]
     parent, key = _holder(changed_messages[number], path), path[-1]
     if key == "arguments":

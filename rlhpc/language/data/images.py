@@ -1,4 +1,4 @@
-"""Images of a row of data: files, data URLs, or bytes as in Hugging Face `datasets` and Parquet files; and their patches."""
+"""Images of prompts: reading files, data URLs and bytes; image processing; positions of image tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from rlhpc.language.data.prompts import Prompt
 
 
-#: Placeholder of an image in a message's text. Without placeholders, images come before the last question.
+#: Placeholder of an image in a message's text. Without placeholders, images come before the last user message.
 MARK = "<image>"
-#: Supported families of vision-language models, by `model_type`; in all of them an image token has three positions.
+#: Supported families of vision-language models, by `model_type`; all use three positions per token (M-RoPE).
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Agent types that pass a prompt's conversation to the model unchanged.
 _IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
-#: Training backends in which all ranks run the vision tower, whichever of them have images.
+#: Training backends that support vision-language models: a rank without images does not block the other ranks.
 _TRAINED = ("local", "fsdp")
 
 
@@ -40,10 +40,10 @@ class PromptImages:
     """Images of one prompt.
 
     Attributes:
-        patches: Patches of each image, `[P, d]` float32: the model's input. Turns of an episode share those of earlier
-            ones.
-        grids: `[M, 3]` int64: frames, rows and columns of each image's patches.
-        at: `[M]` int64: position in the prompt of each image's first token.
+        patches: Patches of each image, `[P, d]` float32, the model's input. Later turns of an episode share the arrays of
+            earlier turns.
+        grids: `[M, 3]` int64, number of frames, rows and columns of each image's patches.
+        at: `[M]` int64, position in the prompt of each image's first token.
         merge: Number of patches in each direction that become one token.
         digests: Digest of each image; equal patches have equal digests.
     """
@@ -61,15 +61,15 @@ class PromptImages:
 
     @property
     def tokens(self) -> np.ndarray:
-        """`[M]`: tokens of each image."""
+        """Number of tokens of each image, `[M]`."""
         return np.asarray(self.grids.prod(1) // self.merge**2)
 
     def positions(self, length: int) -> np.ndarray:
-        """Returns `[3, length]`: see `positions`."""
+        """Returns the positions of a prompt's tokens, `[3, length]`; see the function `positions`."""
         return positions(length, self.at, self.grids, self.merge)
 
     def inputs(self, length: int, device: Any) -> dict[str, Any]:
-        """Returns the image arguments of a model, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
+        """Returns the image arguments of the model's forward pass for one sequence of `length` tokens."""
         import torch
 
         token_types = np.zeros((1, length), np.int64)
@@ -84,7 +84,7 @@ class PromptImages:
 
 
 def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImages | None:
-    """Joins the images of a text and those of the text that follows it."""
+    """Concatenates the images of two consecutive parts of a prompt."""
     if first is None or then is None:
         return first or then
     arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
@@ -92,11 +92,10 @@ def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImage
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
-    """Returns the positions of a sample's tokens in time, height and width, as in Qwen2-VL (arXiv 2409.12191, section
-    2.1).
+    """Computes the M-RoPE positions of a sample's tokens: time, height and width (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
-    Positions of text increase by one in all three. The positions of an image begin after the text before it; those of
-    the next text begin after the image's longest side.
+    In text all three increase by one per token. An image's positions begin after the preceding text; the following text
+    begins after the image's longest side.
 
     Args:
         length: Number of tokens.
@@ -119,11 +118,11 @@ def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.
 
 
 class Looker:
-    """Image processing of a model, for the images of prompts.
+    """Image processor for a model's prompts.
 
     Args:
-        cutter: The image processor of transformers that belongs to the model.
-        token: Placeholder token of a part of an image.
+        cutter: The model's image processor from transformers.
+        token: Id of the model's image token.
         name: Name of the model, for messages.
     """
 
@@ -139,14 +138,14 @@ class Looker:
         return placed(prompt.messages, len(prompt.images))
 
     def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Expands each image's placeholder token to its number of tokens; returns the ids, and where each image begins."""
+        """Repeats each image token to the image's number of tokens; returns the ids and each image's first position."""
         try:
             return self._widened(prompt.images, ids)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
     def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
-        """Returns the processed images, whose first tokens are at these positions."""
+        """Processes images to patches; `at` holds the position of each image's first token."""
         patches, grids, image_digests = zip(*map(self._one, images), strict=True)
         return PromptImages(
             tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(image_digests)
@@ -155,16 +154,16 @@ class Looker:
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
     ) -> tuple[list[int], PromptImages]:
-        """Expands each image's placeholder token to its number of tokens; returns the ids and the images.
+        """Repeats each image token to the image's number of tokens; returns the ids and the processed images.
 
         Args:
-            images: One or more, in the order of their placeholders.
-            ids: From the chat template: one placeholder for each image.
-            behind: Number of tokens before these, which the images' positions include.
-            spoken: Indices of placeholder tokens that are ordinary text, since the model or a user wrote them.
+            images: One or more images, in the order of their image tokens.
+            ids: Token ids from the chat template, with one image token per image.
+            behind: Number of tokens that precede `ids`; the images' positions count them.
+            spoken: Indices of image tokens that stand for no image, because the model or a user wrote them.
 
         Raises:
-            ConfigError: The numbers of placeholders and images differ; or an image cannot be opened.
+            ConfigError: The numbers of image tokens and images differ, or an image cannot be opened.
         """
         expanded_ids, image_starts = self._widened(images, ids, spoken)
         return expanded_ids, self.prompt_images(images, [behind + image_start for image_start in image_starts])
@@ -187,25 +186,25 @@ class Looker:
         return [*expanded_ids, *ids[copied_until:]], image_starts
 
     def _tokens(self, image: bytes) -> int:
-        """Returns the number of tokens of an image, from its size alone."""
+        """Returns the number of tokens of an image; reads only its size."""
         width, height = size_of(image)
         return int(self._cutter.get_number_of_image_patches(height, width, {})) // self._merge**2
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of an image: larger ones are scaled down."""
+        """Maximum number of tokens of an image; larger images are scaled down."""
         merged_patch_size = self._cutter.patch_size * self._merge
         return max(1, int(self._cutter.size["longest_edge"]) // merged_patch_size**2)
 
     def blank(self, tokens: int) -> PromptImages:
-        """Returns a grey image of `tokens` tokens, at position 0."""
+        """Returns an image of zeros with `tokens` tokens, at position 0."""
         grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
         width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
         return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
-        """Returns patches, grid and digest of an image."""
+        """Returns the patches, the grid and the digest of an image."""
         processor_output = self._cutter(images=[opened(image)], return_tensors="np")
         patches = np.ascontiguousarray(processor_output["pixel_values"], np.float32)
         grid = np.asarray(processor_output["image_grid_thw"][0], np.int64)
@@ -215,7 +214,7 @@ class Looker:
 
 
 def opened(image: bytes) -> Any:
-    """Opens an image with PIL.
+    """Opens an image with PIL and converts it to RGB.
 
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
@@ -224,7 +223,7 @@ def opened(image: bytes) -> Any:
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """Returns width and height of an image; reads only its header.
+    """Returns the width and height of an image in pixels; reads only its header.
 
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
@@ -247,15 +246,15 @@ def _by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
 
 
 def has_vision(config: Any) -> bool:
-    """Returns whether a model of this configuration has a vision tower."""
+    """Returns whether a model's configuration includes a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Looker:
-    """Returns the image processing for the model of a folder or hub name.
+    """Creates the image processor for the model of a folder or hub name.
 
     Raises:
-        ConfigError: The model reads text alone, is of an unsupported family, or has no image processor.
+        ConfigError: The model has no vision tower, is of an unsupported family, or has no image processor.
     """
     from rlhpc.language.hugging_face import load_model_config
 
@@ -279,7 +278,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
 
 
 def require_family(config: Any, path: str, key: str) -> None:
-    """Rejects vision-language models of unsupported families."""
+    """Raises ConfigError if a vision-language model is of an unsupported family."""
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"{key} is {path}, a {config.model_type}, which looks at pictures in a way that is not known here; allowed: "
@@ -288,7 +287,7 @@ def require_family(config: Any, path: str, key: str) -> None:
 
 
 def parts_of(message: dict[str, str]) -> dict[str, Any]:
-    """Returns a message in the multimodal form of chat templates: texts, and placeholders of images."""
+    """Converts a message to the multimodal form of chat templates: its text is split at `MARK` into text and image parts."""
     text_segments = message["content"].split(MARK)
     content_parts = list[dict[str, str]]()
     for segment_number, text_segment in enumerate(text_segments):
@@ -299,7 +298,7 @@ def parts_of(message: dict[str, str]) -> dict[str, Any]:
 
 
 def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Returns a conversation with placeholders for images: at each `MARK`, or, without any, before the last question."""
+    """Returns a conversation with image parts: at each `MARK`, or, without any `MARK`, before the last user message."""
     placed_messages = [dict(message) for message in messages]
     if not any(MARK in message["content"] for message in placed_messages):
         question = next((m for m in reversed(placed_messages) if m["role"] == "user"), placed_messages[-1])
@@ -308,12 +307,12 @@ def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any
 
 
 def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
-    """Rejects settings that are not supported in training a vision-language model.
+    """Checks that the run's settings are supported for a vision-language model.
 
     Args:
         cfg: Configuration of the run.
         config: Configuration of the model.
-        shows: Whether prompts have images.
+        shows: Whether training prompts have images.
 
     Raises:
         ConfigError: A setting is not supported; the message names its key.
@@ -361,10 +360,11 @@ _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, o
 
 
 def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
-    """Returns the images of a row, as file contents.
+    """Returns the images of a row as the bytes of their files.
 
     Args:
-        value: Value of the row's column; None for no images.
+        value: Value of the row's image column: a path, a data URL, `{bytes: …}`, a PIL image, or a list of these; None
+            for no images.
         folder: Base of relative paths.
 
     Raises:
@@ -374,11 +374,10 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
 
 
 def check_images(value: Any, folder: Path) -> None:
-    """Rejects values that `read_images` would reject. Checks that files exist, and reads the width and height of images
-    given as bytes.
+    """Checks the images of a row without reading files: paths must exist, and embedded images must have a size.
 
     Raises:
-        ConfigError: See `read_images`.
+        ConfigError: An image is invalid, or its file does not exist.
     """
     for image in _several(value):
         if not isinstance(image, str) or image.startswith(_URL):
@@ -388,16 +387,16 @@ def check_images(value: Any, folder: Path) -> None:
 
 
 def names_of(value: Any) -> str:
-    """Returns identifiers of a row's images that need no file access: paths unchanged, digests of others."""
-    image_names = [
+    """Returns a text that identifies a row's images without reading files: paths, and digests of embedded images."""
+    image_contents = [
         image if isinstance(image, str) and not image.startswith(_URL) else _bytes(image, Path())
         for image in _several(value)
     ]
-    return repr([image if isinstance(image, str) else digest_of(image) for image in image_names])
+    return repr([image if isinstance(image, str) else digest_of(image) for image in image_contents])
 
 
 def digest_of(image: bytes) -> str:
-    """Returns the digest of an image file."""
+    """Returns the digest of an image file's bytes, in hexadecimal."""
     return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
@@ -413,7 +412,7 @@ def _bytes(one: Any, folder: Path) -> bytes:
         one = image_bytes if image_bytes is not None else one.get("path")
     if isinstance(one, bytes):
         return one
-    if hasattr(one, "save"):  # `datasets` opens images itself
+    if hasattr(one, "save"):  # a PIL image: `datasets` decodes images
         return _png(one)
     if not isinstance(one, str) or not one:
         raise ConfigError(f"a picture is {type(one).__name__}; allowed: {_FORMS}")
@@ -426,10 +425,10 @@ def _bytes(one: Any, folder: Path) -> bytes:
 
 
 def from_url(url: str) -> bytes:
-    """Returns the image in a data URL.
+    """Returns the bytes of the image in a data URL.
 
     Raises:
-        ConfigError: The URL has another form.
+        ConfigError: The URL is not a base64 data URL of an image.
     """
     header, _, body = url.partition(",")
     if not header.startswith(_URL) or not header.endswith(";base64"):

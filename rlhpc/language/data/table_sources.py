@@ -1,4 +1,4 @@
-"""Problems from the columns of files: JSON lines, Parquet, HDF5 and folders of `datasets`."""
+"""Data sources that read problems from tables: JSON Lines, Parquet, HDF5 and folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Table(abc.ABC):
     """Rows with named columns.
 
     Attributes:
-        path: File or folder of the rows.
-        sparse: An object may have null in place of a missing key, since all objects of a column share their keys.
+        path: File or folder that holds the rows.
+        sparse: Whether null can mean a missing key, because all objects of a column have the same keys.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class _Table(abc.ABC):
         """Returns one complete row."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        """Yields all rows in order, with those of `columns` that they have."""
+        """Yields all rows in order, reduced to `columns`; columns that a row lacks are absent."""
         for index in range(len(self)):
             row = self.row(index)
             yield {name: row[name] for name in columns if name in row}
@@ -61,12 +61,12 @@ class _Table(abc.ABC):
         return list(self.row(index))
 
     def place(self, index: int) -> str:
-        """Returns file and position of a row, for messages."""
+        """Returns the file and position of a row, for messages."""
         return f"{self.path}, row {index}"
 
 
 class JsonLines(_Table):
-    """File with one JSON object per line; `.gz` is decompressed. Empty lines do not count."""
+    """Table in a file with one JSON object per line; `.gz` files are decompressed and empty lines skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,9 +77,9 @@ class JsonLines(_Table):
             OSError,
             EOFError,
             zlib.error,
-        ) as error:  # not gzip, truncated or damaged, or an unreadable file
+        ) as error:  # no gzip file, a truncated or damaged one, or an unreadable file
             raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
-        # Bytes rather than parsed rows: a third of the memory.
+        # Unparsed lines take a third of the memory of parsed rows.
         self._lines = [line for _, line in numbered_lines]
         self._numbers = array("q", (line_number for line_number, _ in numbered_lines))
 
@@ -102,7 +102,7 @@ class JsonLines(_Table):
 
 
 class _ParquetFile(_Table):
-    """One Parquet file, in memory as an Arrow table."""
+    """Table in a Parquet file, held in memory as an Arrow table."""
 
     sparse = True
 
@@ -140,14 +140,14 @@ class Hdf5Options:
     """Options of source `hdf5`."""
 
     group: str = "/"
-    """Group of the file whose data sets are the columns."""
+    """Group of the file; its data sets are the columns."""
 
 
 class Hdf5File(_Table):
-    """One HDF5 file, or a group in it: each data set is a column, whose first axis is the rows.
+    """Table in an HDF5 file or a group of it: each data set is a column, and its first axis is the rows.
 
-    Texts are UTF-8 strings; a column with the attribute `encoding = "json"` holds JSON texts (a conversation, a list of
-    tests).
+    Texts are UTF-8 strings. A column with the attribute `encoding = "json"` holds JSON texts, such as conversations or
+    lists of tests.
     """
 
     def __init__(self, path: Path, group: str = "/") -> None:
@@ -188,12 +188,12 @@ class Hdf5File(_Table):
 
 
 class _DatasetFolder(_Table):
-    """Folder from `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
+    """Table in a folder written by `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
 
     Args:
         path: The folder.
-        split: Part of a `DatasetDict`; optional if there is only one.
-        key: Name of the section in messages.
+        split: Split of a `DatasetDict`; optional if there is only one.
+        key: Name of the configuration section in messages.
     """
 
     sparse = True
@@ -239,7 +239,7 @@ class _DatasetFolder(_Table):
 
 
 class _JoinedTables(_Table):
-    """Several tables, one after the other."""
+    """Concatenation of several tables."""
 
     def __init__(self, tables: Sequence[_Table]) -> None:
         self._tables = list(tables)
@@ -274,17 +274,17 @@ Result = TypeVar("Result")
 
 
 class _ColumnProblems:
-    """Rows of a table as problems.
+    """Problems in the rows of a table.
 
-    A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
-    demonstration there. Other columns go to `meta` if JSON can represent them, so that templates and rewards can use
-    them. All prompts are checked here, so that an invalid row does not end a run halfway through.
+    The prompt column holds a text or a list of chat messages; if a conversation ends with an assistant turn, that turn is
+    the demonstration. Other columns go to `meta` if JSON can represent them, so that templates and rewards can use them.
+    The constructor checks all prompts, so that an invalid row does not end a run halfway through.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`.
+        cfg: Section `data.train` or `data.eval[i]`.
         table: The rows.
-        part: Side of `eval_fraction`.
-        key: Name of the section in messages.
+        part: Side of the train/eval split (`eval_fraction`).
+        key: Name of the configuration section in messages.
         filters: `column=value` that rows must match, or None.
 
     Raises:
@@ -334,11 +334,11 @@ class _ColumnProblems:
 
     @property
     def sparse(self) -> bool:
-        """True if null represents absent keys (`_Table.sparse`)."""
+        """Whether null can mean a missing key (`_Table.sparse`)."""
         return self._table.sparse
 
     def place(self, index: int) -> str:
-        """Returns file and row of a problem, for messages."""
+        """Returns the file and row of a problem, for messages."""
         return self._table.place(self._rows[index])
 
     def columns(self, index: int) -> list[str]:
@@ -346,19 +346,19 @@ class _ColumnProblems:
         return self._table.columns(self._rows[index])
 
     def expect_responses(self) -> None:
-        """Reads the column of responses as demonstrations: texts or messages. Otherwise it may hold any value."""
+        """Treats the response column as demonstrations: texts or messages. Without this call it may hold any value."""
         self._demonstrates = True
 
     def require_responses(self) -> None:
         """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: A problem has none; the message names file and row.
+            ConfigError: A problem has no demonstration; the message names its file and row.
         """
         self.expect_responses()
-        chosen_rows = set(self._rows)
+        selected_rows = set(self._rows)
         for row_number, row in enumerate(self._table.rows([self._prompt, self._response])):
-            if row_number in chosen_rows and not self._demonstration(row, row_number)[1]:
+            if row_number in selected_rows and not self._demonstration(row, row_number)[1]:
                 if self._response not in row:
                     self._missing("response_key", self._response, row_number)
                 raise ConfigError(
@@ -369,25 +369,25 @@ class _ColumnProblems:
         """Checks that each problem has a reference answer.
 
         Args:
-            why: The user of the answers, for the message.
+            why: What needs the answers, for the message.
 
         Raises:
-            ConfigError: A problem has none; the message names file and row.
+            ConfigError: A problem has no answer; the message names its file and row.
         """
         if not self._answer:
             raise ConfigError(
                 f"{self._key}.answer_key is null, and {why} compares with a reference answer; name its column"
             )
-        chosen_rows = set(self._rows)
+        selected_rows = set(self._rows)
         for row_number, row in enumerate(self._table.rows([self._answer])):
-            if row_number in chosen_rows and not _text(row[self._answer]).strip():
+            if row_number in selected_rows and not _text(row[self._answer]).strip():
                 raise ConfigError(
                     f"{self._table.place(row_number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
                     "compares with a reference answer; take the row out, or another reward"
                 )
 
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
-        wanted_keys = {
+        column_keys = {
             "prompt_key": self._prompt,
             "answer_key": self._answer,
             "level_key": self._level,
@@ -396,13 +396,13 @@ class _ColumnProblems:
         }
         column, _, expected_value = (filters or "").partition("=")
         if filters:
-            wanted_keys["split"] = column
-        needed_columns = {name: column_name for name, column_name in wanted_keys.items() if column_name}
+            column_keys["split"] = column
+        required_columns = {name: column_name for name, column_name in column_keys.items() if column_name}
         rows = []
-        for row_number, row in enumerate(self._table.rows(list(needed_columns.values()))):
-            for name, needs in needed_columns.items():
-                if needs not in row:
-                    self._missing(name, needs, row_number)
+        for row_number, row in enumerate(self._table.rows(list(required_columns.values()))):
+            for name, required_column in required_columns.items():
+                if required_column not in row:
+                    self._missing(name, required_column, row_number)
             if filters and _text(row[column]) != expected_value:
                 continue
             messages, _ = self._conversation(row[self._prompt], row_number)
@@ -439,7 +439,7 @@ class _ColumnProblems:
         )
 
     def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:
-        """Returns the messages before the response, and the demonstration: as text, and as a message if it has more."""
+        """Returns the messages before the response, and the demonstration as text, and as a message if text loses a part."""
         messages, turn = self._conversation(row[self._prompt], number)
         response_value = row.get(self._response)
         if response_value is None or response_value in ("", [], ()):
@@ -498,21 +498,21 @@ class _ColumnProblems:
 
 
 def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Reads source `jsonl`."""
+    """Returns the problems of source `jsonl`."""
     _no_kwargs(cfg, key)
     table = _JoinedTables([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Reads source `parquet`."""
+    """Returns the problems of source `parquet`."""
     _no_kwargs(cfg, key)
     table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Reads source `hdf5`; `kwargs` are `Hdf5Options`."""
+    """Returns the problems of source `hdf5`; `kwargs` are `Hdf5Options`."""
     hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
     group = read_options(Hdf5Options, cfg.kwargs, f"{key}.kwargs", "source hdf5").group
     table = _JoinedTables([Hdf5File(file, group) for file in hdf5_files])
@@ -520,7 +520,7 @@ def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 
 def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Reads source `hf`."""
+    """Returns the problems of source `hf`."""
     _no_kwargs(cfg, key)
     if not cfg.path:
         raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
@@ -536,7 +536,7 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 
 def plain(value: Any) -> Any:
-    """Returns the value in the form of parsed JSON: tuples become lists, numpy's numbers Python's."""
+    """Converts a value to the types of parsed JSON: tuples become lists, NumPy numbers Python numbers."""
     return json.loads(json.dumps(value, default=_python))
 
 

@@ -1,4 +1,4 @@
-"""Tokenization of prompts and demonstrations, chat templates, end tokens, and stop texts."""
+"""Tokenization of prompts and demonstrations; chat templates, end tokens and stop texts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from rlhpc.runtime.text import first_line
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
 
-#: Placeholder for a reply whose tokens are known, in the text of a chat template.
+#: Stands for the assistant's reply in rendered chat templates.
 REPLY = "REPLYHERE7F3A"
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Returns the special tokens of a tokenizer, such as `<bos>`."""
+    """Returns the ids of a tokenizer's special tokens, such as `<bos>`."""
     added_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(tokenizer.all_special_ids) | added_ids
 
 
 def template_file(tokenizer: Any) -> str:
-    """Returns the origin of a tokenizer's chat template: its file, or the model's name."""
+    """Returns the file of a tokenizer's chat template, or else the model's name, for messages."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     file_names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     file = next((folder / name for name in file_names if folder.name and (folder / name).is_file()), None)
@@ -56,7 +56,7 @@ def render_chat(
     """Renders a conversation with a tokenizer's chat template.
 
     Raises:
-        ConfigError: The template raises; names its file.
+        ConfigError: The template raised an error; the message names its file.
     """
     try:
         rendered_text: str = tokenizer.apply_chat_template(
@@ -65,7 +65,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             **({"tools": list(tools)} if tools else {}),
         )
-    except Exception as error:  # jinja's, and whatever a template's author has it raise
+    except Exception as error:  # a template may raise any error
         from jinja2 import TemplateError
 
         error_type = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
@@ -78,9 +78,9 @@ def render_chat(
 
 
 def turn_end(tokenizer: Any | None) -> int | None:
-    """Returns the special token that the chat template puts behind an assistant's message; None if there is none.
+    """Returns the special token that the chat template puts after an assistant's message; None if it puts none.
 
-    Base models have another end token than their template: `<|endoftext|>` of a text, `<|im_end|>` of a turn.
+    It differs from a base model's own end token: `<|im_end|>` ends a turn, `<|endoftext|>` a text.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -98,15 +98,15 @@ def turn_end(tokenizer: Any | None) -> int | None:
 
 
 OVERLONG = ("error", "drop")
-#: Version of the cached results of checked problems.
+#: Version of the cache format of `PromptTokenizer.fitting`.
 _VERSION = 1
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
-    """Loads the tokenizer of a Hugging Face folder or hub name; one without a padding token pads with its end token.
+    """Loads the tokenizer of a Hugging Face folder or hub name; uses its end token for padding if it has no padding token.
 
     Raises:
-        ConfigError: There is no tokenizer at `path`.
+        ConfigError: There is no tokenizer at `path`, or it cannot be loaded.
     """
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
@@ -135,18 +135,19 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
 
 
 class PromptTokenizer:
-    """Converter of problems to token ids.
+    """Tokenizer of prompts and demonstrations.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: A transformers tokenizer.
         max_prompt_tokens: `data.max_prompt_tokens`.
         overlong: `data.overlong_prompts`: "error" or "drop".
-        chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
-        key: Name of the section in messages.
-        context: Context of the model or its engine, of which a prompt must leave one token; None if unknown.
+        chat_template: `data.….chat_template`; false joins the messages' texts by newlines instead.
+        key: Name of the configuration section in messages.
+        context: Context length of the model or its engine, in tokens; a prompt must leave room for one more token. None if
+            unknown.
 
     Raises:
-        ConfigError: The tokenizer has no chat template, but one is required.
+        ConfigError: An argument is invalid, or the tokenizer has no chat template although `chat_template` is true.
     """
 
     def __init__(
@@ -182,10 +183,10 @@ class PromptTokenizer:
 
     @cached_property
     def looker(self) -> Looker:
-        """Image processing for prompts.
+        """Image processor for prompts.
 
         Raises:
-            ConfigError: The model has none.
+            ConfigError: The model does not support images, or `chat_template` is false.
         """
         if not self.chat_template:
             raise ConfigError(
@@ -199,7 +200,7 @@ class PromptTokenizer:
         return turn_end(self.tokenizer)
 
     def prompt_images(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
-        """Returns a prompt's images, which begin at the positions from `encode`; None if it has none."""
+        """Returns a prompt's processed images, given their positions from `encode`; None if it has no images."""
         return self.looker.prompt_images(prompt.images, at) if prompt.images else None
 
     def text(
@@ -209,10 +210,10 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Returns the text that the model reads, special tokens of the chat template included.
+        """Renders a conversation as the model's input text, including the chat template's special tokens.
 
         Raises:
-            ConfigError: The template raises.
+            ConfigError: The template raised an error.
         """
         if self._is_bare(messages):
             return "\n".join(message["content"] for message in messages)
@@ -231,18 +232,18 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns the token ids of a conversation, of any length."""
+        """Returns the token ids of a conversation; does not check its length."""
         rendered_text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
         return self._ids(rendered_text, bare=self._is_bare(messages))
 
     def check(self, prompt: Prompt) -> list[str]:
-        """Rejects a problem if the chat template would omit a part of it.
+        """Checks that the chat template renders every part of a problem.
 
         Returns:
             Keys of earlier turns that the template omits on purpose (reasoning).
 
         Raises:
-            ConfigError: A part would be omitted; the message names file and line.
+            ConfigError: The template omits a part; the message names the file and line of the problem.
         """
         try:
             return self._check(prompt)
@@ -274,10 +275,10 @@ class PromptTokenizer:
         return old_reasoning
 
     def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
-        """Returns the token ids before the response, and the position of each image; None for a dropped prompt.
+        """Returns the token ids of a prompt and the position of each image's first token; None if the prompt is dropped.
 
         Raises:
-            ConfigError: The prompt is longer than allowed, or empty.
+            ConfigError: The prompt is empty, or it is too long and `overlong` is "error".
         """
         try:
             ids = self.encode_messages(self._messages(prompt), prompt.tools)
@@ -292,20 +293,23 @@ class PromptTokenizer:
     def encode_demonstration(
         self, prompt: Prompt, max_tokens: int | None = None
     ) -> tuple[list[int], list[bool], list[int]] | None:
-        """Returns the token ids of prompt, response and end token, and the loss mask of SFT: response and end.
+        """Tokenizes prompt and response for SFT.
 
-        The prompt's ids are those of `encode`. A response that is a complete message (`Prompt.turn`) is rendered by the
-        chat template.
+        The prompt's ids equal those of `encode`. The chat template renders a response that is a complete message
+        (`Prompt.turn`).
 
         Args:
             prompt: Problem with a response.
-            max_tokens: Maximum number of tokens in all, by `actor.max_tokens_per_micro_batch`.
+            max_tokens: Maximum number of tokens of prompt and response (`actor.max_tokens_per_micro_batch`); None for no
+                limit.
 
         Returns:
-            ids and loss mask, equally long, and the index of each image's first id; None for a dropped problem.
+            Token ids of prompt, response and end token; the loss mask, equally long, which is true for response and end
+            token; and the position of each image's first token. None if the problem is dropped.
 
         Raises:
-            ConfigError: The response or the end token is missing, or the sequence is too long.
+            ConfigError: The problem has no response, the tokenizer has no end token, or the sequence is too long and
+                `overlong` is "error".
         """
         if not prompt.response:
             raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_excerpt(prompt)}")
@@ -320,7 +324,7 @@ class PromptTokenizer:
         is_bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
         response_text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
-        # Encoded jointly if the prompt's ids are unchanged by that: some tokenizers put a space before any text.
+        # Joint tokenization is used if it leaves the prompt's ids unchanged: some tokenizers prepend a space to any text.
         try:
             joined_ids = self._ids(prompt_text + response_text, bare=is_bare)
         except ConfigError as error:
@@ -344,9 +348,9 @@ class PromptTokenizer:
         return special_tokens(self.tokenizer)
 
     def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
-        """Returns the template's text for the turn of a demonstration, up to the token that ends it."""
+        """Returns the text that the chat template renders for `prompt.turn`, up to and including its end token."""
         if self._is_bare(prompt.messages):
-            self.check(prompt)  # it raises
+            self.check(prompt)  # raises
         assert prompt.turn is not None
         try:
             full_text = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
@@ -368,16 +372,16 @@ class PromptTokenizer:
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
     ) -> FittingPrompts:
-        """Returns the problems that are not too long; checks all of them, or uses cached results for the same ones.
+        """Checks all problems and returns those that are not too long; caches the results in the user's state folder.
 
         Args:
             dataset: All problems.
-            demonstrations: Also checks prompt and response jointly.
-            max_tokens: Maximum number of tokens of these.
+            demonstrations: Whether to check prompt and response together.
+            max_tokens: Maximum number of tokens of prompt and response; None for no limit.
 
         Raises:
-            ConfigError: A problem is too long and `overlong` is "error"; the chat template omits a part of one, or
-                rejects it; or none remains.
+            ConfigError: A problem is too long and `overlong` is "error"; the chat template omits a part of a problem or
+                rejects it; or all problems are too long.
         """
         file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
         check_results = _read_known(file)
@@ -409,7 +413,7 @@ class PromptTokenizer:
         return {"dropped": dropped_indices, "left_out": sorted(omitted_parts)}
 
     def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
-        """Returns a digest of everything on which the lengths of problems depend."""
+        """Returns a digest of all inputs of the checks: tokenizer, options and problems."""
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = (
             tokenizer.to_str() if tokenizer is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
@@ -447,7 +451,7 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             code = f"\\u{ord(text[error.start]):04x}"
             raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
-        # A chat template writes the beginning; bare text gets the tokenizer's, but no end.
+        # A chat template writes the start token; for bare text the tokenizer adds it, and its end token is removed.
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
         return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
@@ -467,7 +471,7 @@ class FittingPrompts:
 
     Attributes:
         dropped: Number of problems that are too long.
-        left_out: Keys of messages that the chat template renders for the last turn alone (reasoning).
+        left_out: Message keys that the chat template renders only for the last turn (reasoning).
     """
 
     def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
@@ -478,7 +482,7 @@ class FittingPrompts:
         self.left_out = tuple(left_out)
 
     def notes(self, key: str) -> list[str]:
-        """Returns messages for the user at the start of the run."""
+        """Returns messages to print at the start of a run."""
         note_texts = []
         if self.dropped:
             num_problems = self.dropped + len(self)
@@ -501,11 +505,11 @@ class FittingPrompts:
 
 def _read_known(file: Path) -> dict[str, list[Any]] | None:
     try:
-        known_results = read_json(file.read_bytes())
+        check_results = read_json(file.read_bytes())
     except (OSError, ValueError):
         return None
     return (
-        known_results if isinstance(known_results, dict) and known_results.keys() == {"dropped", "left_out"} else None
+        check_results if isinstance(check_results, dict) and check_results.keys() == {"dropped", "left_out"} else None
     )
 
 
@@ -521,26 +525,26 @@ def _nearest(folder: Path) -> str:
 
 
 def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
-    """Returns the maximum number of tokens of prompt and response, by `rollout.max_model_len` or the model of the tokenizer.
+    """Returns the maximum number of tokens of prompt and response.
 
-    None if neither sets it.
+    This is `rollout.max_model_len`, or else the limit in the configuration of the tokenizer's model; None if neither is set.
     """
     max_model_len = select(cfg, "rollout.max_model_len")
     if max_model_len is not None:
         return int(max_model_len)
     max_tokens, path = None, str(getattr(tokenizer, "name_or_path", "") or "")
-    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder may hold no model
         config = load_model_config(path, cfg.actor.model.trust_remote_code) if path else None
         max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
     return None if max_tokens is None else int(max_tokens)
 
 
-#: Each tokenizer has one of these files. Without them, transformers makes up an empty one for some kinds of models.
+#: Each tokenizer has one of these files. Without them, transformers creates an empty tokenizer for some models.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
-    """Returns the tokenizer in a model's folder; None if there is none."""
+    """Loads the tokenizer of a model's folder or hub name; returns None if it has none or it cannot be loaded."""
     folder = Path(model_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -551,10 +555,10 @@ def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
 
 
 def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset[int]:
-    """Returns the tokens that end a response in addition to the stop texts of a request.
+    """Returns the ids of the tokens that end a response.
 
-    These are the end tokens of the generation configuration, the model, the tokenizer and its chat template: chat models
-    fine-tuned from a base model often declare their end of turn in only one of them.
+    These are the end tokens in the generation configuration, the model's configuration, the tokenizer and its chat
+    template: chat models fine-tuned from a base model often declare their end of turn in only one of them.
     """
     declared_ends: list[Any] = [
         getattr(config.get_text_config(), "eos_token_id", None),
@@ -571,25 +575,28 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Returns a response without the end token that the model sampled, whichever of its end tokens that is."""
+    """Returns a response's token ids without the final end token, if it has one; any end token of the model counts."""
     end_ids = _response_ends(tokenizer)
     return list(token_ids[:-1] if token_ids and token_ids[-1] in end_ids else token_ids)
 
 
 @functools.lru_cache(maxsize=16)
 def _response_ends(tokenizer: Any) -> frozenset[int]:
-    """Returns the end tokens of a tokenizer's model, and the padding token, which ends the responses of some models."""
+    """Returns the end tokens of a tokenizer's model and its padding token, with which some models end responses."""
     path = str(getattr(tokenizer, "name_or_path", "") or "")
     end_ids = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
-    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder may hold no model
         end_ids |= end_tokens(path, load_model_config(path, False), tokenizer) if path else frozenset()
     return frozenset(token for token in end_ids if token is not None)
 
 
 def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
-    """Returns the text of a response before its first stop text, and that stop text; the complete text and None without one.
+    """Cuts a response's text at its first stop text.
 
-    A stop text neither begins nor ends inside a special token: `b` does not match in `<bos>`, while `<bos>` does.
+    A match must not begin or end inside a special token: stop text `b` does not match in `<bos>`, while `<bos>` does.
+
+    Returns:
+        Text before the stop text, and the stop text; or the complete text and None if no stop text matches.
     """
     decoded_text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     inside_positions: set[int] | None = None
@@ -605,7 +612,7 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
 
 
 def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
-    """Returns the indices of a response's text that are inside a special token."""
+    """Returns the character positions strictly inside a special token of a response's text."""
     special_ids, inside_positions = _special(tokenizer), set[int]()
     for position, token in enumerate(token_ids):
         if token in special_ids:
@@ -620,13 +627,12 @@ _special = functools.lru_cache(maxsize=16)(special_tokens)
 
 
 class StopTexts:
-    """Detector of a stop text at the end of a response, token by token.
+    """Detector of stop texts, called after each sampled token.
 
-    Both engines use it in place of vLLM's search, which loses a partial stop text when a request is resumed, and
-    ignores special tokens.
+    Both engines use it. vLLM's own search loses a partial match when a request is resumed, and ignores special tokens.
 
     Args:
-        tokenizer: Tokenizer of the model; None if it has none.
+        tokenizer: Tokenizer of the model; None if the model has no tokenizer.
         model_path: Path of the model, for messages.
     """
 
@@ -635,10 +641,10 @@ class StopTexts:
         self._model_path = model_path
 
     def check(self, stop: Sequence[str]) -> None:
-        """Checks stop texts.
+        """Checks the stop texts of a request.
 
         Raises:
-            ConfigError: These stop texts are not supported.
+            ConfigError: A stop text is empty or not encodable as UTF-8, or the model has no tokenizer.
         """
         if not stop:
             return
@@ -657,8 +663,8 @@ class StopTexts:
             )
 
     def is_complete(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
-        """Returns whether the last token completed one of the texts."""
-        # A token is at least a byte: the text cannot begin further back.
+        """Returns whether the last token completes one of the stop texts."""
+        # A token holds at least one byte, so a stop text that ends here begins within these tokens.
         num_tail_tokens = max(len(stop_text.encode()) for stop_text in stop) + 3
         assert self._tokenizer is not None
         return cut_at_stop(self._tokenizer, token_ids[-num_tail_tokens:], stop)[1] is not None

@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Chooses the dtype that suits the device.
+#: Value of `dtype` that selects the dtype by the device.
 AUTO = "auto"
 #: File name of a model's configuration.
 CONFIG = "config.json"
 _ABSENT = object()
 Linear = TypeVar("Linear", bound=nn.Linear)
-#: Largest deviations that rounding explains: in float32, and in half precision.
+#: Largest relative deviations attributed to rounding, in float32 and in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 #: Files of image processors.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def pretrained_in(module: nn.Module) -> Any:
-    """Returns the transformers model in a module that may wrap it; None if the module has none."""
+    """Returns the transformers model inside a module, which may be the module itself; None if it contains none."""
     package = sys.modules.get("transformers")
     if package is None:  # nothing has imported transformers
         return None
@@ -51,28 +51,28 @@ def pretrained_in(module: nn.Module) -> Any:
 
 
 def linear_of(linear_class: type[Linear], layer: nn.Linear) -> Linear:
-    """Returns a layer of another class with the parameters of a linear layer, which are shared."""
-    converted = linear_class(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    converted.weight, converted.bias = layer.weight, layer.bias
-    return converted.train(layer.training)
+    """Creates a layer of class `linear_class` that shares the parameters of a linear layer."""
+    new_layer = linear_class(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    new_layer.weight, new_layer.bias = layer.weight, layer.bias
+    return new_layer.train(layer.training)
 
 
 def window_of(config: Any) -> int:
-    """Returns the number of tokens that a layer with a sliding window or chunked attention sees; 0 without such layers.
+    """Returns the size in tokens of a model's sliding window or attention chunk; 0 if all layers attend to all tokens.
 
     Args:
-        config: The model's configuration, of transformers.
+        config: The model's transformers configuration.
     """
     text_config = config.get_text_config()
     return int(getattr(text_config, "sliding_window", None) or getattr(text_config, "attention_chunk_size", None) or 0)
 
 
 def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
-    """Returns the dtype that a model's `dtype` names.
+    """Returns the torch dtype for a model's `dtype`.
 
     Args:
-        model: The section.
-        device: Device of the computation: `auto` is bfloat16 on an accelerator that computes in it, else float32.
+        model: Configuration section of the model.
+        device: Device of the computation; `auto` means bfloat16 if the device computes in it, otherwise float32.
         section: Name of the section in messages.
 
     Raises:
@@ -93,17 +93,17 @@ def load_causal_lm(
     empty: bool = False,
     key: str = "actor.model.model_path",
 ) -> Any:
-    """Loads the causal language model of a section such as `actor.model`, on the host.
+    """Loads the causal language model of a section such as `actor.model` on the host.
 
     Args:
-        model: The section: model_path, attn_implementation, trust_remote_code.
-        dtype: Dtype of its weights.
-        checkpointing: Recomputes activations in the backward pass.
-        empty: Makes it on the meta device, without reading weights.
+        model: The section; uses model_path, attn_implementation and trust_remote_code.
+        dtype: Dtype of the weights.
+        checkpointing: Whether to turn on activation checkpointing.
+        empty: Whether to create the model on the meta device without reading weights.
         key: Name of model_path in messages.
 
     Raises:
-        ConfigError: The model does not exist, or this transformers cannot build it.
+        ConfigError: The model does not exist, or the installed transformers cannot build it.
     """
     module = load_by("", model, dtype=dtype, empty=empty, key=key)
     place_by_token_type(module)
@@ -122,18 +122,18 @@ def load_by(
     options: Mapping[str, Any] | None = None,
     **config_changes: Any,
 ) -> Any:
-    """Loads a model by one of transformers' auto classes.
+    """Loads a model with one of transformers' auto classes.
 
     Args:
-        auto: The class's name; "" selects the generating class, `auto_class`.
+        auto: Name of the class; "" selects the class for generation (`auto_class`).
         model: Section with the path.
         dtype, empty: See `load_causal_lm`.
         key: Name of `model_path` in messages.
-        options: Further arguments of the class's `from_pretrained`, which then may return more than the model.
-        config_changes: Changes of the model's configuration.
+        options: Further arguments of `from_pretrained`, with which it may return more than the model.
+        config_changes: Values that replace those of the model's configuration.
 
     Raises:
-        ConfigError: The model does not exist, or this transformers cannot build it.
+        ConfigError: The model does not exist, or the installed transformers cannot build it.
     """
     package = transformers()
     if not model.model_path:
@@ -162,7 +162,7 @@ def load_by(
 
 
 def agrees(outputs: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether outputs of a model deviate from others no more than by rounding, relative to the largest value.
+    """Returns whether a model's outputs equal the expected ones up to rounding, relative to the largest expected value.
 
     Args:
         outputs, expected: Tensors of the same shape.
@@ -173,21 +173,21 @@ def agrees(outputs: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) ->
 
 
 def auto_class(config: Any) -> str:
-    """Returns the name of transformers' auto class for generation; vision-language models have a different one."""
+    """Returns the name of transformers' auto class for text generation, which differs for vision-language models."""
     return "AutoModelForImageTextToText" if has_vision(config) else "AutoModelForCausalLM"
 
 
 def model_file(path: str, name: str) -> Path | None:
-    """Returns the path of a model's file: in its folder, or in the hub's cache, into which it is fetched if necessary.
+    """Returns the path of a model's file in its folder or in the hub's cache; downloads it to the cache if necessary.
 
-    None if the model has no such file.
+    Returns None if the model has no such file.
     """
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
     with contextlib.suppress(OSError, ValueError):
-        cached = transformers().utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if cached is None else Path(cached)
+        cached_path = transformers().utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if cached_path is None else Path(cached_path)
     return None
 
 
@@ -195,7 +195,7 @@ def prepared(module: Any, checkpointing: bool) -> Any:
     """Turns off a model's KV cache and, if requested, turns on activation checkpointing; returns the model."""
     module.config.use_cache = False
     if checkpointing:
-        # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) do not provide them.
+        # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) give none.
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module
 
@@ -207,14 +207,17 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     load: Callable[..., Any] = load_causal_lm,
 ) -> None:
-    """Writes a Hugging Face folder: safetensors (sharded if large), config, generation config, tokenizer.
+    """Writes a Hugging Face folder: safetensors (several files if large), config, generation config and tokenizer.
 
     Args:
-        folder: Made if missing.
-        tensors: All weights, by their names in the model; tied ones once.
+        folder: Target folder, created if missing.
+        tensors: All weights with their names in the model; tied weights once.
         model: `actor.model`, for config and tokenizer.
         dtype: Dtype of the written weights.
-        load: Builds a model of this architecture: `load_causal_lm`, or `load_scalar_model`.
+        load: Function that builds a model of this architecture: `load_causal_lm` or `load_scalar_model`.
+
+    Raises:
+        ValueError: A weight of the model is missing.
     """
     skeleton = load(model, dtype=dtype, empty=True)
     state_dict = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
@@ -232,10 +235,10 @@ def export_model(
 
 
 def config_file(config: Any, model: PretrainedConfig) -> bytes:
-    """Returns the `config.json` of the model that training started from, with the changes made by training.
+    """Returns the contents of the trained model's `config.json`: the original file with the changes made by training.
 
-    transformers writes only the keys that it knows, some under other names, and engines read others. So the result takes from
-    the trained model's configuration only the values that differ from what transformers writes for the original.
+    transformers drops keys that it does not know and renames others, while engines may read them. Therefore the result takes
+    only those values from the trained model's configuration that differ from what transformers writes for the original.
 
     Args:
         config: Configuration of the trained model.
@@ -254,7 +257,7 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
 
 
 def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the differences between two forms of it that transformers wrote."""
+    """Returns `original` with the changes from `before` to `after` applied to it."""
     merged_values = dict(original)
     for key in before.keys() | after.keys():
         previous_value, current_value = before.get(key, _ABSENT), after.get(key, _ABSENT)
@@ -268,18 +271,18 @@ def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, 
             merged_values[key] = _changed(original[key], previous_value, current_value)
         else:
             merged_values[key] = current_value
-    if "dtype" in merged_values and "torch_dtype" in merged_values:  # the former name, which some programs read first
+    if "dtype" in merged_values and "torch_dtype" in merged_values:  # the former name of the key, which some programs read first
         merged_values["torch_dtype"] = merged_values["dtype"]
     return merged_values
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
-    """Writes the tokenizer of `actor.model`, and its image processor; writes nothing for a model without a tokenizer.
+    """Writes the tokenizer and the image processor of `actor.model`, as far as the model has them.
 
     Args:
-        folder: The target.
+        folder: Target folder.
         model: `actor.model`.
-        pads: The tokenizer must pad batches: without a padding token, its end token becomes one.
+        pads: Whether the tokenizer must pad batches; if it has no padding token, its end token becomes the padding token.
     """
     package = transformers()
     with contextlib.suppress(OSError, ValueError):
@@ -296,7 +299,7 @@ def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = Fals
 
 
 def _name_end(config: Path, end: int | None) -> None:
-    """Adds the chat template's end-of-turn token to the end tokens of a generation configuration, as demonstrations use it."""
+    """Adds the end-of-turn token, with which SFT's demonstrations end, to the end tokens of a generation configuration."""
     if end is None or not config.is_file():
         return
     config_values = json.loads(config.read_text())
@@ -314,37 +317,37 @@ def _generation_config(package: Any, path: str, config: Any) -> Any:
         return package.GenerationConfig.from_model_config(config)
 
 
-#: Subfolder of a checkpoint.
+#: Subfolder of a checkpoint for the model's files.
 FOLDER = "model"
 
 
 def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype | None = None) -> dict[str, bytes]:
-    """Returns config, generation config, tokenizer, and the model's custom code, as file contents by name.
+    """Returns the contents of a model's non-weight files by name: config, generation config, tokenizer and custom code.
 
     Args:
         module: The Hugging Face model, or peft's wrapper of it.
         model: `actor.model`, for the tokenizer.
         dtype: Dtype of the weights written with these files, if it differs from the module's.
     """
-    unwrapped: Any = module
-    if hasattr(unwrapped, "get_base_model"):
-        unwrapped = unwrapped.get_base_model()
-    config = copy.deepcopy(unwrapped.config)
+    base_model: Any = module
+    if hasattr(base_model, "get_base_model"):
+        base_model = base_model.get_base_model()
+    config = copy.deepcopy(base_model.config)
     config.use_cache = True  # training turns it off
     if dtype is not None:
         config.dtype = dtype
     with temporary_folder("model") as folder:
         (folder / CONFIG).write_bytes(config_file(config, model))
-        if getattr(unwrapped, "generation_config", None) is not None:
-            unwrapped.generation_config.save_pretrained(folder)
-        export_tokenizer(folder, model, pads=not unwrapped.can_generate())
+        if getattr(base_model, "generation_config", None) is not None:
+            base_model.generation_config.save_pretrained(folder)
+        export_tokenizer(folder, model, pads=not base_model.can_generate())
         source = Path(str(model.model_path))
-        code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
-        return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
+        code_files = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
+        return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code_files] if path.is_file()}
 
 
 def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: PretrainedConfig) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
+    """Writes a LoRA adapter and the tokenizer as a folder that `peft.PeftModel.from_pretrained` loads."""
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
     config.base_model_name_or_path = str(model.model_path)

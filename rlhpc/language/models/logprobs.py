@@ -1,10 +1,10 @@
 """Log-probs and entropies of tokens, from a causal model's hidden states or from its logits.
 
-For a vocabulary of 150 000 and 16 000 tokens, logits in bfloat16 are 5 GB; log_softmax in float32 would add 10 GB forward
-and 10 GB backward. Where the LM head is a linear layer whose output the model returns unchanged (`linear_head`), logits are
-computed from the hidden states of the trained tokens, in chunks, forward and again backward: no tensor has their full size.
-With other heads, and where a loss needs all logits, the model computes them; they are read in chunks of rows, and the only
-additional tensor of their size is their gradient.
+With a vocabulary of 150 000 and 16 000 tokens, the logits take 5 GB in bfloat16; log_softmax in float32 would add 10 GB in
+the forward pass and 10 GB in the backward pass. If the LM head is a linear layer whose output the model returns unchanged
+(`linear_head`), logits are computed in chunks from the hidden states of the trained tokens, once forward and once backward,
+so that no tensor has their full size. For other heads, and for losses that need all logits, the model computes the logits;
+they are read in chunks of rows, and only their gradient takes the same size again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.torch_adapter import forward_replaced
 from rlhpc.training.lora import linear_base, products
 
-#: Elements of a chunk in float32 (64 MiB).
+#: Number of elements of a chunk; 64 MiB in float32.
 _CHUNK = 1 << 24
-#: A CPU uses a quarter, which fits caches and the C library's heap, but not fewer rows than a fast product needs.
+#: On a CPU, a chunk is a quarter of that, which suits caches and the C library's heap, but has at least `_ROWS` rows, which
+#: a fast matrix product needs.
 _QUARTER, _ROWS = 4, 128
 
 
 def chunks(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Splits rows into slices that are small enough for float32."""
+    """Splits `rows` rows of `width` elements into slices of at most `_CHUNK` elements."""
     size = max(1, _CHUNK // width)
     if device.type == "cpu":
         size = min(size, max(_ROWS, size // _QUARTER))
@@ -45,7 +46,7 @@ def chunks(rows: int, width: int, device: torch.device) -> list[slice]:
 
 
 def scaled(logits: Tensor, scale: float) -> Tensor:
-    """Returns logits in float32, multiplied by a factor."""
+    """Converts logits to float32 and multiplies them by `scale`."""
     z = logits.float()
     return z * scale if scale != 1.0 else z
 
@@ -56,9 +57,9 @@ class LogitRows:
 
     Attributes:
         number: M.
-        width: Logits of a row.
+        width: V, number of logits in a row.
         device: Device of the logits.
-        make: Computes a slice of the rows, `[m, V]`, in the model's precision.
+        make: Function that computes a slice of the rows, `[m, V]`, in the model's dtype.
     """
 
     number: int
@@ -68,78 +69,78 @@ class LogitRows:
 
     @classmethod
     def of(cls, logits: Tensor, places: Tensor) -> LogitRows:
-        """Returns the rows at `places` `[M]` of complete logits `[N, W, V]`, counted line by line."""
+        """Selects the rows at flat indices `places` `[M]` of complete logits `[N, W, V]`."""
         flat_logits = logits.detach().flatten(0, -2)
         return cls(len(places), flat_logits.shape[1], flat_logits.device, lambda part: flat_logits[places[part]])
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Part of the vocabulary for which a rank's head computes logits.
+    """Part of the vocabulary for which a rank's LM head computes logits.
 
     Attributes:
-        first: First token of the part.
-        group: The ranks that share the vocabulary.
+        first: First token id of the part.
+        group: Process group of the ranks among which the vocabulary is divided.
     """
 
     first: int
     group: Any
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Returns `[m, V]`, gathered from all ranks' `[m, V / n]`."""
+        """Gathers logits of the full vocabulary, `[m, V]`, from each rank's `[m, V / n]`."""
         rank_logits = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(rank_logits, logits.contiguous(), group=self.group)
         return torch.cat(rank_logits, 1)
 
     def local(self, gradient: Tensor, width: int) -> Tensor:
-        """Returns this rank's columns of a gradient."""
+        """Returns this rank's `width` columns of a gradient `[m, V]`."""
         return gradient[:, self.first : self.first + width]
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the ranks, in place."""
+        """Sums a tensor over the ranks in place, and returns it."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Takes the maximum over the ranks, in place."""
+        """Replaces a tensor by its maximum over the ranks in place, and returns it."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
 
 class RowReader(abc.ABC):
-    """Reader of M rows of logits in chunks: forward, and once more for the gradient.
+    """Function of M rows of logits, computed chunk by chunk in the forward pass, and its gradient.
 
     Attributes:
-        columns: Number of values that it computes for a row.
-        supports_shards: Whether it can read a rank's part of the vocabulary (`set_shard` is called first); other readers get a
-            chunk's logits of the full vocabulary.
+        columns: Number of results per row.
+        supports_shards: Whether the reader accepts a rank's part of the vocabulary, after `set_shard`; other readers get
+            logits of the full vocabulary.
     """
 
     columns: int = 1
     supports_shards: bool = False
 
     def set_shard(self, vocabulary: VocabularyShard) -> None:  # noqa: B027 (only readers with `supports_shards` need it)
-        """Sets the part of the vocabulary that the following logits cover."""
+        """Sets the part of the vocabulary that the logits of later calls cover."""
 
     @abc.abstractmethod
     def values(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns `[m, columns]` float32 for rows `[m, V]` in the model's precision; `part` is their slice of the M rows."""
+        """Computes the results of rows `[m, V]`: `[m, columns]` float32; `part` is their slice of the M rows."""
 
     @abc.abstractmethod
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns the gradient of the logits, `[m, V]` float32, from the gradient `[m, columns]` of the results.
+        """Computes the gradient of the logits, `[m, V]` float32, from the gradient `[m, columns]` of the results.
 
-        Called after `values` of all rows.
+        It is called after `values` has been called for all rows.
         """
 
 
 class TokenReader(RowReader):
-    """Log-probs of tokens and, if requested, entropies.
+    """Reader that computes log-probs of target tokens and, if requested, entropies.
 
     Args:
-        targets: `[M]`: the tokens.
-        temperature: Divides the logits.
-        entropy: Also computes entropies.
+        targets: `[M]`, the target tokens.
+        temperature: Divisor of the logits.
+        entropy: Whether to compute entropies as a second column.
     """
 
     def __init__(self, targets: Tensor, temperature: float = 1.0, entropy: bool = False) -> None:
@@ -158,7 +159,7 @@ class TokenReader(RowReader):
         self._vocabulary = vocabulary
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns log-probs and entropies; see `RowReader.values`."""
+        """Computes log-probs and entropies; see `RowReader.values`."""
         logprobs, self._log_sums[part], entropies = logprobs_and_entropy(
             scaled(logits, self._scale), self._targets[part], self._entropy, self._vocabulary
         )
@@ -168,7 +169,7 @@ class TokenReader(RowReader):
         return torch.stack([logprobs, entropies], -1)
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns their gradient; see `RowReader.gradient`."""
+        """Computes the gradient of log-probs and entropies; see `RowReader.gradient`."""
         weights = grad[:, 0], grad[:, 1] if self._entropy else None
         scaled_logits, forward_results = (
             scaled(logits, self._scale),
@@ -179,7 +180,7 @@ class TokenReader(RowReader):
 
 
 class CombinedReader(RowReader):
-    """Several readers of the same rows: the logits are computed once for all of them."""
+    """Several readers of the same rows, so that their logits are computed only once."""
 
     def __init__(self, readers: Sequence[RowReader]) -> None:
         self._readers = list(readers)
@@ -200,14 +201,14 @@ class CombinedReader(RowReader):
         """Returns the sum of the readers' gradients; see `RowReader.gradient`."""
         grad_sum: Tensor | None = None
         for reader, reader_grad in zip(self._readers, grad.split(self._columns, 1), strict=True):
-            if reader_grad.any():  # columns used for metrics alone have no gradient
+            if reader_grad.any():  # columns used only for metrics have no gradient
                 reader_grads = reader.gradient(logits, part, reader_grad)
                 grad_sum = reader_grads if grad_sum is None else grad_sum.add_(reader_grads)
         return torch.zeros_like(logits, dtype=torch.float32) if grad_sum is None else grad_sum
 
 
 class OffsetReader(RowReader):
-    """Reader of one rank's rows, at an offset among the rows of all ranks."""
+    """Adapter that applies a reader of all ranks' rows to one rank's rows, which begin at `start`."""
 
     def __init__(self, reader: RowReader, start: int) -> None:
         self._reader = reader
@@ -223,31 +224,31 @@ class OffsetReader(RowReader):
         self._reader.set_shard(vocabulary)
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
-        """Reads rows at an offset; see `RowReader.values`."""
+        """Computes results of this rank's rows; see `RowReader.values`."""
         return self._reader.values(logits, self._shifted(part))
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns the gradient of rows at an offset; see `RowReader.gradient`."""
+        """Computes the gradient of this rank's rows; see `RowReader.gradient`."""
         return self._reader.gradient(logits, self._shifted(part), grad)
 
 
 def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
-    """Applies a reader to some rows of complete logits, with gradients.
+    """Applies a reader to selected rows of complete logits, with gradients.
 
     Args:
         logits: `[N, W, V]`.
-        places: `[M]`: the lines among N × W to read, each once.
-        reader: Reads them.
+        places: `[M]`, flat indices of the rows among N × W, without duplicates.
+        reader: The reader.
 
     Returns:
-        `[M, columns]` float32.
+        The reader's results, `[M, columns]` float32.
     """
     row_values: Tensor = _FromLogits.apply(logits.flatten(0, -2), places, reader)
     return row_values
 
 
 class _FromLogits(torch.autograd.Function):
-    """Rows of logits `[R, V]` to a reader's results for some of them."""
+    """Autograd function that applies a reader to selected rows of logits `[R, V]`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
@@ -271,16 +272,16 @@ class _FromLogits(torch.autograd.Function):
 def logprobs_and_entropy(
     z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns log-probs and entropies of logits `[m, V]`, already divided by the temperature, and targets `[m]`.
+    """Computes log-probs and entropies from logits that are already divided by the temperature.
 
     Args:
-        z: The logits, or those of a part of the vocabulary.
-        targets: Ids in the full vocabulary.
-        entropy: Also computes the entropy.
-        vocabulary: The part; all of its ranks call this.
+        z: Logits, `[m, V]`, or `[m, V / n]` for a part of the vocabulary.
+        targets: Target tokens, `[m]`, as ids of the full vocabulary.
+        entropy: Whether to compute the entropy.
+        vocabulary: Part of the vocabulary that `z` covers, or None; all ranks of its group must call this function.
 
     Returns:
-        `[m]` each: log p(target), log Σ e^z, and the entropy if requested.
+        log p(target), log Σ e^z, and the entropy or None; `[m]` each.
     """
     if vocabulary is not None:
         return _sharded_logprobs_and_entropy(z, targets, entropy, vocabulary)
@@ -288,7 +289,7 @@ def logprobs_and_entropy(
     logprobs = z.gather(1, targets[:, None]).squeeze(1) - log_sum
     if not entropy:
         return logprobs, log_sum, None
-    # −Σ p log p; log Σ e^z − Σ p z would cancel where logits are large
+    # −Σ p log p; log Σ e^z − Σ p z would lose precision by cancellation for large logits
     log_p = z - log_sum[:, None]
     return logprobs, log_sum, -log_p.exp().mul_(log_p).sum(-1)
 
@@ -296,25 +297,25 @@ def logprobs_and_entropy(
 def _sharded_logprobs_and_entropy(
     z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Computes `logprobs_and_entropy` over ranks with a part of the vocabulary each.
+    """Computes `logprobs_and_entropy` if each rank has a part of the vocabulary.
 
-    They exchange three numbers a row, or four.
+    The ranks exchange three numbers per row, or four with the entropy.
     """
     max_logits = vocabulary.all_reduce_max(z.amax(-1))
     columns, is_local = _within(targets, z.shape[1], vocabulary)
-    of_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
-    shifted = z - max_logits[:, None]
-    exponentials = shifted.exp()
-    local_sums = [exponentials.sum(-1), of_target]
-    if entropy:  # relative to the largest: large logits do not cancel
-        local_sums.append(exponentials.mul_(shifted).sum(-1))
-    exp_sum, target, *weighted_sum = vocabulary.all_reduce_sum(torch.stack(local_sums)).unbind(0)
-    log_total = exp_sum.log()
-    return target - log_total, log_total + max_logits, log_total - weighted_sum[0] / exp_sum if weighted_sum else None
+    local_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
+    shifted_logits = z - max_logits[:, None]
+    exponentials = shifted_logits.exp()
+    local_sums = [exponentials.sum(-1), local_target]
+    if entropy:  # relative to the largest logit, which avoids cancellation
+        local_sums.append(exponentials.mul_(shifted_logits).sum(-1))
+    exp_sum, target_logits, *weighted_sum = vocabulary.all_reduce_sum(torch.stack(local_sums)).unbind(0)
+    log_exp_sum = exp_sum.log()
+    return target_logits - log_exp_sum, log_exp_sum + max_logits, log_exp_sum - weighted_sum[0] / exp_sum if weighted_sum else None
 
 
 def _within(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Returns targets as columns of a part of the vocabulary, and whether they lie in it."""
+    """Returns each target's column in a part of the vocabulary, clamped to it, and whether the target lies in the part."""
     local_ids = targets - vocabulary.first
     return local_ids.clamp(0, width - 1), (local_ids >= 0) & (local_ids < width)
 
@@ -328,9 +329,9 @@ def gradient(
     grad_entropy: Tensor | None,
     vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
-    """Returns the gradient of `logprobs_and_entropy` with respect to z: `[m, V]`.
+    """Computes the gradient of `logprobs_and_entropy` with respect to `z`, of the same shape.
 
-    Reads `entropies` only if they have a gradient.
+    `entropies` is used only if `grad_entropy` is not None.
     """
     # d log p(y) / dz = onehot(y) − p; dH / dz = −p (log p + H)
     log_p = z - log_sum[:, None]
@@ -347,13 +348,13 @@ def gradient(
 log = logging.getLogger(__name__)
 #: Whether a model returns its linear head's output unchanged.
 _has_plain_head: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-#: Logits that any scale, bound, shift or rounding changes.
+#: Probe logits, which scaling, bounding, shifting or rounding would change.
 _PROBE = ((-900.0, -1.0, 0.1, 7.0, 600.0),)
 
 
 @dataclass(frozen=True)
 class ChunkedHead:
-    """LM head that computes a reader's results instead of logits, a chunk of rows at a time (chunked loss).
+    """LM head that computes a reader's results chunk by chunk instead of all logits (chunked loss).
 
     Attributes:
         layer: A linear layer, or an adapter around one.
@@ -363,11 +364,11 @@ class ChunkedHead:
 
     @contextlib.contextmanager
     def reading_head(self, places: Tensor, reader: RowReader) -> Iterator[None]:
-        """Makes calls of the model in the block return the reader's results as logits, `[M, columns]` in float32.
+        """Replaces the LM head within the block: the model returns the reader's results `[M, columns]`, float32, as logits.
 
         Args:
-            places: `[M]`: indices, among the hidden states read line by line, of the states that give the reader's logits.
-            reader: Reads the logits.
+            places: `[M]`, flat indices of the hidden states whose logits the reader gets.
+            reader: The reader.
         """
 
         def answer(hidden: Tensor) -> Tensor:
@@ -381,11 +382,11 @@ class ChunkedHead:
             yield
 
     def rows(self, call: Callable[[], Tensor], places: Tensor) -> LogitRows:
-        """Returns logits without gradients, computed a few rows at a time from the hidden states, which are kept.
+        """Returns logits without gradients; keeps the hidden states and computes slices of the logits on access.
 
         Args:
-            call: Calls the model, and returns its logits.
-            places: `[M]`: see `reading_head`.
+            call: Function that calls the model and returns its logits.
+            places: `[M]`; see `reading_head`.
         """
         with torch.no_grad():
             with forward_replaced(self.layer, lambda hidden: hidden.flatten(0, -2)[places]):
@@ -395,7 +396,7 @@ class ChunkedHead:
         return LogitRows(len(places), len(factors[1]), hidden_states.device, lambda part: _logits(part, bias, factors))
 
     def _factors(self, hidden: Tensor) -> tuple[Any, ...]:
-        """Returns the layer's part of the vocabulary, its bias, and the factors of its products."""
+        """Returns the layer's part of the vocabulary, its bias, and the factors of its matrix products, all local tensors."""
         base = linear_base(self.layer)
         assert base is not None
         factors = (factor for factor_pair in products(self.layer, hidden) for factor in factor_pair)
@@ -404,7 +405,7 @@ class ChunkedHead:
 
 
 def _vocabulary(weight: Tensor) -> VocabularyShard | None:
-    """Returns the part of the vocabulary for which a head's weight `[V, H]` computes logits; None for all of it."""
+    """Returns the part of the vocabulary that a head's weight `[V, H]` covers; None for the full vocabulary."""
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
@@ -413,7 +414,7 @@ def _vocabulary(weight: Tensor) -> VocabularyShard | None:
 
 
 def linear_head(model: nn.Module) -> ChunkedHead | None:
-    """Returns the head of the causal language model in a module; None if the model must compute complete logits."""
+    """Returns the LM head of the causal model in a module; None if the model itself must compute the logits."""
     causal_model = pretrained_in(model)
     head = None if causal_model is None else causal_model.get_output_embeddings()
     if head is None:
@@ -426,8 +427,9 @@ def linear_head(model: nn.Module) -> ChunkedHead | None:
 
 
 def _returns_head_output(causal: Any, head: nn.Module) -> bool:
-    """Returns whether a model returns its head's output unchanged as logits, and the head is linear. Trunk and head are not
-    run.
+    """Returns whether the head is linear and the model returns its output unchanged as logits.
+
+    It calls the model's forward method with constants in place of trunk and head.
     """
     prefix, names = causal.base_model_prefix, [name for name, child in causal.named_children() if child is head]
     if not names or not isinstance(getattr(causal, prefix, None), nn.Module) or linear_base(head) is None:
@@ -441,7 +443,7 @@ def _returns_head_output(causal: Any, head: nn.Module) -> bool:
         return torch.equal(logits, torch.tensor([_PROBE]))
     except (
         Exception
-    ) as error:  # the forward pass needs something of trunk or head that these lack, so the answer is unknown
+    ) as error:  # the forward method needs attributes of trunk or head that the substitutes lack, so the answer is unknown
         log.debug("%s could not be asked what it does with its head's result", type(causal).__name__, exc_info=error)
         return False
     finally:
@@ -460,7 +462,7 @@ class _Constant(nn.Module):
 
 
 class _TrunkOutput:
-    """Output of a trunk that has only hidden states."""
+    """Trunk output with hidden states only; all other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -473,10 +475,11 @@ class _TrunkOutput:
 
 
 class _ChunkedHeadFunction(torch.autograd.Function):
-    """Results of a reader for logits: `[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]`.
+    """Autograd function from hidden states and weights to a reader's results.
 
-    The sum is rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are computed
-    twice. Where ranks have a part of the vocabulary each, the gradients of their common tensors are summed over them.
+    Logits are `[M, H]` times `[V, H]` transposed, plus further such products (adapters), plus a bias `[V]`. The sum is rounded
+    to the dtype of the first product, as in a layer with an adapter. The logits of a chunk are computed twice, forward and
+    backward. If each rank has a part of the vocabulary, the gradients of hidden states are summed over the ranks.
     """
 
     @staticmethod
@@ -500,7 +503,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         bias, *factors = ctx.saved_tensors
         needs_grad, vocabulary = ctx.needs_input_grad[3:], ctx.vocabulary
         gathers_logits = vocabulary is not None and not ctx.reader.supports_shards
-        # Sums over chunks are kept in float32; each row of the hidden states lies in one chunk.
+        # Weights' gradients are summed over chunks in float32; each row of the hidden states lies in one chunk.
         grad_sums: list[Tensor | None] = [
             (
                 torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
@@ -549,26 +552,26 @@ def _logits(rows: slice, bias: Tensor | None, factors: tuple[Tensor, ...] | list
 
 
 class LogitReading(Protocol):
-    """Function of the trained model's logits that a loss needs besides log-probs and entropies: one value per token."""
+    """Per-token function of the trained model's logits that a loss needs besides log-probs and entropies."""
 
     def rows(self, batch: TokenBatch) -> RowReader | None:
-        """Returns a reader with one number for each row of logits that predicts a trained token; None for complete logits."""
+        """Returns a reader with one result for each row that predicts a trained token; None if it needs complete logits."""
 
     def read(self, logits: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Returns `[T]` float32, computed from complete logits."""
+        """Computes the function from complete logits; returns `[T]` float32."""
 
 
 @dataclass
 class TokenScores:
-    """Results of one forward pass for a batch's tokens, `[T]`, in the batch's order.
+    """Results of one forward pass for the tokens of a batch, `[T]` each.
 
-    They are 0 for tokens that are not trained on, and for the first token of a sample.
+    Log-probs, entropies and `read` are 0 for tokens that are not trained and for the first token of a sample.
 
     Attributes:
-        logprobs: log p(token t | tokens before it in its sample) at the requested temperature.
-        entropy: Entropy of that distribution, if requested.
-        read: Results of the loss's `LogitReading`, if any.
-        values: Value of the state before the token, in float32, if the model has a value head.
+        logprobs: log p(token | earlier tokens of its sample) at the requested temperature.
+        entropy: Entropy of that distribution; None if not requested.
+        read: Results of the loss's `LogitReading`; None without one.
+        values: Value of the state before the token, float32; None if the model has no value head.
     """
 
     logprobs: torch.Tensor
@@ -585,21 +588,21 @@ def token_scores(
     reading: LogitReading | None = None,
     share: RowShare | None = None,
 ) -> TokenScores:
-    """Runs one forward pass of a Hugging Face causal language model.
+    """Computes log-probs, and optionally entropies, of a batch by one forward pass of a Hugging Face causal model.
 
-    The model gets one packed row of all samples, if it can read one (`packing`), or a rectangle; never a mask, which keeps the
-    fast causal attention kernels.
+    The model gets all samples as one packed row if it supports packing (`packing`), otherwise as a rectangle. It gets no mask,
+    so that attention uses the fast causal kernels.
 
     Args:
-        model: Takes `TokenBatch.inputs` and returns `logits` `[1, T, V]` or `[N, W, V]`.
+        model: Takes `TokenBatch.inputs` and returns `logits`, `[1, T, V]` or `[N, W, V]`.
         batch: The samples.
-        temperature: Divides the logits.
-        entropy: Also computes entropies.
-        reading: Further function of the logits, as they are before division by the temperature.
-        share: This rank's share of rows, if several ranks share them: all of them get the same scores.
+        temperature: Divisor of the logits.
+        entropy: Whether to compute entropies.
+        reading: Further function of the logits before division by the temperature.
+        share: This rank's part of each row in context parallelism; all ranks get the same scores.
 
     Raises:
-        ConfigError: The reading needs complete logits, and this rank's model computes a part of them.
+        ConfigError: `reading` needs complete logits, and context parallelism divides them among ranks.
     """
     batch = batch.read_by(packs(model))
     trained_tokens, places = batch.predictors()
@@ -638,16 +641,26 @@ def token_scores(
 def _local_part(
     where: torch.Tensor, places: torch.Tensor, reader: RowReader, bounds: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, RowReader]:
-    """Selects the trained tokens, in the row's order, that a part of the row predicts; returns their indices in it."""
+    """Selects the trained tokens that this rank's part of a row predicts.
+
+    Args:
+        where: Indices of the trained tokens in the batch, ascending.
+        places: Indices in the row of the outputs that predict them.
+        reader: Reader of all trained tokens.
+        bounds: Start and end of this rank's part of the row.
+
+    Returns:
+        The selected part of `where`; the predicting outputs' indices in this rank's part; and the reader for these rows.
+    """
     start, end = (int((places < limit).sum()) for limit in bounds)
     return where[start:end], places[start:end] - bounds[0], OffsetReader(reader, start)
 
 
 @torch.no_grad()
 def logit_rows(model: nn.Module, batch: TokenBatch) -> LogitRows:
-    """Returns the logits from which a frozen causal model predicts the trained tokens (`TokenBatch.predictors`).
+    """Returns the logits with which a frozen causal model predicts the trained tokens (`TokenBatch.predictors`).
 
-    They are computed on access, if the model's head is linear.
+    If the model's head is linear, they are computed on access.
 
     Args:
         model: See `token_scores`.

@@ -1,4 +1,4 @@
-"""Dynamic micro-batching: cuts a batch into micro-batches, and balances the samples' costs over ranks."""
+"""Dynamic micro-batching, minibatches, and load balancing of samples over ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlhpc.runtime.comm.background import AsyncWork
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.worker import Worker
 
-#: Indices of each micro-batch's samples, with the micro-batch.
+#: Micro-batches, each with the indices of its samples.
 Parts = list[tuple[Tensor, TokenBatch]]
-#: An additional micro-batch must save this fraction of a full one in padding: it costs kernel launches and, with sharded
-#: weights, another gathering of them.
+#: An additional micro-batch must save at least 1/16 of a full micro-batch in padding, because it costs kernel launches and,
+#: with sharded weights, another all-gather.
 _OVERHEAD = 16
 
 
 def costs_of(lengths: Sequence[int] | Tensor, hidden: int) -> list[int]:
-    """Returns the relative costs of samples in a transformer.
+    """Returns the relative compute costs of samples in a transformer.
 
-    In each layer, a token costs 24 h² operations, of four projections and a feed-forward part four times as wide, and 2 h for
-    each token that it attends to, on average half of the sample.
+    In each layer a token costs 24 h² operations, for four projections and a feed-forward network of width 4 h, plus operations
+    proportional to h for each token that it attends to, on average half of the sample.
 
     Args:
-        lengths: Tokens of each sample.
-        hidden: h, the width of the model; 0 counts attention alone.
+        lengths: Number of tokens of each sample.
+        hidden: h, the hidden size of the model; 0 counts only attention.
     """
     return [int(length) * (12 * hidden + int(length)) for length in lengths]
 
@@ -38,19 +38,19 @@ def costs_of(lengths: Sequence[int] | Tensor, hidden: int) -> list[int]:
 def balance(
     costs: Sequence[int], bins: int, sizes: Sequence[int] | None = None, room: int | None = None
 ) -> list[list[int]] | None:
-    """Distributes items over bins by their costs: the most expensive first, each to the bin with the lowest sum so far.
+    """Distributes items over bins: takes items in descending order of cost and puts each into the bin of least cost so far.
 
-    The largest sum is at most 4/3 of the best possible one (Graham 1969), if no bin is full, and with many samples close to
-    it.
+    If no bin becomes full, the largest bin costs at most 4/3 of the optimum (Graham 1969); with many items it is close to the
+    optimum.
 
     Args:
         costs: Cost of each item.
         bins: Number of bins.
-        sizes: Capacity that each item takes; by default no capacity is counted.
-        room: Capacity of each bin.
+        sizes: Size of each item; None if bins have no size limit.
+        room: Largest sum of sizes in a bin; None for no limit.
 
     Returns:
-        The items of each bin, the most expensive first; None if some item does not fit. It depends only on the arguments.
+        The indices of each bin's items, the most expensive first; None if an item does not fit. The result is deterministic.
     """
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     loads_by_bin = [(0, bin_index) for bin_index in range(bins)]
@@ -75,18 +75,16 @@ def balance(
 
 
 def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_least: int = 1) -> list[Tensor]:
-    """Cuts samples into rows without padding of at most `max_tokens` each, as few as `balance` can, of about equal cost.
-
-    In each row the longest sample comes first.
+    """Distributes samples over packed rows of at most `max_tokens` each and about equal cost; uses as few rows as it can.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Number of tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
-        hidden: The width of the model.
+        hidden: Hidden size of the model (`costs_of`).
         at_least: Minimum number of rows; some of them may have no samples.
 
     Returns:
-        Indices of each row's samples.
+        Indices of each row's samples, the longest first.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -99,17 +97,17 @@ def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_l
 
 
 def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tensor]:
-    """Cuts samples into micro-batches that are, padded, rectangles of at most `max_tokens` cells; the longest come first.
+    """Splits samples into micro-batches that take at most `max_tokens` tokens including padding.
 
-    Samples of similar length share a micro-batch. Among the ways to cut the sorted lengths, the one with the least
-    padding (without many more micro-batches) is chosen. The result depends only on the arguments.
+    Samples of similar length share a micro-batch: the samples are sorted by length and split where padding is least, with a
+    cost for each additional micro-batch. The result is deterministic.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Number of tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
 
     Returns:
-        Indices of each micro-batch's samples.
+        Indices of each micro-batch's samples, the longest first.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -128,15 +126,15 @@ def split_micro_batches(
     hidden: int = 0,
     agreed: Callable[[int], int] = lambda count: count,
 ) -> Parts:
-    """Cuts a batch into micro-batches: rows without padding (`rows`), or rectangles (`micro_batches`).
+    """Splits a batch into micro-batches: packed rows (`rows`) or padded rectangles (`micro_batches`).
 
     Args:
         batch: The batch.
         max_tokens: `actor.max_tokens_per_micro_batch`.
-        packed: The model reads rows.
-        hidden: The width of the model.
-        agreed: Returns the number of micro-batches on all ranks, from the number that this one needs; additional ones may have
-            no samples, and train nothing.
+        packed: Whether the model reads packed rows.
+        hidden: Hidden size of the model (`costs_of`).
+        agreed: Function from the number of micro-batches that this rank needs to the number that all ranks use; additional
+            micro-batches may have no samples and train nothing.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
@@ -148,7 +146,7 @@ def split_micro_batches(
         and num_batches > len(index_groups)
         and len(more_rows := rows(batch.lengths, max_tokens, hidden, num_batches)) == num_batches
     ):
-        index_groups = more_rows  # a rank with less work than others has shorter rows, not fewer
+        index_groups = more_rows  # a rank with less work has shorter rows rather than empty ones
     index_groups += [torch.zeros(0, dtype=torch.long)] * (num_batches - len(index_groups))
     return [
         (indices, (batch.select(indices) if len(indices) else batch.empty_sample()).read_by(packed))
@@ -157,19 +155,19 @@ def split_micro_batches(
 
 
 def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, score_name: str) -> Tensor:
-    """Computes values of all tokens of a batch, one micro-batch after the other.
+    """Computes values of all tokens of a batch, micro-batch by micro-batch.
 
     Args:
-        score: Returns `[t]` or `[t, k]` for a micro-batch's t tokens; called without gradients.
-        parts: The micro-batches; see `split_micro_batches`.
+        score: Function that returns `[t]` or `[t, k]` for a micro-batch of t tokens; called without gradients.
+        parts: The micro-batches of `split_micro_batches`.
         batch: The batch.
         score_name: Name of `score` in messages.
 
     Returns:
-        `[T]` or `[T, k]` float32, on the host.
+        `[T]` or `[T, k]` float32 on the host.
 
     Raises:
-        RlhpcError: `score` returns another number of values.
+        RlhpcError: `score` returned a wrong number of values.
     """
     all_values: Tensor | None = None
     for samples, micro_batch in parts:
@@ -195,10 +193,14 @@ def _fitting(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[int]:
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cuts descending lengths into runs: the least sum of (rows × longest + overhead), exactly, by dynamic programming."""
+    """Splits descending lengths into runs that minimize Σ (rows × longest + overhead), by dynamic programming.
+
+    Returns:
+        (start, end) of each run; a run's rows × longest is at most `max_tokens`.
+    """
     count = len(lengths)
     width = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
-    # best_cost[i]: cost of the runs that cover lengths[i:]; a run from i to j is (j − i) × lengths[i] cells.
+    # best_cost[i] is the least cost of runs that cover lengths[i:]; a run from i to j has (j − i) × lengths[i] tokens.
     best_cost = np.zeros(count + 1, dtype=np.int64)
     run_ends = np.zeros(count, dtype=np.int64)
     for i in range(count - 1, -1, -1):
@@ -216,17 +218,17 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 def minibatches(
     batch: TokenBatch, total: int, size: int, epochs: int, seed: tuple[int, int]
 ) -> Iterator[tuple[str, TokenBatch]]:
-    """Yields a rank's part of each optimizer step's samples, in complete episodes.
+    """Yields a rank's part of the minibatch of each optimizer step; episodes are not divided.
 
     Args:
         batch: The rank's samples.
-        total: Episodes of the step, over all ranks.
-        size: Episodes of an optimizer step, over all ranks.
-        epochs: Passes over the samples.
-        seed: Seed and step. All ranks draw the same order from it; with one minibatch per epoch the episodes keep theirs.
+        total: Number of episodes of the training step over all ranks.
+        size: Number of episodes of a minibatch over all ranks.
+        epochs: Number of passes over the samples.
+        seed: Seed and step, from which all ranks draw the same order; with one minibatch per epoch episodes are not shuffled.
 
     Yields:
-        "epoch 0, minibatch 1", and the samples.
+        A name such as "epoch 0, minibatch 1", and the samples.
     """
     for epoch in range(epochs):
         episode_order = np.arange(total)
@@ -241,20 +243,20 @@ def minibatches(
 def balance_across_ranks(
     batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0
 ) -> TokenBatch:
-    """Balances the samples of all ranks and returns this rank's new part; all ranks call it.
+    """Redistributes the samples of all ranks so that ranks have about equal costs; all ranks must call it.
 
-    The assignment depends on the lengths alone. Ranks of a model-parallel block have the same samples; ranks at the same index
-    of all blocks exchange them.
+    The assignment depends only on the lengths. Ranks of a model-parallel block have the same samples; ranks with the same
+    index in their blocks exchange samples.
 
     Args:
-        batch: The samples that this rank has, on the host. Their columns have the same names on all ranks.
-        worker: The rank.
+        batch: This rank's samples, on the host; all ranks have columns of the same names.
+        worker: This rank.
         sizes: Mesh sizes of the worker's group.
-        each: This number of neighbouring samples stays on one rank, such as the responses of a pair.
-        hidden: The width of the model (`costs_of`).
+        each: Number of adjacent samples that stay together, such as the two responses of a pair.
+        hidden: Hidden size of the model (`costs_of`).
 
     Returns:
-        Samples in the order of the first block, then of the second, …; the rank's own batch if balancing gains nothing.
+        This rank's new samples, ordered by the block that they come from; its old batch if balancing would gain nothing.
     """
     mp_rank = sizes.lane_of(worker.rank)
     peers = range(mp_rank, worker.world_size, sizes.block)

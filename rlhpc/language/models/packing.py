@@ -1,9 +1,9 @@
-"""Sequence packing: a model reads samples as one row without padding, and each token attends to its own sample.
+"""Sequence packing: a model reads samples as one row without padding, and each token attends only to its own sample.
 
-No mask of T × T is built. transformers' models call a registered attention function. The function here gets, through the
-model's arguments, where each sample begins and ends. On an accelerator in half precision it is one call of torch's kernel for
-variable lengths; elsewhere it is one call of torch's causal attention for each run of samples of the same length. A
-rectangular batch uses causal attention as usual.
+No T × T mask is built. Models of transformers call a registered attention function; the function of this module gets the
+boundaries of the samples through the model's arguments. On an accelerator in half precision it calls torch's kernel for
+variable lengths once; otherwise it calls torch's causal attention once for each run of samples of equal length. A rectangular
+batch uses ordinary causal attention.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from rlhpc.runtime.errors import ConfigError
 
 #: Name under which the function is registered with transformers.
 NAME = "rlhpc_segments"
-#: Layer types of configurations in which tokens interact only through attention.
+#: Layer types in which tokens interact only through attention.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-#: Rotary position types whose factors depend on the longest position: in a row, that is another sample's.
+#: Rotary embedding types whose factors depend on the longest position, which in a row may belong to another sample.
 _ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
 
-#: Where `reads_rows` records, for each attention call, whether it got segments, and whether it got a window.
+#: Record of attention calls for `reads_rows`: whether each call got segments, and whether it got a window.
 _calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
-#: Arguments of some families' attention that are not implemented here.
+#: Attention arguments of some model families that `attend` does not support.
 _FURTHER = ("softcap", "s_aux", "position_bias")
 
 
 def pack(model: nn.Module) -> bool:
-    """Makes a causal model, or a derived model, read rows of several samples, if its type supports this.
+    """Makes a causal model, or a model derived from one, read packed rows if its architecture supports this.
 
-    Before the first row, `reads_rows` verifies it.
+    `reads_rows` must verify the result before training.
 
     Args:
-        model: Model of transformers, without adapters, maybe on the meta device; changed in place.
+        model: Model of transformers without adapters, possibly on the meta device; changed in place.
 
     Returns:
-        Whether the model packs. It does not if it uses another attention than `sdpa`, mixes tokens by other means than
-        attention, or needs more of attention than weighted values (a bound on logits, sinks).
+        Whether the model reads packed rows. It does not if its attention is not `sdpa`, if tokens interact other than through
+        attention, or if its attention has features that `attend` lacks, such as soft-capped logits or sinks.
     """
     causal_model = pretrained_in(model)
     if causal_model is None or not _can(causal_model):
@@ -60,24 +60,23 @@ def pack(model: nn.Module) -> bool:
 
 
 def unpack(model: nn.Module) -> None:
-    """Makes a model that `pack` changed read rectangles again."""
+    """Reverts `pack`: the model reads rectangles again."""
     causal_model = pretrained_in(model)
     causal_model.set_attn_implementation(sub_attention(causal_model, "sdpa"))
 
 
 @torch.no_grad()
 def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
-    """Returns whether a packed model gives the same outputs for a sample in a row as alone, by one pass each over a few
-    tokens.
+    """Returns whether a packed model computes the same outputs for a sample in a row as for the sample alone.
 
-    Some families do not: they do not pass arguments to their attention, ignore positions, or keep their window in a mask,
-    which is not built here.
+    It compares two forward passes over a few tokens. Some model families fail: they do not pass arguments to their attention,
+    ignore positions, or apply their sliding window by a mask, which packing does not build.
 
     Args:
-        model: Packed model, which is called; all ranks of a sharded one take part.
+        model: Model that reads packed rows; all ranks of a sharded model must call this function.
         device: Device of the model.
         dtype: Dtype of the computation.
-        share: This rank's share of rows, if several ranks share them.
+        share: This rank's part of each row in context parallelism.
     """
     first_ids, second_ids = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
     row, second_alone = (
@@ -101,8 +100,8 @@ def _passes_windows(model: nn.Module, windows: list[bool]) -> bool:
     """Returns whether each layer whose configuration has a sliding window passes it to its attention.
 
     Args:
-        model: Model after one call.
-        windows: Whether each attention call got a window, in order.
+        model: The model.
+        windows: Whether each attention call of one forward pass got a window, in order.
     """
     config = pretrained_in(model).config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
@@ -112,7 +111,7 @@ def _passes_windows(model: nn.Module, windows: list[bool]) -> bool:
 
 
 def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
-    """Returns a model's outputs for a row, `[T, …]` float32."""
+    """Runs a model on a packed row and returns its outputs, `[T, …]` float32, gathered from all ranks that share the row."""
     inputs = batch.inputs() if share is None else share.inputs(batch)
     outputs = model(**inputs, use_cache=False)
     outputs = outputs if isinstance(outputs, Tensor) else outputs["logits"]
@@ -120,13 +119,13 @@ def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) ->
 
 
 def packs(model: nn.Module) -> bool:
-    """Returns whether `pack` was called for the model and succeeded."""
+    """Returns whether a model reads packed rows, after `pack`."""
     causal_model = pretrained_in(model)
     return causal_model is not None and causal_model.config.get_text_config()._attn_implementation == NAME
 
 
 def width(model: nn.Module) -> int:
-    """Returns the size of a causal model's hidden states; 0 if its configuration does not have it."""
+    """Returns a causal model's hidden size; 0 if its configuration does not set one."""
     causal_model = pretrained_in(model)
     return 0 if causal_model is None else int(getattr(causal_model.config.get_text_config(), "hidden_size", 0))
 
@@ -149,7 +148,7 @@ def _can(causal: Any) -> bool:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Returns the types of rotary positions of a model, over all types of layers."""
+    """Returns the rotary embedding types of a model, over all layer types."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameter_dicts = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
     return {str(section.get("rope_type", section.get("type"))) for section in parameter_dicts}
@@ -167,20 +166,24 @@ def attend(
     segments: Segments | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention in the form that transformers calls: `[B, heads, T, d]` each, to `[B, T, heads, d]`.
+    """Computes causal attention; transformers calls it as a registered attention function.
 
     Args:
-        module: The layer's attention.
-        query, key, value: A row of several samples (B = 1), or a rectangle of one sample a row, padded on the right.
-        attention_mask: None: transformers builds none for a function that it does not know.
-        scaling: Factor of the logits.
-        dropout: Dropout of the attention weights.
-        sliding_window: Number of tokens, itself included, that a token attends to; None for all.
-        segments: The row's samples; None for a rectangle.
-        further: Additional arguments of a family.
+        module: The layer's attention module.
+        query, key, value: `[B, heads, T, d]`: a packed row of several samples (B = 1), or a rectangle of one sample per row,
+            padded on the right.
+        attention_mask: Always None, because transformers builds no mask for functions that it does not know.
+        scaling: Factor of the attention logits.
+        dropout: Dropout probability of the attention weights.
+        sliding_window: Number of tokens that a token attends to, including itself; None for all.
+        segments: Boundaries of the row's samples; None for a rectangle.
+        further: Additional arguments of a model family.
+
+    Returns:
+        Outputs `[B, T, heads, d]`, and None in place of attention weights.
 
     Raises:
-        ConfigError: The family needs more of attention than this function computes.
+        ConfigError: The model family needs an attention feature that this function does not support.
     """
     if unknown := [name for name in _FURTHER if further.get(name) is not None]:
         raise ConfigError(
@@ -188,7 +191,7 @@ def attend(
             "actor.use_remove_padding=false"
         )
     calls = _calls.get()
-    if calls is not None and not isinstance(module, Heads):  # `Heads` marks a nested call, whose outer call is recorded
+    if calls is not None and not isinstance(module, Heads):  # `Heads` marks a nested call; its outer call is recorded
         calls.append((segments is not None, sliding_window is not None))
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
@@ -212,7 +215,7 @@ def attend(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return outputs_by_row[None], None
-    # `split` rather than slices: its gradient is one tensor, which is assembled once.
+    # `split` rather than slices, because its backward pass assembles the gradient once.
     sizes = [count * length for count, length in segments.runs]
     run_outputs = [
         _causal(
@@ -231,7 +234,7 @@ def attend(
 
 
 def _kernel() -> Callable[..., Any] | None:
-    """Returns torch's variable-length attention, called as in torch 2.13; None if it has no windows (before 2.11)."""
+    """Returns torch's variable-length attention with the signature of torch 2.13; None if it lacks windows (before 2.11)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -246,17 +249,17 @@ def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
     if "enable_gqa" in parameters:
         return kernel
-    # Before 2.13 heads shared keys without an option.
+    # Before 2.13 grouped-query attention needed no argument.
     return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
-    """Returns `[1, heads, count × length, d]` as `[count, heads, length, d]`."""
+    """Reshapes `[1, heads, count × length, d]` to `[count, heads, length, d]`."""
     return row[0].unflatten(1, (count, length)).transpose(0, 1)
 
 
 def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
-    """Computes causal attention of query, key and value `[B, heads, T, d]`."""
+    """Computes causal attention of query, key and value, `[B, heads, T, d]` each; returns `[B, T, heads, d]`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     query, key, value = weighed

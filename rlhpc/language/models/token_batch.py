@@ -1,4 +1,4 @@
-"""Token batches: the form of samples from the rollout ranks to the backward pass."""
+"""Token batches: samples as flat tensors, from the rollout ranks to the backward pass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhpc.runtime.former_names import former_members
 
 @dataclass(frozen=True)
 class Segments:
-    """Samples of a packed row.
+    """Boundaries of the samples in a packed row.
 
     Attributes:
-        runs: (number, length) of each run of samples of the same length, none of them empty.
-        ends: `[N + 1]` int32, on the model's device: cumulative lengths, from 0.
-        longest: Tokens of the longest sample.
-        group: The ranks that share the row, if there are several (`context_parallel`).
+        runs: (number of samples, length) of each run of consecutive samples of equal length, without empty samples.
+        ends: `[N + 1]` int32 on the model's device, cumulative lengths from 0.
+        longest: Number of tokens of the longest sample.
+        group: Process group of the ranks that share the row (`context_parallel`); None without context parallelism.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -35,7 +35,7 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Segments:
-        """Returns the segments of samples of these lengths, one after the other."""
+        """Creates the segments of consecutive samples of these lengths; omits empty samples."""
         nonzero_lengths = [length for length in lengths if length]
         ends = torch.tensor([0, *nonzero_lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
         return cls(
@@ -46,26 +46,26 @@ class Segments:
 @former_members(nothing="empty_sample")
 @dataclass
 class TokenBatch:
-    """N samples of T tokens in all, one after the other, without padding.
+    """N samples with T tokens in total, concatenated without padding.
 
-    A sample is a sequence that the model reads in one pass. Most episodes have one. An episode whose context was rewritten, or
-    in which several roles act, has several, and each sampled token is trained in one of them. Samples of the same episode
-    and role are neighbours.
+    A sample is a sequence that the model reads in one pass. Most episodes have one sample. An episode whose context was
+    rewritten, or in which several roles act, has several, and each sampled token is trained in one of them. Samples of the
+    same episode and role are adjacent.
 
     Attributes:
-        cu_seqlens: `[N + 1]` int64, on the host: sample n has the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
-        ids: `[T]` int64: prompts and the tokens after them.
-        mask: `[T]` bool: tokens that are trained on.
-        turn: `[T]` int64: the model's turn that wrote a token, or first read it; 0 in a single turn.
-        columns: Further values of the tokens by name, `[T]` or `[T, k]`. Values of the first token of a sample, which
-            nothing predicts, are masked out.
-        episode: `[N]` int64: the sample's episode; unique in a step.
-        role: `[N]` int64: the role that acts in the sample, if there are several.
-        group: `[N]` int64: the prompt of the episode.
-        reward: `[N]` float32: the episode's reward.
-        pad_id: Token of padding, where the model needs a rectangle.
-        packed: The model reads the samples as one row, one after the other, rather than as a rectangle.
-        pictures: Images of the samples; None if no sample has any.
+        cu_seqlens: `[N + 1]` int64 on the host; sample n has the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
+        ids: `[T]` int64, token ids of prompts and responses.
+        mask: `[T]` bool, loss mask: true for trained tokens.
+        turn: `[T]` int64, the turn in which the model wrote or first read the token; 0 in single-turn episodes.
+        columns: Further per-token values by name, `[T]` or `[T, k]`. Values of a sample's first token are masked out,
+            because nothing predicts it.
+        episode: `[N]` int64, the sample's episode, unique within a step.
+        role: `[N]` int64, the role that acts in the sample, if there are several.
+        group: `[N]` int64, the episode's prompt.
+        reward: `[N]` float32, the episode's reward.
+        pad_id: Padding token for models that need a rectangle.
+        packed: Whether the model reads the samples as one row rather than as a rectangle.
+        pictures: Images of the samples; None if no sample has images.
     """
 
     cu_seqlens: Tensor
@@ -91,10 +91,10 @@ class TokenBatch:
         pad_id: int = 0,
         pictures: Pictures | None = None,
     ) -> TokenBatch:
-        """Returns a batch in which each sample is a separate episode and prompt with a single turn.
+        """Creates a batch in which each sample is an episode of its own prompt with a single turn and reward 0.
 
         Raises:
-            ValueError: A mask or column does not have exactly one value for each token.
+            ValueError: A mask or column does not have one value per token.
         """
         lengths = [len(sample) for sample in ids]
 
@@ -123,7 +123,7 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Joins the samples of several batches with the same columns, one batch after the other.
+        """Concatenates batches that have the same columns.
 
         Raises:
             ValueError: `batches` is empty.
@@ -144,7 +144,7 @@ class TokenBatch:
         )
 
     def with_pad_id(self, pad_id: int) -> TokenBatch:
-        """Returns the batch with another padding token; it shares all tensors."""
+        """Returns the batch with another padding token; both share all tensors."""
         return self if pad_id == self.pad_id else dataclasses.replace(self, pad_id=pad_id)
 
     # -- shapes ---------------------------------------------------------------------------------------------------
@@ -155,54 +155,53 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """T: number of tokens."""
+        """T, the number of tokens."""
         return len(self.ids)
 
     @property
     def lengths(self) -> Tensor:
-        """`[N]` int64, on the host."""
+        """Number of tokens of each sample, `[N]` int64 on the host."""
         return self.cu_seqlens.diff()
 
     @cached_property
     def width(self) -> int:
-        """W: tokens of the longest sample; at least 2, since a single token predicts nothing and a model may reject it."""
+        """W, the number of tokens of the longest sample, at least 2: a model may reject a single token."""
         return max(2, int(self.lengths.max())) if len(self) else 2
 
     @cached_property
     def places(self) -> Tensor:
-        """`[T]`: index of each token in the rectangle, counted line by line."""
+        """Flat index of each token in the rectangle `[N, W]`; `[T]`."""
         offsets = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
         token_places = torch.arange(self.tokens) + torch.repeat_interleave(offsets, self.lengths)
         return token_places.to(self.ids.device)
 
     def padded(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Returns `[T]` values of the tokens as `[N, W]`, padded on the right: the form for models, estimators and losses."""
+        """Converts per-token values `[T]` to `[N, W]`, padded on the right with `fill`."""
         rectangle = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
         return rectangle.index_copy(0, self.places, values).view(len(self), self.width, *values.shape[1:])
 
     def flat(self, rectangle: Tensor) -> Tensor:
-        """Returns `[N, W]` values as `[T]`."""
+        """Converts padded values `[N, W]` to `[T]`; the inverse of `padded`."""
         return rectangle.flatten(0, 1).index_select(0, self.places)
 
     def attended(self) -> Tensor:
-        """Returns `[N, W]` bool: True for tokens, False for padding."""
+        """Returns `[N, W]` bool, true for tokens and false for padding."""
         return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
 
     # -- model inputs ---------------------------------------------------------------------------------------------
 
     def read_by(self, packed: bool) -> TokenBatch:
-        """Returns the same samples, read as one row or as a rectangle."""
+        """Returns the same samples with `packed` set to the given value."""
         return self if packed == self.packed else dataclasses.replace(self, packed=packed)
 
     def inputs(self) -> dict[str, Any]:
-        """Returns a model's arguments.
+        """Returns the arguments of the model's forward pass.
 
-        These are `input_ids` `[N, W]`, or `[1, T]` with positions and, for its attention, `Segments`; and `Pictures.inputs`,
-        which include positions.
+        These are `input_ids` `[N, W]`, or `[1, T]` with `position_ids` and `segments` for packed attention; and
+        `Pictures.inputs`, which replace the positions.
 
-        Neither form has a mask. In a rectangle, padding is on the right, where no token attends to it, and the model's default
-        positions are correct. A row of less than two tokens is padded: a single token predicts nothing and a model may reject
-        it.
+        Neither form has a mask: in a rectangle, padding is on the right, so that no token attends to it and the model's
+        default positions are correct. A row of fewer than two tokens is padded, because a model may reject a single token.
         """
         to_model_form = (lambda values: values[None]) if self.packed else self.padded
         image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, to_model_form)
@@ -220,11 +219,11 @@ class TokenBatch:
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
     def of_tokens(self, outputs: Tensor) -> Tensor:
-        """Returns a model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
+        """Converts the model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, to `[T, …]`."""
         return outputs[0, : self.tokens] if self.packed else self.flat(outputs)
 
     def before(self, values: Tensor) -> Tensor:
-        """Shifts `[T]` values by one token in each sample: each token gets the value of the one before it, the first 0."""
+        """Shifts `[T]` values by one token within each sample: a token gets its predecessor's value, the first token 0."""
         if not len(values):
             return values
         shifted = nn.functional.pad(values[:-1], (1, 0))
@@ -232,9 +231,9 @@ class TokenBatch:
         return shifted.index_fill(0, first_tokens, 0.0)
 
     def predictors(self) -> tuple[Tensor, Tensor]:
-        """Returns the indices of trained tokens in `[T]`, and of the outputs that predict them, read line by line: one before.
+        """Returns the indices of the trained tokens in `[T]`, and the flat indices of the model outputs that predict them.
 
-        The first token of a sample, which nothing predicts, is not among them.
+        The first token of a sample is omitted, because nothing predicts it.
         """
         is_trained = self.mask.clone()
         is_trained[self.cu_seqlens[:-1][self.lengths > 0].to(is_trained.device)] = False
@@ -244,11 +243,11 @@ class TokenBatch:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def tokens_of(self, samples: Tensor) -> Tensor:
-        """Returns the indices in `[T]` of the tokens of some samples, one sample after the other."""
+        """Returns the indices in `[T]` of the given samples' tokens, in the given order of samples."""
         return _ranges(self.lengths, samples)
 
     def select(self, samples: Tensor) -> TokenBatch:
-        """Returns some of the samples, in this order."""
+        """Returns a batch of the given samples, in the given order."""
         token_indices = self.tokens_of(samples)
         selected = {name: getattr(self, name)[token_indices] for name in _OF_TOKENS}
         selected |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
@@ -262,20 +261,20 @@ class TokenBatch:
         )
 
     def split(self, counts: Sequence[int]) -> list[TokenBatch]:
-        """Splits the samples into several batches with these numbers of samples."""
+        """Splits the batch into consecutive batches with these numbers of samples."""
         return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
 
     def empty_sample(self) -> TokenBatch:
-        """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
+        """Returns a batch of one sample without tokens, with the same columns; it trains nothing."""
         sample_fields = {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
         no_samples = torch.zeros(0, dtype=torch.long)
         return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulated([0]), pictures=None, **sample_fields)
 
     def by_episode(self) -> TokenBatch:
-        """Returns the same tokens, with all samples of a role in an episode as one sequence, which gets an advantage.
+        """Merges all samples of the same episode and role into one sequence, for which advantages are computed.
 
-        A rectangle of the result (`padded`) has a sequence's tokens in the order of time. If an episode has several samples,
-        the result is not valid model input.
+        `padded` of the result puts a sequence's tokens in chronological order. The result is not valid model input if an
+        episode has several samples.
         """
         if not len(self):
             return self
@@ -291,12 +290,15 @@ class TokenBatch:
         )
 
     def sequence(self) -> Tensor:
-        """Returns `[N]` int64: the sequence to which a sample belongs, that of a role in an episode."""
+        """Returns the sequence index of each sample, `[N]` int64; samples of the same episode and role share one."""
         roles = int(self.role.max()) + 1 if len(self) else 1
         return self.episode * roles + self.role
 
     def sequence_tokens(self) -> Tensor:
-        """Returns `[T]` int64: trained tokens of each token's sequence, all of whose samples are in this batch."""
+        """Returns the number of trained tokens in each token's sequence, `[T]` int64.
+
+        All samples of a sequence must be in this batch.
+        """
         sequence = self.sequence().unique(return_inverse=True)[1]
         sequence_index = torch.repeat_interleave(sequence, self.lengths.to(sequence.device))
         return self.mask.new_zeros(len(self) + 1, dtype=torch.long).index_add(0, sequence_index, self.mask.long())[
@@ -304,7 +306,7 @@ class TokenBatch:
         ]
 
     def to(self, device: torch.device) -> TokenBatch:
-        """Moves all tensors but `cu_seqlens` to a device."""
+        """Moves the batch to a device, except `cu_seqlens`, which stays on the host."""
         if device.type == "cpu":
             return self
         moved_fields = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
@@ -315,7 +317,7 @@ class TokenBatch:
     # -- serialization --------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Any]:
-        """Returns the batch as a few arrays, independent of N, for a channel."""
+        """Converts the batch to a message for a channel; its number of arrays does not depend on N."""
         arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
         packed_dtypes = {"ids": np.int32, "turn": np.int16}
         arrays |= {name: getattr(self, name).numpy().astype(packed_dtypes.get(name, bool)) for name in _OF_TOKENS}
@@ -326,7 +328,7 @@ class TokenBatch:
 
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
-        """Returns the batch of a message from `pack`; a copy, since the message may be memory of the sender."""
+        """Creates a batch from a message of `pack`; copies the data, because the message may be in the sender's memory."""
         unpacked_fields: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
         unpacked_dtypes = {"ids": np.int64, "turn": np.int64}
         for name in _OF_TOKENS:
@@ -339,15 +341,14 @@ class TokenBatch:
 
 
 class _Sequences(TokenBatch):
-    """Sequences of a batch, whose samples are not in the order of time, with `places` in that order: by turn, then by
-    position.
+    """Result of `TokenBatch.by_episode`: `places` puts the tokens of a sequence in chronological order, by turn.
 
-    Each turn is trained in one sample, so a sequence's trained tokens are those of an episode in one piece.
+    Each turn is trained in one sample, so a sequence has each trained token of its episode and role once.
     """
 
     @cached_property
     def places(self) -> Tensor:
-        """`[T]`: index of each token in the rectangle."""
+        """Flat index of each token in the rectangle, chronological within a sequence; `[T]`."""
         sequence_index = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
         turns = int(self.turn.max()) + 1 if self.tokens else 1
         by_turn = torch.argsort(sequence_index * turns + self.turn, stable=True)
@@ -360,7 +361,7 @@ _OF_SAMPLES = ("episode", "role", "group", "reward")
 
 
 def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
-    """Returns `[N]` lengths as `[N + 1]` cumulative ends, from 0."""
+    """Computes cumulative lengths, `[N + 1]` int64 starting at 0, from `[N]` lengths."""
     ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends])
 
@@ -370,7 +371,7 @@ _TENSORS = ("patches", "grids", "image_indices", "at", "counts")
 
 
 def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the element indices of the chosen items, one item after the other; each item has `lengths` elements."""
+    """Returns the element indices of the items `chosen`, in their order; item i consists of `lengths[i]` elements."""
     ends = lengths.cumsum(0)
     chosen_lengths = lengths[chosen]
     offsets = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
@@ -379,15 +380,15 @@ def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass
 class Pictures:
-    """Images of N samples: M images of P patches in all, to which the samples refer K times.
+    """Images of N samples: M distinct images with P patches in total, to which the samples refer K times.
 
     Attributes:
         patches: `[P, d]` float32, image by image.
-        grids: `[M, 3]` int64, on the host: frames, rows and columns of each image's patches.
-        image_indices: `[K]` int64, on the host: index of the image, sample by sample.
-        at: `[K]` int64, on the host: position in the sample of the image's first token.
-        counts: `[N]` int64, on the host: number of images of each sample.
-        merge: This number of patches in each direction becomes one token.
+        grids: `[M, 3]` int64 on the host, number of frames, rows and columns of each image's patches.
+        image_indices: `[K]` int64 on the host, the image of each reference, sample by sample.
+        at: `[K]` int64 on the host, position in the sample of the image's first token.
+        counts: `[N]` int64 on the host, number of images of each sample.
+        merge: Number of patches in each direction that become one token.
     """
 
     patches: Tensor
@@ -399,7 +400,7 @@ class Pictures:
 
     @classmethod
     def of(cls, images: Sequence[PromptImages | None]) -> Pictures | None:
-        """Returns the images of samples, which may have None; None if no sample has any. Equal images are stored once."""
+        """Collects the images of samples and stores equal images once; returns None if no sample has images."""
         sample_images = [images_of_sample for images_of_sample in images if images_of_sample is not None]
         if not sample_images:
             return None
@@ -426,7 +427,7 @@ class Pictures:
 
     @classmethod
     def joined(cls, several: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
-        """Joins the images of several batches, each with its number of samples, one after the other."""
+        """Concatenates the images of several batches, given as (images or None, number of samples)."""
         batch_images = [pictures for pictures, _ in several if pictures is not None]
         if not batch_images:
             return None
@@ -444,7 +445,7 @@ class Pictures:
         )
 
     def select(self, samples: Tensor) -> Pictures | None:
-        """Returns the images of some samples, in this order."""
+        """Returns the images of the given samples, in the given order; None if they have no images."""
         references = _ranges(self.counts, samples)
         if not len(references):
             return None
@@ -461,29 +462,29 @@ class Pictures:
         )
 
     def to(self, device: torch.device) -> Pictures:
-        """Moves the patches to a device."""
+        """Moves the patches to a device; other fields stay on the host."""
         return dataclasses.replace(self, patches=self.patches.to(device, non_blocking=True))
 
     def pack(self) -> dict[str, Any]:
-        """Returns the images as arrays, for a channel."""
+        """Converts the images to a message for a channel."""
         return {name: getattr(self, name).numpy() for name in _TENSORS} | {"merge": self.merge}
 
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> Pictures:
-        """Returns the images of a message from `pack`; a copy."""
+        """Creates the images from a message of `pack`; copies the data."""
         return cls(
             merge=int(message["merge"]), **{name: torch.from_numpy(np.array(message[name])) for name in _TENSORS}
         )
 
     def inputs(self, cu_seqlens: Tensor, formed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Returns a model's further arguments for images.
+        """Returns the model's additional arguments for images.
 
-        These are `pixel_values` and `image_grid_thw` of the images, sample by sample; `mm_token_type_ids`, which marks the
-        images' tokens, and `position_ids` of three numbers, both in the form of the batch.
+        These are `pixel_values` and `image_grid_thw` of the images, sample by sample; `mm_token_type_ids`, which marks image
+        tokens; and `position_ids` with three positions per token.
 
         Args:
-            cu_seqlens: Start of each sample, and end of the last one.
-            formed: Converts values of all tokens `[T, …]` into the form in which the model reads the batch.
+            cu_seqlens: Cumulative lengths of the samples, `[N + 1]`.
+            formed: Converts per-token values `[T, …]` to the form that the model reads: a row or a rectangle.
         """
         tokens = int(cu_seqlens[-1])
         token_types, position_ids = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
