@@ -27,6 +27,7 @@ from rlhpc.language.models.loading import pretrained_in
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.torch_adapter import forward_replaced
 from rlhpc.training.lora import linear_base, products
 
@@ -107,6 +108,7 @@ class VocabularyShard:
         return tensor
 
 
+@former_members(say="values", divided="supports_shards", divided_by="set_shard")
 class RowReader(abc.ABC):
     """Function of M rows of logits, computed chunk by chunk in the forward pass, and its gradient.
 

@@ -216,7 +216,7 @@ class Weighed(RowReader):
     def __init__(self) -> None:
         self._weights = torch.linspace(-1, 1, VOCABULARY)
 
-    def say(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+    def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         assert logits.shape[1] == VOCABULARY
         return (logits.float() @ self._weights)[:, None]
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2C
 from rlhpc.config.sections import LoraConfig
 from rlhpc.language.models import logprobs as rows
 from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
-from rlhpc.language.models.logprobs import linear_head, logit_rows, token_scores
+from rlhpc.language.models.logprobs import RowReader, linear_head, logit_rows, token_scores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import add_value_head
 from rlhpc.training.lora import adapters_off, attach_lora
@@ -199,7 +199,7 @@ import resource, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.divergence import FullDivergence
-from rlhpc.language.models.logprobs import logit_rows, token_scores
+from rlhpc.language.models.logprobs import RowReader, logit_rows, token_scores
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16,
     num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=512))
@@ -223,3 +223,19 @@ def test_no_memory_of_the_size_of_the_logits_is_taken(distils: bool) -> None:
     """Whole logits of 4096 tokens are 512 MiB, and their gradient is as much again."""
     told = warm.run([sys.executable, "-c", f"DISTILS = {distils}\n{ASKS}"], check=True, capture_output=True, text=True)
     assert int(told.stdout) / 1024 < 384
+
+
+def test_a_reader_may_still_have_the_former_names() -> None:
+    with pytest.warns(FutureWarning, match=r"Doubled\.say is now values"):
+
+        class Doubled(RowReader):
+            divided = True
+
+            def say(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+                return 2 * logits[:, :1]
+
+            def gradient(self, logits: torch.Tensor, part: slice, grad: torch.Tensor) -> torch.Tensor:
+                return grad.expand_as(logits)
+
+    reader: RowReader = Doubled()
+    assert reader.supports_shards and float(reader.values(torch.ones(1, 3), slice(0, 1))) == 2.0
