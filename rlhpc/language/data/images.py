@@ -31,7 +31,7 @@ MARK = "<image>"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Agent types that pass a prompt's conversation to the model unchanged.
 _IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
-#: Training backends that support vision-language models: a rank without images does not block the other ranks.
+#: Training backends in which every rank runs the vision tower, even in micro-batches without images.
 _TRAINED = ("local", "fsdp")
 
 

@@ -1,1 +1,1 @@
-"""Language models as networks: token batches, packing, log-probs, value heads and loading."""
+"""Language model networks: token batches, packing, log-probs, value heads and loading."""

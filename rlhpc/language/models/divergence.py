@@ -1,11 +1,11 @@
-"""Divergence of a model's next-token distribution from a teacher's, with its gradient with respect to the logits.
+"""Divergence between the next-token distributions of a model and a teacher, and its gradient with respect to the logits.
 
-With P the model's distribution and Q the teacher's, `beta` selects the divergence: 1 is KL(P ‖ Q), 0 is KL(Q ‖ P), and values
-between are the generalized Jensen-Shannon divergence β KL(Q ‖ M) + (1 − β) KL(P ‖ M) with M = (1 − β) P + β Q (Agarwal et al.,
-"On-Policy Distillation of Language Models", 2023), which falls to 0 at both ends.
+P is the model's distribution and Q the teacher's. `beta` selects the divergence: 1 is KL(P ‖ Q), 0 is KL(Q ‖ P), and values in
+between give the generalized Jensen-Shannon divergence β KL(Q ‖ M) + (1 − β) KL(P ‖ M) with M = (1 − β) P + β Q (Agarwal et
+al., "On-Policy Distillation of Language Models", 2023), which approaches 0 for β towards 0 or 1.
 
-Logits of both are read in chunks of rows, forward and again backward (`rows`). Where the heads are linear, chunks are computed
-from hidden states, and no tensor of the size of all logits is kept.
+The logits of both are computed in chunks of rows, once forward and once backward (`logprobs`). If the heads are linear, chunks
+are computed from hidden states, so that no tensor has the size of all logits.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from rlhpc.language.models.logprobs import LogitRows, RowReader, chunks, scaled
 from rlhpc.language.models.token_batch import TokenBatch
 
-#: Lower bound of log-probs: a token that one of the two excludes costs much, but not infinitely much.
+#: Lower bound of log-probs, so that a token to which one distribution gives probability 0 has a large but finite cost.
 FLOOR = -100.0
 
 
 def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Returns the divergence of pairs of distributions, and the term from which its gradient is computed.
+    """Computes the divergence D of pairs of distributions, and the term h from which its gradient is computed.
 
     Args:
-        logprobs, teacher_logprobs: `[M, B]` log-probs of B outcomes.
-        beta: Selects the divergence; see the module.
+        logprobs, teacher_logprobs: `[M, B]`, log-probs of B outcomes.
+        beta: Selects the divergence; see the module's docstring.
 
     Returns:
-        `[M]` nats; `[M, B]` h = p ∂D/∂p, up to a multiple of p. So ∂D/∂z = h − p Σh, where p = softmax(z).
+        D `[M]` in nats; and h = p ∂D/∂p `[M, B]`, up to a multiple of p, so that ∂D/∂z = h − p Σh with p = softmax(z).
     """
     s, t = logprobs.clamp_min(FLOOR), teacher_logprobs.clamp_min(FLOOR)
     q = teacher_logprobs.exp()
@@ -45,13 +45,13 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple
 
 
 class FullDivergence(RowReader):
-    """Divergence over the full vocabulary, in nats.
+    """Reader that computes the divergence over the full vocabulary, in nats.
 
     Args:
-        teacher: The teacher's rows. If their width differs from the model's (vocabularies padded to different sizes), columns
-            that only the teacher has are dropped, and the teacher excludes tokens that only the model has.
-        temperature: Divides both.
-        beta: Selects the divergence.
+        teacher: The teacher's logits. If their width differs from the model's (vocabularies padded to different sizes),
+            columns that only the teacher has are dropped, and the teacher gives probability 0 to tokens that it lacks.
+        temperature: Divisor of both models' logits.
+        beta: Selects the divergence; see the module's docstring.
     """
 
     def __init__(self, teacher: LogitRows, temperature: float = 1.0, beta: float = 1.0) -> None:
@@ -60,11 +60,11 @@ class FullDivergence(RowReader):
         self._beta = beta
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.values`."""
+        """Computes the divergences; see `RowReader.values`."""
         return divergence(*self._both(logits, part), self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns their gradient; see `RowReader.gradient`."""
+        """Computes the divergences' gradient; see `RowReader.gradient`."""
         s, t = self._both(logits, part)
         _, h = divergence(s, t, self._beta)
         h -= s.exp() * h.sum(-1, keepdim=True)
@@ -79,14 +79,14 @@ class FullDivergence(RowReader):
 
 
 class TopDivergence(RowReader):
-    """Divergence over k + 1 outcomes, in nats: the teacher's k most likely tokens, and the sum of all other tokens.
+    """Reader that computes the divergence over k + 1 outcomes, in nats: the teacher's k likeliest tokens, and all others.
 
-    Merging outcomes never increases a divergence, so this one is a lower bound of the full one.
+    Merging outcomes never increases a divergence, so the result is a lower bound of the divergence over the full vocabulary.
 
     Args:
-        top: `[M, k + 1, 2]`, as `top_logprobs` returns it for a token, at the same temperature.
-        temperature: Divides the logits.
-        beta: Selects the divergence.
+        top: `[M, k + 1, 2]`, rows of `top_logprobs` at the same temperature.
+        temperature: Divisor of the logits.
+        beta: Selects the divergence; see the module's docstring.
     """
 
     def __init__(self, top: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:
@@ -96,15 +96,15 @@ class TopDivergence(RowReader):
         self._beta = beta
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
-        """Returns the divergences; see `RowReader.values`."""
+        """Computes the divergences; see `RowReader.values`."""
         _, merged_logprobs = self._merged(logits, part)
         return divergence(merged_logprobs, self._teacher[part], self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
-        """Returns their gradient; see `RowReader.gradient`."""
+        """Computes the divergences' gradient; see `RowReader.gradient`."""
         logprobs, merged_logprobs = self._merged(logits, part)
         _, h = divergence(merged_logprobs, self._teacher[part], self._beta)
-        # A token gets a part of its outcome's h: all of it for a top token, else in proportion to its probability.
+        # A top token gets its outcome's h; other tokens get their outcome's h in proportion to their probabilities.
         remainder_gradient = (logprobs - merged_logprobs[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
         remainder_gradient = remainder_gradient.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(
             -1, keepdim=True
@@ -112,7 +112,7 @@ class TopDivergence(RowReader):
         return remainder_gradient.mul_(self._scale * grad)
 
     def _merged(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Returns the log-probs `[m, V]` of all tokens; and `[m, k + 1]` of the top tokens and of the sum of the others."""
+        """Returns the log-probs of all tokens, `[m, V]`, and of the k top tokens and the sum of the others, `[m, k + 1]`."""
         ids, logprobs = self._ids[part], torch.log_softmax(scaled(logits, self._scale), dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         return logprobs, torch.cat([logprobs.gather(1, ids), remainder], 1)
@@ -122,18 +122,18 @@ class TopDivergence(RowReader):
 def top_logprobs(
     rows: LogitRows, batch: TokenBatch, k: int, temperature: float = 1.0, vocabulary: int | None = None
 ) -> Tensor:
-    """Returns the top k log-probs of the teacher's distributions at the trained tokens.
+    """Computes the teacher's k largest log-probs at each trained token.
 
     Args:
-        rows: The teacher's logits.
-        batch: The samples whose trained tokens the rows belong to.
-        k: Number of tokens, at most the size of the vocabulary.
-        temperature: Divides the logits.
-        vocabulary: Ids from here on are dropped; None takes all.
+        rows: The teacher's logits for the trained tokens of `batch`.
+        batch: The samples.
+        k: Number of tokens; reduced to the size of the vocabulary if larger.
+        temperature: Divisor of the logits.
+        vocabulary: Size of the vocabulary; larger token ids are dropped. None keeps all.
 
     Returns:
-        `[T, k + 1, 2]` float32: log-prob and id (exact below 2^24) of each token, the most likely first; then the log-prob
-        of the sum of all others, and −1. 0 for tokens that are not trained on.
+        `[T, k + 1, 2]` float32: log-prob and id (exact below 2^24) of the k likeliest tokens in descending order, then the
+        log-prob of the sum of all other tokens, and −1. Tokens that are not trained get 0.
     """
     trained_tokens = batch.predictors()[0]
     width = min(rows.width, vocabulary or rows.width)

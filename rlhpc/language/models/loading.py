@@ -271,7 +271,9 @@ def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, 
             merged_values[key] = _changed(original[key], previous_value, current_value)
         else:
             merged_values[key] = current_value
-    if "dtype" in merged_values and "torch_dtype" in merged_values:  # the former name of the key, which some programs read first
+    if (
+        "dtype" in merged_values and "torch_dtype" in merged_values
+    ):  # the key's former name, which some programs read first
         merged_values["torch_dtype"] = merged_values["dtype"]
     return merged_values
 

@@ -313,7 +313,11 @@ def _sharded_logprobs_and_entropy(
         local_sums.append(exponentials.mul_(shifted_logits).sum(-1))
     exp_sum, target_logits, *weighted_sum = vocabulary.all_reduce_sum(torch.stack(local_sums)).unbind(0)
     log_exp_sum = exp_sum.log()
-    return target_logits - log_exp_sum, log_exp_sum + max_logits, log_exp_sum - weighted_sum[0] / exp_sum if weighted_sum else None
+    return (
+        target_logits - log_exp_sum,
+        log_exp_sum + max_logits,
+        log_exp_sum - weighted_sum[0] / exp_sum if weighted_sum else None,
+    )
 
 
 def _within(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -445,7 +449,7 @@ def _returns_head_output(causal: Any, head: nn.Module) -> bool:
         return torch.equal(logits, torch.tensor([_PROBE]))
     except (
         Exception
-    ) as error:  # the forward method needs attributes of trunk or head that the substitutes lack, so the answer is unknown
+    ) as error:  # the forward method needs attributes that the substitutes lack, so the answer is unknown
         log.debug("%s could not be asked what it does with its head's result", type(causal).__name__, exc_info=error)
         return False
     finally:
@@ -481,7 +485,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
 
     Logits are `[M, H]` times `[V, H]` transposed, plus further such products (adapters), plus a bias `[V]`. The sum is rounded
     to the dtype of the first product, as in a layer with an adapter. The logits of a chunk are computed twice, forward and
-    backward. If each rank has a part of the vocabulary, the gradients of hidden states are summed over the ranks.
+    backward. If each rank has a part of the vocabulary, the gradients of the products' inputs are summed over the ranks.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""Expert routing of mixture-of-experts models: balance metrics and loss, and routing replay (R3).
+"""Expert routing of mixture-of-experts models: load balancing loss and metric, and routing replay (R3).
 
-The loss is that of Switch Transformer (Fedus et al. 2021, eq. 4 to 6), as implemented in transformers: the number of experts
-times the sum, over experts, of the choices per token times the mean probability, over all layers of a micro-batch; it is k
-where routing is even.
+The loss follows Switch Transformer (Fedus et al. 2021, eq. 4 to 6), as implemented in transformers: each expert's number of
+choices per token is multiplied by its mean probability; the loss is the number of experts times the sum of these products over
+experts, taken over all layers of a micro-batch. It equals k if routing is even.
 
-Trainer and engine round differently. Where two experts are about equally likely, they may choose different ones for a token,
-which changes its log-prob. With replay (Ma et al. 2025, arXiv 2510.11370) a router takes the engine's experts, weighted by its
-own probabilities of them, through which its gradient flows.
+Trainer and engine round differently. If two experts are about equally likely, they may choose different experts for a token,
+which changes its log-prob. With replay (Ma et al. 2025, arXiv 2510.11370) the trainer's router uses the engine's experts but
+weights them by its own probabilities, through which its gradient flows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.torch_adapter import replace_forward
 
-#: Column of the engines' choices.
+#: Name of the token batch column with the experts that the engine chose.
 EXPERTS = "experts"
 
 
 class Routing:
-    """Routers of a model: recording of their choices, and replay.
+    """Recording and replay of the expert choices of a model's routers.
 
     Args:
-        routers: Modules that return logits `[tokens, experts]` first, and the chosen experts `[tokens, k]` last.
+        routers: Modules that return a tuple of logits `[tokens, experts]`, …, expert ids `[tokens, k]`.
     """
 
     def __init__(self, routers: list[nn.Module]) -> None:
@@ -47,15 +47,16 @@ class Routing:
 
     @property
     def choices(self) -> int:
-        """Number of experts that all routers choose for a token."""
+        """Number of experts per token, summed over all routers."""
         routers: list[Any] = [*self._routers]
         return sum(int(router.top_k) for router in routers)
 
     def replay(self, experts: Tensor | None) -> None:
-        """Sets the experts that the routers take from now on, also where a backward pass recomputes layers.
+        """Makes the routers use the given experts in all following passes, including layers that backward recomputes.
 
         Args:
-            experts: `[tokens, choices]`, for the lines that the model reads; -1 where a router chooses. None ends replay.
+            experts: `[tokens, choices]`, in the order in which the model reads the tokens; -1 leaves the choice to the router.
+                None ends replay.
         """
         if experts is not None and not self._wrapped:
             self._wrapped = True
@@ -78,12 +79,12 @@ class Routing:
         return forward
 
     def _record(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._recorded is not None:  # in a backward pass, recomputed layers call this again
+        if self._recorded is not None:  # not while the backward pass recomputes layers
             self._recorded.append((outputs[0], outputs[-1]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yields a list to which the routers' outputs are added during the block."""
+        """Yields a list to which (logits, expert ids) of each router call within the block are appended."""
         router_outputs = self._recorded = []
         try:
             yield router_outputs
@@ -92,11 +93,14 @@ class Routing:
 
 
 class _ReplayMode(TorchFunctionMode):
-    """Mode in which `topk` over the experts' probabilities returns the replayed experts.
+    """Torch function mode in which `topk` over the experts' probabilities returns the replayed experts.
 
     Args:
-        replayed: `[tokens, k]`, -1 where the router chooses.
+        replayed: `[tokens, k]`, expert ids; -1 leaves the choice to the router.
         experts: Number of experts.
+
+    Attributes:
+        num_calls: Number of `topk` calls that were replaced.
     """
 
     def __init__(self, replayed: Tensor, experts: int) -> None:
@@ -117,12 +121,12 @@ class _ReplayMode(TorchFunctionMode):
         return type(outputs)((probabilities.gather(-1, expert_ids), expert_ids))
 
 
-#: Models whose routers have hooks.
+#: Routing of each model whose routers have hooks.
 _watched: WeakKeyDictionary[nn.Module, Routing] = WeakKeyDictionary()
 
 
 def routing_of(model: nn.Module) -> Routing | None:
-    """Returns a model's routers, with hooks added by the first call; None if it has none, or does not declare them."""
+    """Returns a model's routing; the first call adds hooks. Returns None if the model declares no routers to transformers."""
     causal_model = pretrained_in(model)
     if causal_model is None:
         return None
@@ -150,13 +154,14 @@ def routing_of(model: nn.Module) -> Routing | None:
 def balance(
     recorded: list[tuple[Tensor, Tensor]], batch: TokenBatch, share: RowShare | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the balance loss, with gradients, and the largest share of choices of an expert in a layer, relative to an even
-    one.
+    """Computes the load balancing loss, with gradients, and the load of the most loaded expert in any layer.
+
+    The load is the expert's fraction of the layer's choices times the number of experts; it is 1 if routing is even.
 
     Args:
-        recorded: Outputs of each layer's router; see `Routing`.
+        recorded: (logits, expert ids) of each layer's router, from `Routing.watching`.
         batch: The batch in the form that the model read; padding does not count.
-        share: This rank's share of rows, if several ranks share them: all get the results of the full row.
+        share: This rank's part of each row in context parallelism; all ranks get the results of the full row.
     """
     experts, tokens = recorded[0][0].shape[1], _tokens(batch, share).to(recorded[0][0].device)
     recorded = [(logits[tokens], expert_ids[tokens]) for logits, expert_ids in recorded]
@@ -173,11 +178,14 @@ def balance(
 
 
 def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor | None:
-    """Returns the engines' choices for the lines that the model reads; None if the batch has none.
+    """Returns the engine's experts in the order in which the model reads the tokens; None if the batch has none.
 
     Args:
         batch: Batch in the form that the model reads.
-        share: This rank's share of rows, if several ranks share them.
+        share: This rank's part of each row in context parallelism.
+
+    Returns:
+        `[tokens, choices]`; -1 for padding.
     """
     experts = batch.columns.get(EXPERTS)
     if experts is None:
@@ -189,7 +197,7 @@ def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor
 
 
 def _tokens(batch: TokenBatch, share: RowShare | None) -> Tensor:
-    """Returns the indices of tokens among the lines that the model read, or in its part of the row."""
+    """Returns the flat indices of tokens, without padding, among those that the model read on this rank."""
     if share is not None:
         start, end = share.bounds(batch)
         return torch.arange(max(0, min(end, batch.tokens) - start))

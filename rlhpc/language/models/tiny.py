@@ -20,9 +20,9 @@ from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import unwritable
 
 VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
-"""Characters of the default tokenizer."""
+"""Characters that the default tokenizer knows."""
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# Concatenates the turns' texts; only the assistant's have an end.
+# Concatenates the turns' texts; only assistant turns end with an end token.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -39,14 +39,14 @@ def make_tiny_model(
     context: int = 64,
     seed: int = 0,
 ) -> int:
-    """Writes a Llama with random weights and a character tokenizer.
+    """Writes a Llama model with random weights and a character tokenizer.
 
     Args:
-        folder: Created if missing.
-        vocabulary: Characters with a token; any other is `<unk>`.
-        hidden: Width; a multiple of `heads`.
-        layers: Depth.
-        heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        folder: Target folder, created if missing.
+        vocabulary: Characters that have a token; other characters become `<unk>`.
+        hidden: Hidden size; an even multiple of `heads`.
+        layers: Number of layers.
+        heads: Number of attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
         context: Maximum number of tokens of prompt and response.
         seed: Seed of the weights; the same seed writes the same bytes.
 
@@ -65,7 +65,7 @@ def make_tiny_model(
     config = package.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
-        # Llama's ratio of 8/3, rounded up to a multiple of 8 for vector units.
+        # Llama's ratio of 8/3, rounded up to a multiple of 8 for vector instructions
         intermediate_size=-(-hidden * 8 // 3 // 8) * 8,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -80,7 +80,7 @@ def make_tiny_model(
 
 
 def write_model(folder: str | Path, maker: Callable[[Any], Any], config: Any, tokenizer: Any, seed: int) -> int:
-    """Writes a model with weights drawn from a seed, and its tokenizer; returns the number of parameters."""
+    """Writes a tokenizer and a model with random weights from a seed; returns the number of parameters."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -93,7 +93,7 @@ def write_model(folder: str | Path, maker: Callable[[Any], Any], config: Any, to
 
 
 def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
-    """Returns a tokenizer with one token per character, `<bos>` before every text, and a chat template that joins turns."""
+    """Returns a tokenizer with one token per character, `<bos>` before each text, and a chat template that joins turns."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -118,12 +118,12 @@ def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
 
 
 def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentParser:
-    """Returns the argument parser of a module's command that writes a model into a folder.
+    """Creates the argument parser of a command that writes a model to a folder.
 
     Args:
-        module: Its name in this package.
-        about: Its docstring.
-        numbers: Options, with their defaults.
+        module: Name of the command's module.
+        about: Docstring of the module; its first line becomes the description.
+        numbers: Integer options with their defaults.
     """
     parser = argparse.ArgumentParser(prog=f"python -m rlhpc.language.data.{module}", description=about.splitlines()[0])
     parser.add_argument("folder")
@@ -133,7 +133,7 @@ def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentPa
 
 
 def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: list[str] | None) -> int:
-    """Writes the model that the command line describes, and prints its size; returns the exit code."""
+    """Parses the command line, writes the model, and prints its number of parameters; returns the exit code."""
     options = vars(parser.parse_args(argv))
     folder = Path(options.pop("folder"))
 

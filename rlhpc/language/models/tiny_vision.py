@@ -16,9 +16,9 @@ from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer, maker_pa
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-#: Start of an image, placeholder for each of its tokens, end of an image, and placeholder for tokens of a video.
+#: Start of an image, image token, end of an image, and video token.
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-# Concatenates the turns' texts and images; only the assistant's have an end.
+# Concatenates the turns' texts and images; only assistant turns end with an end token.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -42,15 +42,15 @@ def make_tiny_vision_model(
     context: int = 128,
     seed: int = 0,
 ) -> int:
-    """Writes a model of a family with random weights, its tokenizer and its processor.
+    """Writes a vision-language model with random weights, its tokenizer and its image processor.
 
     Args:
-        folder: Created if missing.
-        family: Architecture: qwen2_5_vl or qwen3_vl. A token is 28 × 28 or 32 × 32 pixels of an image.
-        vocabulary: Characters with a token; any other is `<unk>`.
-        hidden: Width of both the language model and the vision tower.
-        layers: Depth of each.
-        heads: Attention heads. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        folder: Target folder, created if missing.
+        family: Architecture, qwen2_5_vl or qwen3_vl, whose image tokens cover 28 × 28 or 32 × 32 pixels.
+        vocabulary: Characters that have a token; other characters become `<unk>`.
+        hidden: Hidden size of the language model and of the vision tower.
+        layers: Number of layers of each.
+        heads: Number of attention heads of each. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
         context: Maximum number of tokens of prompt, including images, and response.
         seed: Seed of the weights; the same seed writes the same bytes.
 
@@ -82,7 +82,7 @@ def make_tiny_vision_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision: dict[str, Any] = {
+    vision_config: dict[str, Any] = {
         "depth": layers,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -92,17 +92,17 @@ def make_tiny_vision_model(
         "spatial_merge_size": _MERGED,
     }
     if family == "qwen2_5_vl":
-        vision |= {"window_size": 4 * _PATCH[family], "fullatt_block_indexes": [layers - 1]}
+        vision_config |= {"window_size": 4 * _PATCH[family], "fullatt_block_indexes": [layers - 1]}
         model_class: Any = package.Qwen2_5_VLForConditionalGeneration
-        config_of: Any = package.Qwen2_5_VLConfig
+        config_class: Any = package.Qwen2_5_VLConfig
     else:
         text_config["head_dim"] = hidden // heads
-        text_config["rope_parameters"]["mrope_interleaved"] = True  # always so in transformers; vLLM requires the key
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        model_class, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
-    config = config_of(
+        text_config["rope_parameters"]["mrope_interleaved"] = True  # always true in transformers; vLLM requires the key
+        vision_config |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        model_class, config_class = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
+    config = config_class(
         text_config=text_config,
-        vision_config=vision,
+        vision_config=vision_config,
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
@@ -115,14 +115,14 @@ def make_tiny_vision_model(
 
 
 def _sections(width: int) -> list[int]:
-    """Returns the numbers of rotary pairs of a head for time, height and width."""
+    """Returns the numbers of rotary pairs for time, height and width in a head of `width` elements."""
     num_pairs = width // 2
     spatial_width = 3 * num_pairs // 8
     return [num_pairs - 2 * spatial_width, spatial_width, spatial_width]
 
 
 def _processor(package: Any, family: str) -> Any:
-    """Returns an image processor that leaves images of up to 8 × 8 tokens at their size."""
+    """Creates an image processor that does not scale down images of up to 64 tokens."""
     pixels_per_token = (_PATCH[family] * _MERGED) ** 2
     options: dict[str, Any] = {
         "patch_size": _PATCH[family],

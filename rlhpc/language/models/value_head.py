@@ -1,7 +1,7 @@
-"""Value head: one number for each token, from a causal model's trunk and a linear head in float32.
+"""Value head: a linear head in float32 on a causal model's trunk, which computes one number per token.
 
 The weights have the names of Hugging Face's `…ForSequenceClassification` with one label, and are loaded from and saved to such
-a folder. A reward model scores a sample's last token (`last_values`), a critic all tokens.
+folders. A reward model uses the value of a sample's last token (`last_values`), a critic the values of all tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.runtime.torch_adapter import replace_forward
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
 
-#: Name of the head, as in transformers and vLLM for decoders.
+#: Name of a sequence classifier's head, as in transformers and vLLM.
 HEAD = "score"
 #: Name of the value head of a causal model that also keeps its LM head.
 VALUE_HEAD = "value_head"
@@ -34,10 +34,10 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 class Head(nn.Linear):
-    """Linear head in float32, whatever the trunk's dtype: a reward is a difference of such numbers."""
+    """Linear head that computes in float32 for any dtype of the trunk, because differences of its outputs matter."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes `[..., H]` to `[..., 1]` float32."""
+        """Computes values `[..., 1]`, float32, from hidden states `[..., H]`."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
 
@@ -51,31 +51,36 @@ def load_scalar_model(
     seed: int = 0,
     key: str = "actor.model.model_path",
 ) -> Any:
-    """Loads the model of a section such as `actor.model`, on the host, with a value head.
+    """Loads the model of a section such as `actor.model` on the host, with a value head in place of the LM head.
 
-    `module(input_ids=[N, W])` returns `[N, W]` float32, whose column t is the value after token t is read; so does a call with
-    other `TokenBatch.inputs`.
+    Calls of the module with `TokenBatch.inputs` return `[N, W]` or `[1, T]` float32, the value after each token is read.
 
     Args:
-        model: model_path, a sequence classifier with one label, or a causal model, which gets a new head;
-            attn_implementation; trust_remote_code.
-        dtype: Dtype of its weights.
-        checkpointing: Recomputes activations in the backward pass.
-        empty: Makes it on the meta device, without reading weights.
-        seed: Seed of a new head's weights; the same seed gives the same ones.
+        model: The section; uses model_path (a sequence classifier with one label, or a causal model, which gets a new head),
+            attn_implementation and trust_remote_code.
+        dtype: Dtype of the weights.
+        checkpointing: Whether to turn on activation checkpointing.
+        empty: Whether to create the model on the meta device without reading weights.
+        seed: Seed of a new head's weights; equal seeds give equal weights.
         key: Name of model_path in messages.
 
     Raises:
-        ConfigError: The model does not exist, it has several labels, or it is not a decoder with a linear head.
+        ConfigError: The model does not exist, lacks weights, has several labels, or is not a decoder with a linear head.
     """
     classifier = is_classifier(model, key)
-    changes = {} if classifier else {"num_labels": 1}
-    loading = {} if empty else {"output_loading_info": True}
+    config_changes = {} if classifier else {"num_labels": 1}
+    load_options = {} if empty else {"output_loading_info": True}
     with _unreported():
-        loaded = load_by(
-            "AutoModelForSequenceClassification", model, dtype=dtype, empty=empty, key=key, options=loading, **changes
+        load_result = load_by(
+            "AutoModelForSequenceClassification",
+            model,
+            dtype=dtype,
+            empty=empty,
+            key=key,
+            options=load_options,
+            **config_changes,
         )
-    module, missing = (loaded, []) if empty else (loaded[0], sorted(loaded[1]["missing_keys"]))
+    module, missing_names = (load_result, []) if empty else (load_result[0], sorted(load_result[1]["missing_keys"]))
     head = getattr(module, HEAD, None)
     if not isinstance(head, nn.Linear) or getattr(module, str(module.base_model_prefix), None) is None:
         raise ConfigError(
@@ -87,7 +92,7 @@ def load_scalar_model(
             f"{key}={model.model_path}: the sequence classifier has {head.out_features} labels; one that gives a value has 1"
         )
     head_weights = {f"{HEAD}.{name}" for name, _ in head.named_parameters()}
-    if unexpected_missing := [name for name in missing if classifier or name not in head_weights]:
+    if unexpected_missing := [name for name in missing_names if classifier or name not in head_weights]:
         raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {unexpected_missing[0]}")
     if not classifier and not empty:
         _initialize(head, _spread(module.config), seed)
@@ -102,27 +107,29 @@ def load_scalar_model(
 def add_value_head(module: Any, seed: int) -> Any:
     """Adds a value head to a causal model that keeps its LM head.
 
-    A call of the model then returns `logits`, and `token_values` `[N, W]` float32, whose column t is the value after token t
-    is read.
+    Calls of the model then return a dict of `logits`, and `token_values` `[N, W]` float32, the value after each token is read.
 
     Args:
-        module: Module from `load_causal_lm`; changed in place. On the meta device, the head is, too.
-        seed: Seed of the head's weights; the same seed gives the same ones.
+        module: Module from `load_causal_lm`, changed in place; the head is created on the same device, also on meta.
+        seed: Seed of the head's weights; equal seeds give equal weights.
+
+    Returns:
+        The module.
 
     Raises:
-        ConfigError: The model has no LM head that can be determined.
+        ConfigError: The model does not declare an LM head.
     """
-    tokens = module.get_output_embeddings()
-    if tokens is None:
+    lm_head = module.get_output_embeddings()
+    if lm_head is None:
         raise ConfigError(f"actor.model.value_head: {type(module).__name__} has no head for tokens to put it beside")
-    lm_head_weight = tokens.weight
+    lm_head_weight = lm_head.weight
     head = Head(lm_head_weight.shape[1], 1, bias=False, device=lm_head_weight.device, dtype=lm_head_weight.dtype)
     if not lm_head_weight.is_meta:
         _initialize(head, _spread(module.config), seed)
     module.add_module(VALUE_HEAD, head)
     hidden_states = list[torch.Tensor]()
-    # The input of the LM head: requesting hidden states would keep those of all layers.
-    tokens.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
+    # The hook stores the LM head's input; `output_hidden_states` would keep the hidden states of all layers.
+    lm_head.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden_states.clear()
@@ -134,7 +141,7 @@ def add_value_head(module: Any, seed: int) -> Any:
 
 
 def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") -> bool:
-    """Returns whether `model_path` has the head of a sequence classifier.
+    """Returns whether the model at `model_path` is a sequence classifier.
 
     Raises:
         ConfigError: The path is not set.
@@ -146,12 +153,12 @@ def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") 
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, ImportError):
-        return False  # loading the model raises the error with its reason
+        return False  # loading the model later raises an error with the reason
     return any(str(name).endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
 def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Computes the values of all tokens; replaces transformers' `forward`, which returns the last token's value alone."""
+    """Computes the values of all tokens; replaces transformers' `forward`, which returns only the last token's value."""
     trunk = getattr(module, module.base_model_prefix)
     trunk_outputs = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
     values_by_token: torch.Tensor = getattr(module, HEAD)(trunk_outputs.last_hidden_state)
@@ -159,12 +166,12 @@ def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor
 
 
 def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the initial weights of a new head, by their names in the module.
+    """Yields the initial weights of a new head, with their names in the module.
 
     Args:
-        module: A model with a head of that name, with or without adapters, on any device.
-        name: `HEAD` or `VALUE_HEAD`.
-        seed: Seed of its weights.
+        module: Model with a head of that name, with or without adapters, on any device.
+        name: Name of the head, `HEAD` or `VALUE_HEAD`.
+        seed: Seed of the weights.
     """
     for path, submodule in module.named_modules():
         if isinstance(submodule, Head) and path.rpartition(".")[2] == name:
@@ -189,7 +196,7 @@ def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
 
 
 def _pad(model: PretrainedConfig, config: Any) -> int | None:
-    """Returns the padding token: the tokenizer's, since users of the folder load both, else the configuration's."""
+    """Returns the padding token of the tokenizer, or else of the model's configuration, or None."""
     from rlhpc.language.data.tokenizer import load_tokenizer
 
     with contextlib.suppress(ConfigError):
@@ -201,7 +208,7 @@ def _pad(model: PretrainedConfig, config: Any) -> int | None:
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Suppresses transformers' warning that a causal model has no value head, since a new one is added."""
+    """Suppresses transformers' warning that a causal model lacks a classifier head, because a new head is added."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -214,33 +221,34 @@ def _unreported() -> Iterator[None]:
 def token_values(
     model: nn.Module, batch: TokenBatch, *, before: bool = False, share: RowShare | None = None
 ) -> torch.Tensor:
-    """Runs one forward pass of a model from `load_scalar_model`.
+    """Computes the values of a batch's tokens by one forward pass of a model from `load_scalar_model`.
 
-    As in `token_scores` the model reads one packed row of all samples, if it can, or a rectangle.
+    As in `token_scores`, the model reads one packed row of all samples if it supports packing, otherwise a rectangle.
 
     Args:
         model: Takes `TokenBatch.inputs`, and returns `[1, T]` or `[N, W]`.
         batch: The samples.
-        before: Token t gets the value before it was read, which is a critic's value of the state in which it was sampled; a
-            sample's first gets 0.
-        share: This rank's share of rows, if several ranks share them.
+        before: Whether a token gets the value before it is read, a critic's value of the state in which the token is sampled;
+            a sample's first token then gets 0.
+        share: This rank's part of each row in context parallelism.
 
     Returns:
-        `[T]` float32, one after the other as in the batch.
+        `[T]` float32.
     """
     batch = batch.read_by(packs(model))
     outputs = model(**batch.inputs()) if share is None else share.gather(model(**share.inputs(batch)), batch)
-    shifted_values = batch.of_tokens(outputs)
-    return batch.before(shifted_values) if before else shifted_values
+    values = batch.of_tokens(outputs)
+    return batch.before(values) if before else values
 
 
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Returns a reward model's score of each sample: the value at its last token that is not padding.
+    """Returns a reward model's score of each sample: the value at its last token that differs from the padding token.
 
-    Hugging Face's sequence classifiers use the same token: if the padding token is the end token, the one before the end.
+    Hugging Face's sequence classifiers use the same token. If the end token is also the padding token, it is the token before
+    the end token.
 
     Args:
-        values: `[T]`.
+        values: Values of the tokens, `[T]`.
         batch: Batch of N samples; `pad_id` is the padding token.
 
     Returns:
@@ -250,8 +258,8 @@ def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths).to(device)
     token_index = torch.arange(batch.tokens, device=device)
     first_tokens = batch.cu_seqlens[:-1].to(device)
-    unpadded = torch.where(batch.ids != batch.pad_id, token_index, -1)
-    last_tokens = first_tokens.scatter_reduce(0, sample, unpadded, "amax", include_self=True)
+    unpadded_index = torch.where(batch.ids != batch.pad_id, token_index, -1)
+    last_tokens = first_tokens.scatter_reduce(0, sample, unpadded_index, "amax", include_self=True)
     has_tokens = batch.lengths.to(device) > 0
     scores = values.new_zeros(len(batch))
     return scores.masked_scatter(has_tokens, values[last_tokens[has_tokens]])

@@ -1,4 +1,4 @@
-"""Vision towers of language models: placement of image features, and the parts that run and train."""
+"""Vision towers of language models: placement of image features, runs without images, and freezing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def sub_attention(model: Any, name: str) -> str | dict[str, str]:
-    """Returns transformers' setting for text attention of this name, with the vision tower's attention unchanged."""
+    """Returns the `set_attn_implementation` argument that sets the text model's attention and keeps the vision tower's."""
     if not has_vision(model.config):
         return name
     return {"": name, "text_config": name, "vision_config": model.config.vision_config._attn_implementation}
 
 
 def place_by_token_type(model: Any) -> None:
-    """Makes a vision-language model place image features where `mm_token_type_ids` says, if it is passed.
+    """Makes a vision-language model place image features at the tokens that `mm_token_type_ids` marks, if it is passed.
 
-    By default the model places them at each placeholder token. But a model may generate such a token, which then is an
-    ordinary token.
+    By default transformers places them at all image tokens, but an image token that the model sampled is ordinary text.
     """
     if not has_vision(model.config):
         return
@@ -45,11 +44,10 @@ def place_by_token_type(model: Any) -> None:
 
 
 def always_run_vision(model: Any) -> None:
-    """Makes a vision-language model run its vision tower in every pass: on a blank image, placed at no token, in batches
-    without.
+    """Makes a vision-language model run its vision tower in every pass; batches without images get an unplaced blank image.
 
-    The outputs are unchanged, and the vision tower's gradient is zero there. Ranks with sharded weights thus issue the same
-    collectives for weights and gradients, whichever of them have images.
+    The blank image changes no output and gives the vision tower a gradient of zero. Thus all ranks with sharded weights issue
+    the same collectives for weights and gradients, whether or not their batches have images.
     """
     config = model.config.vision_config
     merge_size, width = (
@@ -66,26 +64,26 @@ def always_run_vision(model: Any) -> None:
             "image_grid_thw": torch.tensor([[1, merge_size, merge_size]], device=ids.device),
             "mm_token_type_ids": torch.zeros_like(ids),
         }
-        if named.get("position_ids") is None:  # of text; otherwise derived from the image
+        if named.get("position_ids") is None:  # text positions; otherwise the model would derive them from the image
             blank_image["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return inputs, {**named, **blank_image}
 
-    # Before the hook of `place_by_token_type`, which reads the blank image's token types.
+    # This hook runs before that of `place_by_token_type`, which reads the token types.
     _trunk(model).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 def tower_of(model: Any) -> Any:
-    """Returns a model's vision tower; None if it has none, or its family is not supported."""
+    """Returns a model's vision tower; None if the model is not of a supported vision-language family."""
     return _trunk(model).visual if model.config.model_type in FAMILIES else None
 
 
 def _trunk(model: Any) -> Any:
-    """Returns the model below the LM head."""
+    """Returns the model without its LM head."""
     return getattr(model, model.base_model_prefix)
 
 
 def freeze_vision(model: Any, key: str) -> None:
-    """Freezes the vision tower.
+    """Freezes the weights of a model's vision tower.
 
     Args:
         model: Model of transformers.
