@@ -1,13 +1,13 @@
 """Training loops of runs with simulators.
 
-Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors receive
-the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
-no phase waits for a round trip to the driver. The loops of a step are `SyncRolloutLoop`, `AsyncRolloutLoop` and
-`ColocatedRolloutLoop`.
+Each step has four phases: the actors send their weights to the rollout workers, the policy acts in the simulators, the
+actors receive the trajectories, and the actors train on them. The driver issues the calls of a step together and each rank
+executes its own in order, so no phase waits for a round trip to the driver. The loops are `SyncRolloutLoop`,
+`AsyncRolloutLoop` and `ColocatedRolloutLoop`.
 
-With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
-versions older than those of the synchronous loop. They wait before a checkpoint and before an evaluation, so that a resumed
-run continues as the uninterrupted one would. In such a run env and rollout ranks join and leave (`RolloutSources`).
+With `algorithm.max_staleness: k` the rollout runs up to k steps ahead of the training, with weights at most k versions older
+than in the synchronous loop. It pauses before a checkpoint and before an evaluation, so that a resumed run continues like an
+uninterrupted one. Env and rollout ranks may join and leave such a run (`RolloutSources`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ from rlhpc.runtime.worker_group import WorkerGroup
 
 
 def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the share of observation messages that stayed on the accelerator, if simulators make them there, and the timing
-    of robots.
+    """Returns the fraction of observation messages that stayed on the accelerator, if simulators produce them there, and the
+    timing metrics of robots.
     """
-    by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
-    return ({"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}) | timing_row(episodes)
+    num_device_messages, num_host_messages = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
+    return (
+        {"env/on_device": num_device_messages / (num_device_messages + num_host_messages)}
+        if num_device_messages + num_host_messages
+        else {}
+    ) | timing_row(episodes)
 
 
 def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns metrics of the episodes that ended in a step; unlike those of the window they have no lag."""
-    count = len(episodes["return"])
-    metrics: dict[str, float] = {"rollout/episodes": count}
-    if count:
+    """Returns metrics of the episodes that ended in this step only; averages over `WINDOW` episodes lag behind them."""
+    num_episodes = len(episodes["return"])
+    metrics: dict[str, float] = {"rollout/episodes": num_episodes}
+    if num_episodes:
         metrics["rollout/episode_return"] = float(episodes["return"].mean())
         if not np.isnan(episodes["success"]).any():
             metrics["rollout/success_once"] = float(episodes["success"].mean())
@@ -58,11 +62,11 @@ def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
-    """Returns the transitions of a step from ranks that have joined: all of them, and by rank.
+    """Returns the number of a step's transitions from joined ranks: their sum, and the number of each rank.
 
     Args:
-        decisions: Decisions by rank.
-        chunk: Transitions of a decision.
+        decisions: Number of decisions by rank.
+        chunk: Transitions per decision.
     """
     if not decisions:
         return {}
@@ -82,11 +86,11 @@ class RolloutStepResults:
     """Results of one step.
 
     Attributes:
-        counts: Transitions that the actors received.
-        episodes: Reports of the env ranks (`merge_reports`).
-        act_s, simulate_s: Seconds in which rollout ranks acted, and in which env ranks simulated.
+        counts: Counts of the transitions that the actors received.
+        episodes: Merged reports of the env ranks (`merge_reports`).
+        act_s, simulate_s: Seconds that rollout ranks acted and that env ranks simulated.
         trained: Metrics of the update.
-        joined_decisions: Decisions that ranks which joined have played, by rank.
+        joined_decisions: Number of decisions made by joined ranks, by rank.
     """
 
     counts: RolloutCounts
@@ -99,13 +103,13 @@ class RolloutStepResults:
 
 @dataclass(eq=False)
 class SyncRolloutLoop:
-    """Loop of runs that play each step with the weights of the update before it.
+    """Loop of runs that collect each step's rollout with the weights of the preceding update.
 
     Args:
-        sources: The ranks that play.
-        actor: The ranks that train.
+        sources: Env and rollout ranks.
+        actor: Actor ranks.
         receiving: Name of the phase in which the actors receive the transitions.
-        timeout: Seconds that a step may take.
+        timeout: Maximum duration of a step, in seconds.
     """
 
     sources: RolloutSources
@@ -119,15 +123,15 @@ class SyncRolloutLoop:
         wait_all([group.init_worker(self.sources.slots, *spaces) for group in groups], self.timeout)
 
     def begin(self, step: int) -> None:
-        """Begins after a step, with no steps in progress."""
+        """Starts the loop after `step`, with no steps in progress."""
         self.sources.begin(step)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts env and rollout ranks that have ended, and connects all."""
+        """Restarts env and rollout ranks that have ended, and reconnects all ranks."""
         self.sources.rebuild(lost_ranks)
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Runs a step: all ranks get their calls at once, and each executes its own in order.
+        """Runs a step: issues all calls at once; each rank executes its own in order.
 
         Args:
             step: Number of the step.
@@ -149,8 +153,8 @@ class SyncRolloutLoop:
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Plays evaluation episodes with the weights of the update that was made last, as `version`."""
-        weights = self.sources.sync(version)  # the rollout ranks still have those from before the update
+        """Runs evaluation episodes with the weights of the latest update, sent as `version`; returns their metrics."""
+        weights = self.sources.sync(version)  # the rollout ranks still have the weights from before the update
         evaluation = self.sources.evaluate()
         wait_all(weights, self.timeout)
         return evaluation()
@@ -158,11 +162,11 @@ class SyncRolloutLoop:
 
 @dataclass(eq=False)
 class AsyncRolloutLoop(SyncRolloutLoop):
-    """Loop of runs that play up to `algorithm.max_staleness` steps ahead while the actors train. Ranks may join and leave.
+    """Loop of runs whose rollout is up to `algorithm.max_staleness` steps ahead of the training. Ranks may join and leave.
 
     Args:
         max_staleness: `algorithm.max_staleness`.
-        stop_before: Returns the last step that may be played ahead of a step.
+        stop_before: Maps a step to the last step that may be played ahead of it.
         others: See `SyncRolloutLoop`.
     """
 
@@ -172,13 +176,13 @@ class AsyncRolloutLoop(SyncRolloutLoop):
     _unconfirmed: list[Any] = field(default_factory=list, init=False)
 
     def begin(self, step: int) -> None:
-        """Begins after a step (`SyncRolloutLoop.begin`); steps that were played ahead are dropped."""
+        """Starts the loop after `step` (`SyncRolloutLoop.begin`) and drops the steps that were played ahead."""
         self._unconfirmed = []
         super().begin(step)
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Runs a step (`SyncRolloutLoop.step`). Rollout ranks receive weights after the steps that they play, so those are
-        awaited first.
+        """Runs a step (`SyncRolloutLoop.step`). Rollout ranks receive weights only after the steps that they are playing, so
+        the loop waits for these steps first.
         """
         self.sources.update_ranks(step - 1)
         weights = self.sources.sync(step - 1)
@@ -200,7 +204,9 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, decisions)
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
-        """Waits until weights are received, or only until they are sent, if the rollout ranks are busy with a later step."""
+        """Waits until weights are received; without `confirms`, only until they are sent, because the rollout ranks are busy
+        with a later step.
+        """
         self._unconfirmed += weights
         for handle in self._unconfirmed if confirms else weights[:1]:
             handle.wait(self.timeout)
@@ -212,7 +218,7 @@ class AsyncRolloutLoop(SyncRolloutLoop):
 class ColocatedRolloutLoop(SyncRolloutLoop):
     """Loop of runs in which actor and rollout ranks alternate on the same accelerators.
 
-    Actors also save and send weights, so they have the accelerators between steps.
+    Between steps the actors occupy the accelerators, because they also save and send weights.
 
     Args:
         offload_actor, offload_rollout: `enable_offload` of the two sections.
@@ -229,8 +235,8 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         self.actor.init_worker(self.sources.slots, *spaces).wait(self.timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts ranks (`SyncRolloutLoop.rebuild`). The side that has the accelerators is unknown, so the actors leave
-        first.
+        """Restarts ranks (`SyncRolloutLoop.rebuild`). Either side may occupy the accelerators at that time, so the actors
+        are offloaded first.
         """
         if self.offload_actor:
             self.actor.offload().wait(self.timeout)
@@ -238,7 +244,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         self._switch_to_actor()
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Runs a step (`SyncRolloutLoop.step`), in which the actors leave the accelerators while it is played."""
+        """Runs a step (`SyncRolloutLoop.step`); the actors are offloaded during the rollout."""
         with timers("sync"):
             wait_all(self.sources.sync(step - 1), self.timeout)
             self._switch_to_rollout()
@@ -254,7 +260,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Plays evaluation episodes (`SyncRolloutLoop.evaluate`) on the accelerators that the actors leave for it."""
+        """Runs evaluation episodes (`SyncRolloutLoop.evaluate`) while the actors are offloaded."""
         wait_all(self.sources.sync(version), self.timeout)
         self._switch_to_rollout()
         metrics = self.sources.evaluate()()
@@ -273,7 +279,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
             self.actor.reload().wait(self.timeout)
 
     def _offload_sources(self) -> None:
-        """Makes rollout and env ranks leave the accelerators."""
+        """Offloads rollout and env ranks from the accelerators."""
         if self.offload_rollout:
             self.sources.rollout.offload().wait(self.timeout)
         self.sources.rollout.release_observations().wait(self.timeout)
@@ -281,16 +287,16 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
 
 
 class PlayingRunner(Runner[Cfg]):
-    """Base of runners whose policies play while they learn.
+    """Base of runners whose policies are trained on their own rollouts.
 
     Args:
         cfg: Configuration.
         actor, rollout, env: Launched groups.
-        run: The run's folder; by default the one that `runner.run_dir` and `runner.name` name.
+        run: Run folder; by default the folder given by `runner.run_dir` and `runner.name`.
         stop: Request to end early, checked between steps.
 
     Raises:
-        ConfigError: The counts of environments, stages and ranks do not fit one another.
+        ConfigError: The numbers of environments, stages and ranks do not fit together.
     """
 
     #: Name of the phase in which the actors receive the trajectories.
@@ -337,14 +343,14 @@ class PlayingRunner(Runner[Cfg]):
 
     @property
     def slots(self) -> SlotMap:
-        """Slot map."""
+        """Current slot map."""
         return self.sources.slots
 
     def check(self) -> None:
-        """Checks that the configuration's parts fit together."""
+        """Checks the configuration before any rank builds its model; subclasses override it."""
 
     def make_loop(self) -> SyncRolloutLoop:
-        """Returns the loop of the run's steps."""
+        """Builds the loop that runs the steps."""
         staleness = self.cfg.algorithm.max_staleness
         if staleness:
             return AsyncRolloutLoop(
@@ -365,16 +371,16 @@ class PlayingRunner(Runner[Cfg]):
         self.sources.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Reports if the episodes in progress are lost."""
+        """Notes in the log if simulators could not be restored, so that their episodes in progress are lost."""
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts environment and rollout ranks."""
+        """Restarts env and rollout ranks that have ended."""
         self.loop.rebuild(lost_ranks)
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
+        """Adds the lost ranks, transitions (including the step in progress) and episodes to the counts of losses."""
         self.lost_counts["ranks"] += ranks
         self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions()
         self.lost_counts["episodes"] += before["episodes"] - self.episodes
@@ -386,7 +392,7 @@ class PlayingRunner(Runner[Cfg]):
         self.loop.begin(self.step)
 
     def one_step(self) -> dict[str, float]:
-        """Runs one step: weight sync, rollout, receiving, update."""
+        """Runs one step (weight sync, rollout, receiving, update) and returns its row of metrics."""
         step, timers, start = self.step + 1, PhaseTimers(), active_s()
         outcome = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
         counts, chunk = outcome.counts, self.cfg.actor.model.num_action_chunks
@@ -402,10 +408,10 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _count_nonfinite(self, step: int, row: dict[str, float], count: int) -> None:
-        """Counts transitions that were not trained on because something in them was not finite.
+        """Counts transitions that were dropped because they contain non-finite values.
 
         Raises:
-            NonFinite: Too many steps in a row had no finite transitions.
+            NonFinite: Too many consecutive steps had no finite transitions.
         """
         if count:
             row["env/nonfinite"] = count
@@ -417,16 +423,18 @@ class PlayingRunner(Runner[Cfg]):
             )
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes rollout ranks act in a turn; returns a handle."""
+        """Makes the rollout ranks act in a turn; returns a handle."""
         return rollout.generate(turn)
 
     def at_random(self, step: int) -> bool:
-        """Returns whether all actions of a step are drawn at random."""
+        """Returns whether all actions of a step are random."""
         del step
         return False
 
     def _stop_before(self, step: int) -> int:
-        """Returns the last step that may be played before a later step's weights are saved or evaluated."""
+        """Returns the last step that may be played ahead of `step`: the next one that is saved or evaluated, or the last of
+        the run.
+        """
         intervals = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
         ends = [-(-step // interval) * interval for interval in intervals if interval > 0]
         return min([self.folder.end_step, *ends])
@@ -449,7 +457,7 @@ class PlayingRunner(Runner[Cfg]):
         transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
-        """Counts a step that began at `begin`, and returns its row of metrics."""
+        """Adds a step that began at `begin` to the counters; returns its row of metrics, with an evaluation if one is due."""
         seconds = active_s() - begin
         self.step = step
         self.env_steps += transitions
@@ -464,8 +472,8 @@ class PlayingRunner(Runner[Cfg]):
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
-        if spoiled := int(episodes["spoiled"].sum()):
-            row["env/nonfinite_episodes"] = spoiled
+        if num_nonfinite := int(episodes["spoiled"].sum()):
+            row["env/nonfinite_episodes"] = num_nonfinite
         row.update(device_and_timing_metrics(episodes))
         row.update({f"env/lost_{name}": count for name, count in self.lost_counts.items()})
         eval_interval = self.cfg.runner.val_check_interval
@@ -480,7 +488,7 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _transitions(self) -> int:
-        """Returns the number of transitions in a training step."""
+        """Returns the number of transitions per step."""
         return (self.slots.num_envs * self.cfg.algorithm.rollout_steps) * self.cfg.actor.model.num_action_chunks
 
     def _return(self) -> float | None:
@@ -508,7 +516,7 @@ class PlayingRunner(Runner[Cfg]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns the counters, and the returns of the last episodes."""
+        """Returns the counters, and the return, length and success of the last episodes."""
         window = [[None if statistic != statistic else statistic for statistic in row] for row in self.window]
         return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
 
@@ -522,11 +530,11 @@ class PlayingRunner(Runner[Cfg]):
         self.window.extend((row[0], row[1], row[2]) for row in rows)
 
     def result(self) -> dict[str, Any]:
-        """Returns env_steps and episode_return."""
+        """Returns `env_steps` and the mean `episode_return`."""
         return {"env_steps": self.env_steps, "episode_return": self._return()}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns mean return and rate, for `rlhpc status`."""
+        """Returns the mean return, the number of environment steps and their rate, for `rlhpc status`."""
         return {
             "return": row.get("train/episode_return"),
             "env_steps": self.env_steps,
@@ -542,7 +550,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         check_backend(self.cfg.actor)
 
     def make_loop(self) -> SyncRolloutLoop:
-        """Returns the loop of the run's steps (`PlayingRunner.make_loop`): colocated, if a group is offloaded."""
+        """Builds the loop that runs the steps (`PlayingRunner.make_loop`); it is colocated if a group is offloaded."""
         offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
         if offload_actor or offload_rollout:
             return ColocatedRolloutLoop(
@@ -557,7 +565,8 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Runner of SAC and other off-policy algorithms. Batches are drawn from a buffer, so their size need not divide a rollout.
+    """Runner of SAC and other off-policy algorithms. Batches come from a replay buffer, so their size need not divide a
+    rollout.
 
     Arguments as in `EmbodiedRunner`.
     """
@@ -565,17 +574,17 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
     receiving = "receive"
 
     def build(self) -> None:
-        """Builds the workers (`PlayingRunner.build`), after it has set the number of random steps."""
+        """Sets the number of random steps, then builds the workers (`PlayingRunner.build`)."""
         algorithm = self.cfg.algorithm
         self.random_steps = algorithm.replay_buffer.min_buffer_size
         if algorithm.random_steps is not None:
             self.random_steps = algorithm.random_steps
         elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
-            self.random_steps = 0  # the policy can act already
+            self.random_steps = 0  # the policy has been trained before
         super().build()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state (`PlayingRunner.state`) with the number of random steps."""
+        """Returns the state (`PlayingRunner.state`) and the number of random steps."""
         return {**super().state(), "random_steps": self.random_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -584,11 +593,11 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         self.random_steps = int(state["random_steps"])
 
     def one_step(self) -> dict[str, float]:
-        """Runs one step (`PlayingRunner.one_step`), offline at first where `algorithm.offline_steps` is set."""
+        """Runs one step (`PlayingRunner.one_step`); the first `algorithm.offline_steps` steps train offline."""
         return self._offline_step() if self.step < self.cfg.algorithm.offline_steps else super().one_step()
 
     def _offline_step(self) -> dict[str, float]:
-        """Trains from the demonstrations alone; the environments are not used."""
+        """Trains on the demonstrations alone, without the environments; returns the step's row of metrics."""
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
             train_metrics = self.actor.update_offline(step, self.step / max(self.folder.total, 1)).wait(self.timeout)[0]
@@ -598,19 +607,19 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         return row
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes rollout ranks act in a turn (`PlayingRunner.generate`)."""
+        """Makes the rollout ranks act in a turn (`PlayingRunner.generate`), at the start of the run at random."""
         return rollout.generate(turn, self._random_until)
 
     def at_random(self, step: int) -> bool:
-        """Returns whether all actions of a step are drawn at random (`PlayingRunner.at_random`)."""
+        """Returns whether all actions of a step are random (`PlayingRunner.at_random`)."""
         return (step - 1) * self._decisions < self._random_until
 
     @property
     def _decisions(self) -> int:
-        """Decisions of a step, in all slots."""
+        """Number of decisions per step, summed over all slots."""
         return self.slots.num_envs * self.cfg.algorithm.rollout_steps
 
     @property
     def _random_until(self) -> int:
-        """Decisions of the run up to which actions are drawn at random, counted as if offline steps had been played, too."""
+        """Number of the run's first decisions whose actions are random; offline steps count as if they had been played."""
         return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0

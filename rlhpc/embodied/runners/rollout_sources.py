@@ -1,4 +1,4 @@
-"""Rollout sources of a run: env ranks with their rollout ranks, and env ranks that joined; assignment and tracking of
+"""Rollout sources of a run: the original env and rollout ranks, and joined env ranks; assignment and tracking of their
 steps.
 """
 
@@ -26,29 +26,29 @@ from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker_group import WorkerGroup
 
-#: Interval of checks for lost ranks while waiting for shards.
+#: Seconds between checks for lost ranks while waiting for shards.
 _HELPER_POLL_S = 0.1
 
 
 def wait_all(handles: list[Any], timeout: float) -> None:
-    """Waits for calls, and drops each handle, which may hold memory, before the next."""
+    """Waits for calls in order, and drops each handle, which may hold memory, before it waits for the next."""
     while handles:
         handles.pop(0).wait(timeout)
 
 
 class JoinedEnvRanks:
-    """Env ranks that joined, and the shards that they play.
+    """Joined env ranks and the shards that they play.
 
     Args:
         env, actor: Launched groups.
         slots: Slot map of the run.
         decisions: `algorithm.rollout_steps`.
         ahead: `algorithm.max_staleness`.
-        at_random: Whether actions of a step are drawn at random.
-        timeout: Seconds that a step may take.
+        at_random: Returns whether all actions of a step are random.
+        timeout: Maximum duration of a step, in seconds.
 
     Attributes:
-        ranks: Ranks that take part.
+        ranks: Joined ranks that take part.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class JoinedEnvRanks:
         self._ahead, self._at_random = ahead, at_random
         self.tracker = ShardTracker(slots.env_ranks, decisions)
         self.ranks: list[int] = []
-        #: Shards of a step, and the number of steps of which a rank may have shards at a time.
+        #: Number of shards per step, and number of steps of which a rank may have shards at a time.
         self._shards_per_step, self._steps_per_rank = slots.env_ranks, 1
-        #: Version of the weights that each rank was sent last.
+        #: Version of the weights last sent to each rank.
         self._sent_versions: dict[int, int] = {}
         self._left_ranks: list[int] = []
 
     def open(self) -> None:
-        """Resets the state: no ranks, and no shards in progress."""
+        """Resets the state: no joined ranks, and no shards in progress."""
         self._reports = Channel.create(PLAYED)
         self.tracker.clear()
         self._left_ranks += self._sent_versions
         self.ranks, self._sent_versions = [], {}
 
     def add_rank(self, rank: int) -> None:
-        """Lets a rank that is built take part from now on."""
+        """Connects a joined rank that has built its simulators; it takes part from now on."""
         self._env.execute_on(rank).connect_joined_rank().wait(self._timeout)
         self.ranks.append(rank)
 
     def poll(self) -> None:
-        """Receives reports, and returns undelivered shards of lost ranks to the unassigned work."""
+        """Receives reports, and makes undelivered shards of lost ranks assignable again."""
         present_ranks = set(self._env.present)
         with contextlib.suppress(QueueEmpty):
-            while True:  # reports that a rank sent before it went were confirmed, so they count
+            while True:  # reports that a lost rank sent earlier were confirmed, so they count
                 self.tracker.accept(self._reports.get_nowait())
         for rank in [rank for rank in self.ranks if rank not in present_ranks]:
             self.ranks.remove(rank)
@@ -96,10 +96,10 @@ class JoinedEnvRanks:
                 self._left_ranks.append(rank)
 
     def can_play_step(self) -> bool:
-        """Returns whether enough of these ranks are idle to play a whole step.
+        """Returns whether enough joined ranks are idle to play a whole step.
 
-        While they play it, the others play as many further steps as `max_staleness` allows, and then wait: a few ranks that
-        play a step's units one after the other would delay the run.
+        While they play it, the original ranks play as many further steps as `max_staleness` allows, and then wait. Too few
+        joined ranks would play the step's units one after the other and delay the run.
         """
         units = self._slots.env_ranks
         idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
@@ -107,16 +107,17 @@ class JoinedEnvRanks:
         return bool(self.ranks) and has_capacity and not self.tracker.waiting and idle >= min(units, len(self.ranks))
 
     def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
-        """Adds a step, or its last decisions, to the work of these ranks (`ShardTracker.add_step`). A rank may have shards of
-        as many shared steps at a time as the other ranks.
+        """Adds a step, or its last `decisions`, to the work of the joined ranks (`ShardTracker.add_step`). A rank may have
+        shards of up to `max_staleness` + 1 shared steps at a time, but of one whole step only.
         """
         self.tracker.add_step(step, decisions, pieces)
         self._shards_per_step = self._slots.env_ranks * pieces
         self._steps_per_rank = 1 if decisions is None else self._ahead + 1
 
     def assign(self, version: int) -> None:
-        """Assigns the unassigned shards to the ranks with the least work, which play them with the actor's weights of
-        `version`."""
+        """Assigns unassigned shards to the ranks with the least work, and makes these play them with the actor's weights of
+        `version`.
+        """
         max_shards = -(-self._shards_per_step // max(1, len(self.ranks))) * self._steps_per_rank
         assigned = []
         while self.ranks:
@@ -134,13 +135,13 @@ class JoinedEnvRanks:
             self._env.execute_on(rank).play(shard, self._at_random(shard.step))
 
     def wait_for_step(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
-        """Waits until a step of these ranks has been played.
+        """Waits until the joined ranks have played a step.
 
         Returns:
-            Its shards by unit; None if all ranks have gone, and the step must be produced by the other ranks.
+            The step's shards by unit; None if all joined ranks have gone, so that the original ranks must play the step.
 
         Raises:
-            DeadlineExceeded: It took too long; names the ranks.
+            DeadlineExceeded: The step took too long; the message names the ranks.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -160,7 +161,7 @@ class JoinedEnvRanks:
                 self.tracker.accept(self._reports.get(timeout=_HELPER_POLL_S))
 
     def count_transitions(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
-        """Returns the transitions of a step's shards by rank, in decisions of slots."""
+        """Returns the number of decisions in a step's shards by rank, summed over slots."""
         transitions: Counter[int] = Counter()
         for unit_index, unit in enumerate(units):
             for shard in unit:
@@ -168,7 +169,7 @@ class JoinedEnvRanks:
         return transitions
 
 
-#: Interval of checks for a new rollout rank, if no rollout rank is left.
+#: Seconds between checks for a new rollout rank while none is left.
 _POLL_S = 0.1
 #: Steps are shared if the largest share is at most this multiple of an even share.
 _MAX_IMBALANCE = 1.25
@@ -181,8 +182,8 @@ class _PendingTurn:
     Attributes:
         turn: The turn.
         slots: Slot map of the turn.
-        acting, simulating: Handles of the calls.
-        lost_ranks: Rollout ranks that have gone since.
+        acting, simulating: Handles of the calls of rollout and env ranks.
+        lost_ranks: Rollout ranks lost since the turn began.
     """
 
     turn: FullRollout
@@ -195,27 +196,28 @@ class _PendingTurn:
 class RolloutSources:
     """Scheduler of a run's steps over its rollout sources, in order and up to `max_staleness` steps ahead.
 
-    In a run that is ahead of its actors, ranks join and leave. The loss of an original env rank or of a rollout rank costs its
-    slots of the steps in progress; the other ranks continue, and it takes part again after its restart. From the next step on,
-    other rollout ranks act on the slots of a lost one, and a rollout rank that joins takes a share of all slots. A rollout
-    rank that is told to leave acts in the steps assigned to it, and exits once others have its slots. Env ranks that join play
-    the last decisions of each step, or whole steps if steps cannot be divided (`JoinedEnvRanks`).
+    With `max_staleness` > 0, ranks may join and leave. If an original env rank or a rollout rank is lost, the steps in
+    progress lose its slots; the other ranks continue, and the lost rank takes part again after its restart. From the next
+    step on, the remaining rollout ranks act on the slots of a lost rollout rank, and a rollout rank that joins gets a share
+    of all slots. A rollout rank that is told to leave still acts in the steps assigned to it, and exits once its slots are
+    reassigned. Joined env ranks play the last decisions of each step, or whole steps if steps cannot be divided
+    (`JoinedEnvRanks`).
 
     Args:
         env, rollout, actor: Launched groups.
         slots: Slot map.
         decisions: `algorithm.rollout_steps`.
-        ahead: Steps that may be played ahead of the actors.
-        divisible: Whether the decisions of a slot in a step may come from several ranks, one after the other.
-        cuts: Parts in which the decisions of a step are played, each a turn.
-        generate: Makes rollout ranks act in a turn; returns a handle.
-        at_random: Whether all actions of a step are drawn at random.
+        ahead: Maximum number of steps that may be played ahead of the actors.
+        divisible: Whether several ranks may play the decisions of a slot in a step, one after the other.
+        cuts: Number of parts into which a step's decisions are split; each part is a turn.
+        generate: Makes the rollout ranks act in a turn; returns a handle.
+        at_random: Returns whether all actions of a step are random.
         restarts: Returns how often ranks of a group may be restarted.
-        timeout: Seconds that a step may take.
+        timeout: Maximum duration of a step, in seconds.
 
     Attributes:
-        slots: Present slot map, which changes when ranks join or leave.
-        env, rollout: Ranks that the run started with.
+        slots: Current slot map, which changes when ranks join or leave.
+        env, rollout: Original ranks, with which the run started.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class RolloutSources:
         return self._spaces
 
     def connect(self) -> None:
-        """Connects all ranks that the run started with."""
+        """Connects all original ranks."""
         self._present_envs, self._acting = list(self._started), list(range(self._rollouts.world_size))
         for name, homes in self.slots.channels().items():
             Channel.create(name, home=homes.group, ranks=homes.ranks)
@@ -269,7 +271,7 @@ class RolloutSources:
         wait_all([self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)], self._timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
+        """Recovers from a failure: restarts env and rollout ranks that have ended, and reconnects all ranks."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
         rebuilt: list[tuple[WorkerGroup, list[int], tuple[Any, ...]]] = []
         for group, present_ranks, spaces in (
@@ -290,7 +292,7 @@ class RolloutSources:
         self.connect()
 
     def begin(self, step: int) -> None:
-        """Begins after a step, with no turns in progress. The state of joined ranks is reset."""
+        """Starts after `step` with no turns in progress, and resets the state of joined ranks."""
         self.forget(step)
         if not self._ahead:
             return
@@ -305,7 +307,7 @@ class RolloutSources:
         self._keep_connected()
 
     def forget(self, step: int) -> None:
-        """Drops everything that was played ahead of a step."""
+        """Drops all turns in progress; the next step is the one after `step`."""
         self._done, self._next = step, step + 1
         #: Turns in progress, in order.
         self._pending_turns: list[_PendingTurn] = []
@@ -323,7 +325,7 @@ class RolloutSources:
         self._keep_connected()
 
     def _remove_lost(self) -> bool:
-        """Removes lost ranks; returns whether a rank has gone since the last call."""
+        """Removes lost ranks; returns whether any rank was lost since the last call."""
         envs, rollouts = {*self._present_envs} - {*self._envs.present}, {*self._acting} - {*self._rollouts.present}
         self._present_envs = [rank for rank in self._present_envs if rank not in envs]
         self._acting = [rank for rank in self._acting if rank not in rollouts]
@@ -334,19 +336,19 @@ class RolloutSources:
         return bool(envs or rollouts)
 
     def pop_num_lost(self) -> int:
-        """Returns the number of ranks lost since the last call."""
+        """Returns the number of ranks lost since the last call, and resets the count."""
         num_lost, self._num_lost = self._num_lost, 0
         return num_lost
 
     def _release_leaving(self) -> None:
-        """Excludes rollout ranks that were told to leave, if others can act."""
+        """Removes rollout ranks that were told to leave from the acting ranks, if other ranks can act."""
         leaving_ranks = self._rollouts.leaving
         if remaining_ranks := [rank for rank in self._acting if rank not in leaving_ranks]:
             self._stale = self._stale or len(remaining_ranks) < len(self._acting)
             self._acting = remaining_ranks
 
     def _open_env(self, rank: int) -> Any:
-        """Makes an env rank that was restarted, or has joined, build its simulators."""
+        """Makes an env rank that was restarted or has joined build its simulators; returns a handle."""
         if rank in self._started:
             return self._envs.execute_on(rank).init_worker(self.slots)
         return self._envs.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._done)
@@ -360,7 +362,7 @@ class RolloutSources:
         self._stale = True
 
     def _open_rollout(self, rank: int) -> Any:
-        """Makes a rollout rank build the policy."""
+        """Makes a rollout rank build the policy; returns a handle."""
         return self._rollouts.execute_on(rank).init_worker(self.slots, *self._spaces)
 
     def _join_rollout(self, rank: int) -> None:
@@ -369,8 +371,8 @@ class RolloutSources:
         self._stale = True
 
     def _keep_connected(self) -> None:
-        """Divides the slots anew and connects env and rollout ranks, if the ranks have changed. It first waits for the turns
-        in progress, because no messages may be in transit then.
+        """Reassigns the slots and reconnects env and rollout ranks if the ranks have changed. First waits for the turns in
+        progress, because no messages may be in transit while the ranks reconnect.
         """
         if not self._stale:
             return
@@ -393,7 +395,7 @@ class RolloutSources:
         """Waits until at least one rollout rank can act.
 
         Raises:
-            DeadlineExceeded: No rollout rank came.
+            DeadlineExceeded: No rollout rank became available in time.
         """
         deadline = time.monotonic() + self._timeout
         while not self._acting:
@@ -436,8 +438,8 @@ class RolloutSources:
         return [self._actor.sync_weights(version, ranks), self._acting_group().sync_weights()]
 
     def evaluate(self) -> Any:
-        """Makes an acting rollout rank play `env.eval`; returns a function that waits for its metrics."""
-        # The first call is issued now; the others only if the rank before has gone.
+        """Makes an acting rollout rank evaluate in `env.eval`; returns a function that waits for the metrics."""
+        # The first call is issued now; another rank is called only if the rank before it has gone.
         first_rank, *other_ranks = self.slots.acting_ranks
         first_call = self._rollouts.execute_on(first_rank).evaluate()
 
@@ -452,23 +454,23 @@ class RolloutSources:
 
     @property
     def in_progress(self) -> bool:
-        """True if steps are being played."""
+        """True while steps are being played."""
         return bool(self._pending_turns or self._joined_envs.tracker.steps)
 
     def start_until(self, last: int) -> None:
-        """Starts all steps up to `last` that were not started before, with the weights that have just been sent."""
+        """Starts all steps up to `last` that have not been started, with the weights that have just been sent."""
         while self._next <= last:
             self._start(self._next)
             self._next += 1
         self._joined_envs.assign(self._done)
 
     def play(self, step: int) -> None:
-        """Starts a step of the original ranks, with the weights that have just been sent."""
+        """Starts a step on the original ranks, with the weights that have just been sent."""
         self._play(step, 0, self._decisions)
         self._next = step + 1
 
     def _start(self, step: int) -> None:
-        """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
+        """Starts a step on all ranks, or, if it cannot be shared, on the original or the joined ranks alone."""
         original_decisions, pieces, duration = self._decisions, 1, math.inf
         if self._joined_envs.ranks and self._present_envs and self._divisible:
             original_decisions, pieces, duration = shares(
@@ -502,7 +504,7 @@ class RolloutSources:
         return [pending_turn for pending_turn in self._pending_turns if pending_turn.turn.step == step]
 
     def wait_for_shards(self, step: int) -> list[list[DeliveredShard]] | None:
-        """Waits for the shards of a step from ranks that joined; returns None if the original ranks play all of it."""
+        """Waits for the joined ranks' shards of a step; returns None if the original ranks play all of it."""
         if step not in self._joined_envs.tracker.steps:
             return None
         shards = self._joined_envs.wait_for_step(step, self._done)
@@ -513,7 +515,7 @@ class RolloutSources:
         return shards
 
     def receive(self, step: int, shards: list[list[DeliveredShard]] | None = None) -> Any:
-        """Makes the actors receive a step, with the shards of ranks that joined (`wait_for_shards`); returns a handle."""
+        """Makes the actors receive a step, with the joined ranks' shards (`wait_for_shards`); returns a handle."""
         present_ranks, turns = {*self._rollouts.present}, self._turns_of(step)
         acted = [
             Acted(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
@@ -527,12 +529,12 @@ class RolloutSources:
     def outcome(
         self, step: int, shards: list[list[DeliveredShard]] | None = None
     ) -> tuple[dict[str, np.ndarray], float, float]:
-        """Waits for a step; returns its episodes, and the seconds in which rollout ranks acted and in which env ranks
+        """Waits for a step; returns its episodes, the seconds that rollout ranks acted, and the seconds that env ranks
         simulated.
 
         Args:
             step: The step.
-            shards: The step's result of `wait_for_shards`, in runs that ranks may join.
+            shards: Result of `wait_for_shards` for the step, in runs that ranks may join.
         """
         episodes = [report.episodes for unit in shards or () for report in unit]
         joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
@@ -547,5 +549,5 @@ class RolloutSources:
         return merge_reports(episodes), act_s, max(joined_s, simulate_s)
 
     def joined_decisions(self, shards: list[list[DeliveredShard]] | None) -> Counter[int]:
-        """Returns the decisions of a step, in all slots, by rank that has joined."""
+        """Returns the number of decisions of a step by joined rank, summed over slots."""
         return self._joined_envs.count_transitions(shards or ())
