@@ -1,4 +1,4 @@
-"""Action distributions, without torch.distributions in the hot path; callers pass the noise."""
+"""Action distributions, implemented without torch.distributions; callers pass the noise."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhpc.runtime.errors import ConfigError
 _LOG_2PI = math.log(2 * math.pi)
 #: Range of the log-std of squashed Gaussians (CleanRL).
 _LOG_STD = (-5.0, 2.0)
-#: Levels of log-probabilities: one for each component of each action of a chunk `[B, chunk, d]`, one for each action
-#: `[B, chunk]`, or one for the chunk `[B]`.
+#: Levels of log-probabilities: one per component of each action `[B, chunk, d]`, one per action `[B, chunk]`, or one per
+#: chunk `[B]`.
 LEVELS = ("token_level", "action_level", "chunk_level")
 
 
 def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
-    """Sums values of single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
+    """Sums values per component, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
     if level == "chunk_level":
         return parts.flatten(1).sum(-1)
     chunk_parts = parts.reshape(parts.shape[0], chunk, -1)
@@ -31,7 +31,8 @@ def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
 class CategoricalHead(nn.Module):
     """Distribution of Discrete and MultiDiscrete actions: independent categoricals over slices of the logits.
 
-    Actions are `[B, chunk, d]` int64, d the number of components; `sizes` has those of the whole chunk.
+    Actions are `[B, chunk, d]` int64, where d is the number of components. `sizes` holds the number of choices of each
+    component of the whole chunk.
     """
 
     def __init__(self, sizes: list[int], chunk: int = 1) -> None:
@@ -41,12 +42,12 @@ class CategoricalHead(nn.Module):
         self.chunk = chunk
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
+        """Draws Gumbel noise `[*shape, sum(sizes)]`; argmax(logits + noise) is a sample (Gumbel-max trick)."""
         uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
         return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
     def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the most likely actions."""
         actions, logprobs, offset = [], [], 0
         for size in self.sizes:
             slot_logits = logits[:, offset : offset + size]
@@ -64,31 +65,31 @@ class CategoricalHead(nn.Module):
     def evaluate(
         self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities and entropy of given actions, at a level."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
         flat_actions, offset = actions.reshape(actions.shape[0], -1), 0
-        logprobs, totals = [], []
+        logprobs, entropies = [], []
         for i, size in enumerate(self.sizes):
             log_probs = torch.log_softmax(logits[:, offset : offset + size], -1)
             logprobs.append(log_probs.gather(-1, flat_actions[:, i : i + 1]))
             if entropy:
-                totals.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
+                entropies.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
             offset += size
-        return self._at_level(logprobs, level), self._at_level(totals, level) if entropy else None
+        return self._at_level(logprobs, level), self._at_level(entropies, level) if entropy else None
 
     def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
-        if level == "chunk_level":  # the sum is written out: few terms, each a column
-            total = parts[0].squeeze(-1)
+        if level == "chunk_level":  # explicit sum of the few columns
+            column_sum = parts[0].squeeze(-1)
             for level_term in parts[1:]:
-                total = total + level_term.squeeze(-1)
-            return total
+                column_sum = column_sum + level_term.squeeze(-1)
+            return column_sum
         return at_level(torch.cat(parts, -1), level, self.chunk)
 
 
 class GaussianHead(nn.Module):
-    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B,
+    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as in CleanRL). Actions are `[B,
     chunk, d]` float32.
 
-    The environment clips them to its bounds; the log-probability is that of the unclipped action.
+    The environment clips actions to its bounds; log-probabilities are those of the unclipped actions.
     """
 
     def __init__(self, dim: int, log_std_init: float, chunk: int = 1) -> None:
@@ -102,7 +103,7 @@ class GaussianHead(nn.Module):
         return torch.randn((*shape, self.inputs), generator=generator)
 
     def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the mean."""
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = mean + self.log_std.exp() * noise
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
@@ -111,7 +112,7 @@ class GaussianHead(nn.Module):
     def evaluate(
         self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities and entropy of given actions, at a level."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         if not entropy:
@@ -126,14 +127,14 @@ class BoundedHead(nn.Module):
 
     Args:
         space: Bounded Box of one slot's actions.
-        chunk: Actions that are chosen at once.
+        chunk: Number of actions per decision.
 
     Attributes:
-        inputs: Number of outputs of the network.
-        dim: Numbers of a chunk.
+        inputs: Width of the head's input, which the network outputs.
+        dim: Number of components of a chunk, chunk · d.
 
     Raises:
-        ConfigError: It is no Box, or has no bounds.
+        ConfigError: The space is not a Box, or is unbounded.
     """
 
     low: Tensor
@@ -152,12 +153,12 @@ class BoundedHead(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Half the width of the bounds, `[chunk · d]`."""
+        """Half the range of each component, `[chunk · d]`."""
         return (self.high - self.low) / 2
 
     @property
     def middle(self) -> Tensor:
-        """Middle of the bounds, `[chunk · d]`."""
+        """Middle of the range of each component, `[chunk · d]`."""
         return (self.high + self.low) / 2
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -165,31 +166,31 @@ class BoundedHead(nn.Module):
         return torch.randn((*shape, self.dim), generator=generator)
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the best ones."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the deterministic actions."""
         raise NotImplementedError
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities and entropy of given actions, at a level."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
         raise NotImplementedError
 
     def uniform(self, noise: Tensor) -> Tensor:
-        """Returns actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
+        """Converts standard normal noise to actions `[B, chunk, d]` that are uniform within the bounds."""
         return self.within(torch.erf(noise / math.sqrt(2)))
 
     def within(self, unit: Tensor) -> Tensor:
-        """Returns actions `[B, chunk, d]` for numbers `[B, chunk · d]` between -1 and 1."""
+        """Scales numbers `[B, chunk · d]` in [-1, 1] to actions `[B, chunk, d]` within the bounds."""
         return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
 
     def unit(self, actions: Tensor) -> Tensor:
-        """Returns numbers between -1 and 1 for actions, the inverse of `within`."""
+        """Scales actions to numbers `[B, chunk · d]` in [-1, 1]; inverts `within`."""
         return (actions.flatten(1) - self.middle) / self.scale
 
 
 class SquashedGaussianHead(BoundedHead):
-    """Distribution of tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC). The network outputs
-    mean and log-std, the latter squashed into [-5, 2]. Arguments as `BoundedHead`'s.
+    """Scaled tanh of a diagonal Gaussian (Haarnoja et al. 2018, as in CleanRL's SAC). The network outputs the mean and the
+    log-std, which is squashed into [-5, 2]. Arguments as in `BoundedHead`.
     """
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
@@ -197,7 +198,7 @@ class SquashedGaussianHead(BoundedHead):
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, tanh of the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         unit_actions = torch.tanh(mean + log_std.exp() * noise)
@@ -206,7 +207,9 @@ class SquashedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies of the Gaussian before tanh, at a
+        level.
+        """
         mean, log_std = self._split(inputs)
         # Half a float's precision off the bounds, where atanh is infinite.
         unit_actions = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
@@ -224,13 +227,13 @@ class SquashedGaussianHead(BoundedHead):
 
 
 class DeterministicHead(BoundedHead):
-    """Scaled tanh of the network's output, with normal exploration noise (Fujimoto et al. 2018, as CleanRL's TD3).
+    """Scaled tanh of the network's output, with normal exploration noise (Fujimoto et al. 2018, as in CleanRL's TD3).
 
     Log-probabilities are those of the noise, before actions are clipped to the bounds.
 
     Args:
         space, chunk: Arguments of `BoundedHead`.
-        std: Standard deviation of the noise, in halves of the bounds' width.
+        std: Standard deviation of the noise, as a fraction of half the range.
     """
 
     def __init__(self, space: Any, std: float, chunk: int = 1) -> None:
@@ -239,13 +242,13 @@ class DeterministicHead(BoundedHead):
         self.std = std
 
     def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
-        """Returns actions `[B, chunk, d]` at `offset` `[B, chunk · d]` from the best ones, in halves of the bounds'
-        width, clipped to the bounds.
+        """Returns the deterministic actions plus `offset`, clipped to the bounds, `[B, chunk, d]`. `offset [B, chunk · d]` is
+        a fraction of half the range.
         """
         return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the actor's own."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the deterministic actions."""
         if noise is None:
             return self.within(torch.tanh(inputs)), at_level(
                 self._logprobs(torch.zeros_like(inputs)), level, self.chunk
@@ -255,7 +258,7 @@ class DeterministicHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities and entropy of given actions, at a level."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
         logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
         if not entropy:
             return logprobs, None
@@ -267,9 +270,9 @@ class DeterministicHead(BoundedHead):
 
 
 class BoundedGaussianHead(BoundedHead):
-    """Diagonal Gaussian around the scaled tanh of the network's output (Kostrikov et al. 2022, as CORL's IQL). The
-    network outputs the mean before tanh and the log-std, in halves of the bounds' width, clamped to [-20, 2]. Arguments
-    as `BoundedHead`'s.
+    """Diagonal Gaussian around the scaled tanh of the network's output (Kostrikov et al. 2022, as in CORL's IQL). The
+    network outputs the mean before tanh, and the log-std relative to half the range, clamped to [-20, 2]. Arguments as in
+    `BoundedHead`.
 
     Log-probabilities are those of the Gaussian, before actions are clipped to the bounds.
     """
@@ -279,9 +282,7 @@ class BoundedGaussianHead(BoundedHead):
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the middle of the
-        Gaussian.
-        """
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
@@ -290,7 +291,7 @@ class BoundedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probabilities and entropy of given actions, at a level."""
+        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
         mean, log_std = self._split(inputs)
         noise = (self.unit(actions) - mean) * (-log_std).exp()
         logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)
@@ -308,7 +309,7 @@ class BoundedGaussianHead(BoundedHead):
 
 
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
-    """Builds the head for an action space and chunks of `chunk` actions.
+    """Builds the head for chunks of `chunk` actions in an action space.
 
     Raises:
         ConfigError: The space is not supported.

@@ -19,25 +19,26 @@ from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, ma
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.env_references import to_plain
 
-#: Slots whose noise one generator draws: as many rows are drawn beyond a rank's share at either end at most.
+#: Number of slots whose noise one generator draws; bounds the surplus rows drawn at either end of a rank's share.
 BLOCK = 16
 _Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
 def _generator_of(*words: int) -> torch.Generator:
-    """Returns a generator whose state follows from `words`, each at least 0."""
+    """Returns a generator seeded with `words`, integers of at least 0."""
     return torch.Generator().manual_seed(
         int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
     )
 
 
 def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tensor:
-    """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`, without holding more rows.
+    """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`. The noise of a slot does not depend on
+    the share.
 
     Args:
         sample: `Policy.sample_noise`.
-        words: Seed, step, decision: numbers that identify this decision.
-        slots: Global numbers of the slots.
+        words: Seed, step and decision: integers that identify the decision.
+        slots: Global indices of the slots.
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
     rows = [sample((BLOCK,), _generator_of(*words, block)) for block in blocks]
@@ -46,19 +47,19 @@ def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tenso
 
 
 def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
-    """Draws the start noise of an evaluation's slots, `[N, ...]`.
+    """Draws the starting noise of an evaluation's slots, `[N, ...]`.
 
     Args:
         sample: `Policy.sample_start`.
         seed: Seed of the evaluation.
-        episodes, decisions: Number of each slot's episode, and of the decision within it.
+        episodes, decisions: Index of each slot's episode, and of the decision within the episode.
     """
     positions = zip(episodes, decisions, strict=True)
     return torch.cat([sample((1,), _generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """Builds a linear layer with zero bias and, as in implementations of PPO, orthogonal weights."""
+    """Builds a linear layer; with `orthogonal`, with orthogonal weights and zero bias, as usual for PPO."""
     linear_layer = nn.Linear(inputs, outputs)
     if orthogonal:
         nn.init.orthogonal_(linear_layer.weight, gain)
@@ -69,13 +70,13 @@ def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear
 Output = TypeVar("Output")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-#: An observation, or several by name.
+#: One observation tensor, or several by name.
 Obs = Tensor | dict[str, Tensor]
 
 
 def _disable_gradient(method: Method) -> Method:
-    """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. The wrapper leaves the
-    grad mode alone where gradients are off already, so that a traced program does not change it.
+    """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. If gradients are already
+    disabled, the wrapper does not change the grad mode, so that a traced program does not either.
     """
 
     @functools.wraps(method)
@@ -98,26 +99,26 @@ class Policy(nn.Module):
     Attributes:
         logprob_type: Level of log-probabilities and entropies, one of `LEVELS`: token_level
             `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it by `set_logprob_type`.
-        chunk: Number of actions that it chooses at once.
-        value_width: Number of values of one observation: 1, or one for each action of the chunk.
+        chunk: Number of actions per decision.
+        value_width: Number of values per observation: 1, or one for each action of the chunk.
     """
 
     logprob_type = "chunk_level"
-    #: True if it can compute in the lower precision of `actor.model.dtype`, for weights of any precision.
+    #: True if the policy can compute in the lower precision of `actor.model.dtype`, whatever the precision of its weights.
     mixed_precision = False
-    #: True if the actions are a distribution of `rlhpc.embodied.models.action_heads`.
+    #: True if actions follow a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
-    #: True for success classifiers: `bc_loss` gets `success [B]`, at observations after steps, and it does not act.
+    #: True for success classifiers, which do not act: `bc_loss` gets `success [B]` for the observations after steps.
     judges = False
-    #: Running statistics of observations, where `actor.model.normalize_observations` is true.
+    #: Normaliser of observations, if `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
     #: Value head of a pretrained network, see `actor.model.add_value_head`.
     value_head: nn.Module | None
     _differentiates = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Makes each subclass act without gradients: training differentiates `default_forward`, `bc_loss`,
-        `mean_action`.
+        """Disables gradients in a subclass's `predict_action_batch`; training differentiates `default_forward`, `bc_loss`
+        and `mean_action`.
         """
         super().__init_subclass__(**options)
         if "predict_action_batch" in vars(cls):
@@ -130,10 +131,10 @@ class Policy(nn.Module):
         self.chunk = cfg.num_action_chunks
         has_action_values = (
             hasattr(cfg, "value_per_action") and cfg.value_per_action
-        )  # those of off-policy runs have no such key
+        )  # configurations of off-policy runs have no such key
         self.value_width = self.chunk if has_action_values else 1
         if self.has_head:
-            assert not isinstance(cfg, SacModelConfig)  # its policies have heads of their own
+            assert not isinstance(cfg, SacModelConfig)  # its policies build their own heads
             self.head: CategoricalHead | GaussianHead = make_head(action_space, cfg.log_std_init, self.chunk)
         self._cfg = cfg
 
@@ -142,26 +143,27 @@ class Policy(nn.Module):
         self.logprob_type = level
 
     def forward(self, work: Callable[[Any], Output]) -> Output:
-        """Runs `work(self)`. A wrapper that shards the weights can hook this call as the begin and end of a pass.
+        """Runs `work(self)` and returns its result. Wrappers that shard the weights hook this call as the start and end of a
+        pass.
 
         Args:
-            work: Calls any of the methods below; returns tensors, or lists, tuples or dicts of them.
+            work: Calls any of the methods below; returns tensors, or lists, tuples or dicts of tensors.
         """
         return work(self)
 
     def recompute_activations(self) -> bool:
-        """Enables gradient checkpointing; returns False if the policy has nothing to recompute."""
+        """Enables gradient checkpointing; returns False if the policy does not support it."""
         return False
 
     @property
     def imitated(self) -> range:
-        """Actions that behaviour cloning learns at an observation, counted from there: the chunk."""
+        """Offsets of the actions that behaviour cloning learns, relative to the observation; here those of the chunk."""
         return range(self.chunk)
 
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the head's input `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each
-        only if requested.
+        """Returns the head's input `[B, head.inputs]` if `policy`, and values `[B]` (`[B, value_width]` if the width is above
+        1) if `value`.
         """
 
     def default_forward(
@@ -179,7 +181,7 @@ class Policy(nn.Module):
             compute_logprobs, compute_entropy, compute_values: Results to compute.
 
         Returns:
-            `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
+            `logprobs` and `entropy` with shapes as in `logprob_type`, and `values` `[B]` or `[B, chunk]`.
         """
         head_input, values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
         outputs: dict[str, Tensor] = {}
@@ -199,14 +201,15 @@ class Policy(nn.Module):
         """Chooses actions, without gradients.
 
         Args:
-            obs: `[B, ...]`, or a dict of such tensors where the environment has several observations.
-            mode: "train" samples, "eval" takes the most likely action, or acts deterministically from noise.
-            noise: Rows `[B, ...]` of `sample_noise`, drawn here if None; in "eval" rows of `sample_start`, if the policy
-                uses it, by default those of a fixed seed.
+            obs: `[B, ...]`, or a dict of such tensors if the environment has several observations.
+            mode: "train" samples; "eval" takes the most likely action, or acts deterministically from `noise`.
+            noise: In "train", rows `[B, ...]` of `sample_noise`; None draws them. In "eval", rows of `sample_start`, for
+                policies that use it; None draws them with a fixed seed.
 
         Returns:
-            Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
-            depend on more than observations and actions, `inputs`: a dict of tensors `[B, ...]` that training gets again.
+            Actions `[B, chunk, dim]`, and a dict with `prev_logprobs` and `prev_values` as in `default_forward`. If
+            log-probabilities depend on more than observations and actions, it also has `inputs`, a dict of tensors
+            `[B, ...]` that `default_forward` needs.
         """
         head_input, values = self.features(obs, True, True)
         assert head_input is not None and values is not None
@@ -215,10 +218,10 @@ class Policy(nn.Module):
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
     def mean_action(self, obs: Obs) -> Tensor:
-        """Returns the actions of `predict_action_batch` in "eval", with their gradient where there is one.
+        """Returns the actions that `predict_action_batch` chooses in "eval", as differentiable tensors.
 
         Args:
-            obs: As `predict_action_batch` takes them.
+            obs: Observations as for `predict_action_batch`.
 
         Returns:
             Actions `[B, chunk, dim]`.
@@ -231,53 +234,53 @@ class Policy(nn.Module):
 
     @property
     def horizon(self) -> int:
-        """Number of actions that it predicts at once by a flow and that `plan` can guide; 0 without a flow."""
+        """Number of actions that a flow policy predicts at once in `plan`; 0 for other policies."""
         return 0
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """Returns the flow's complete prediction, computed as in evaluations: `[B, ...]` like its states.
+        """Returns the flow's complete prediction, computed as in evaluation; its shape is `[B, *state_shape]`.
 
         Args:
-            obs: As `predict_action_batch` takes them.
-            guide: Correction towards the previous chunk.
+            obs: Observations as for `predict_action_batch`.
+            guide: Guidance towards the previous chunk.
             noise: Rows of `sample_start`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns the actions `[B, n, dim]` of a part of the result of `plan`, as the environment takes them."""
+        """Returns the actions `[B, n, dim]` in slice `part` of the result of `plan`, in the environment's units."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
+        """Draws noise for `predict_action_batch`, `[*shape, ...]`; each row is for one slot and step."""
         return self.head.sample_noise(shape, generator)
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """Shape of the noise from which evaluations act deterministically; () for a policy without such noise."""
+        """Shape of the starting noise of evaluation, from which the policy acts deterministically; () for none."""
         return ()
 
     def sample_start(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws the noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to
-        begin there: from zero, which training never shows, they end between the modes of the learned distribution.
+        """Draws the starting noise of evaluation, standard normal `[*shape, *start_shape]`. A start at zero, which training
+        does not cover, would end between the modes of the learned distribution.
         """
         return torch.randn((*shape, *self.start_shape), generator=generator)
 
     def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: `noise`, or that of a fixed seed."""
+        """Returns the starting noise of evaluation, `[B, *start_shape]`: `noise`, or noise drawn with a fixed seed."""
         if noise is None:
             noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
         return noise.to(device)
 
     def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the noise of a sample of `predict_action_batch`: `noise`, or newly drawn noise."""
+        """Returns the sampling noise for `predict_action_batch`: `noise`, or newly drawn noise if it is None."""
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
-        at `obs`.
+        given `obs`.
 
-        `is_pad [B, chunk]` marks the actions beyond the episode's end, where its last one is repeated.
+        `is_pad [B, chunk]` marks actions beyond the end of the episode, which repeat its last action.
         """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
@@ -289,8 +292,8 @@ class Policy(nn.Module):
         return values
 
     def _values(self, hidden: Tensor) -> Tensor:
-        """Returns the value head's values of hidden states: `[B]`, or `[B, value_width]` if that is above 1; 0 without a
-        head.
+        """Returns the value head's outputs for hidden states, `[B]`, or `[B, value_width]` if the width is above 1; zeros
+        without a value head.
         """
         if self.value_head is None:
             return torch.zeros(
@@ -299,7 +302,7 @@ class Policy(nn.Module):
         return self.value_head(hidden)
 
     def spec(self) -> dict[str, Any]:
-        """Returns JSON from which `policy_from_spec` builds the same network."""
+        """Returns a JSON-serializable description from which `policy_from_spec` builds the same network."""
         from omegaconf import OmegaConf
 
         return {
@@ -309,17 +312,18 @@ class Policy(nn.Module):
         }
 
 
-#: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
+#: Function from states `[B, chunk, dim]` and times `[B]` to velocities `[B, chunk, dim]`.
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
-    """Returns the weight of each action of the previous chunk, `[horizon]` (equation 5 of the paper).
+    """Returns the guidance weight of each action of the previous chunk, `[horizon]` (real-time chunking, equation 5).
 
     Args:
-        horizon: H, actions of a chunk.
-        executed: s, actions that are executed from one chunk to the next: the previous chunk has none for the last s.
-        delay: d, actions that are executed before the chunk is available: these have weight 1, later ones less and less.
+        horizon: H, number of actions in a chunk.
+        executed: s, number of actions executed per chunk. The last s actions have no counterpart in the previous chunk, so
+            their weight is 0.
+        delay: d, number of actions executed before the new chunk is available. Their weight is 1; later weights decrease.
     """
     weights = torch.zeros(horizon)
     weights[:delay] = 1.0
@@ -335,8 +339,8 @@ class Guide:
 
     Attributes:
         target: Actions in the flow's scale, `[B, ...]` like its states.
-        weights: Weight of each action, of a shape that broadcasts with `target`.
-        max_weight: β, the largest weight of the correction.
+        weights: Weight of each action, broadcastable to `target`.
+        max_weight: β, upper bound of the correction's weight.
     """
 
     target: Tensor

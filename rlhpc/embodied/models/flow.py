@@ -1,8 +1,8 @@
-"""Flow matching for action chunks, with the log-probabilities of the steps that produce a chunk.
+"""Flow matching for action chunks, with log-probabilities of the integration steps.
 
-An action chunk x_0 and noise x_1 ~ N(0, 1) are joined by x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
-v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has the same direction of time). Acting integrates from t = 1 to 0
-in K Euler steps. That is deterministic, so reinforcement learning uses the steps of a stochastic equation with the same
+The path between an action chunk x_0 and noise x_1 ~ N(0, 1) is x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
+v = x_1 − x_0 (Lipman et al. 2023; time runs in the same direction as in π0, Black et al. 2024). Acting integrates from
+t = 1 to 0 in K Euler steps. This is deterministic, so reinforcement learning integrates a stochastic equation with the same
 marginals (Flow-SDE: Flow-GRPO, Liu et al. 2025; π_RL, Chen et al. 2025):
 
     x_{t−dt} ~ N(x_t − [v + σ²/(2t)·(x_t + (1 − t)·v)]·dt,  σ²·dt),    σ = noise_level·√(t / (1 − t)),
@@ -35,11 +35,11 @@ _TIME_FEATURES = 32
 
 
 class Flow:
-    """Integrator of the K steps from noise to actions.
+    """Integrator of a flow from noise to actions in K steps.
 
     Args:
         steps: K.
-        noise_level: Scale of σ; 0 is the deterministic equation, which has no log-probabilities.
+        noise_level: Scale of σ; 0 gives the deterministic equation, which has no log-probabilities.
     """
 
     def __init__(self, steps: int, noise_level: float) -> None:
@@ -59,8 +59,8 @@ class Flow:
 
         Args:
             velocity: Velocity of the policy.
-            noise: `[B, K, chunk, dim]`, of the steps; None integrates deterministically.
-            start: `[B, chunk, dim]`, x_1.
+            noise: Noise of the steps, `[B, K, chunk, dim]`; None integrates deterministically.
+            start: x_1, `[B, chunk, dim]`.
         """
         states = [start]
         for k, t in enumerate(self.times):
@@ -74,26 +74,26 @@ class Flow:
         return torch.stack(states, 1)
 
     def logprobs(self, velocity: Velocity, states: Tensor) -> Tensor:
-        """Returns log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
-        total = torch.zeros_like(states[:, 0])
+        """Returns log-probabilities per component, summed over the steps, `[B, chunk, dim]`."""
+        logprobs = torch.zeros_like(states[:, 0])
         for k, t in enumerate(self.times):
             x = states[:, k]
             mean, std = self.moments(x, velocity(x, x.new_full((x.shape[0],), t)), t)
-            total = total - 0.5 * ((states[:, k + 1] - mean) / std) ** 2 - math.log(std) - 0.5 * _LOG_2PI
-        return total
+            logprobs = logprobs - 0.5 * ((states[:, k + 1] - mean) / std) ** 2 - math.log(std) - 0.5 * _LOG_2PI
+        return logprobs
 
     def entropy(self) -> float:
-        """Returns the entropy of one component over all steps; it depends on `noise_level` alone."""
+        """Returns the entropy per component, summed over the steps; it depends only on K and `noise_level`."""
         zero_state = torch.zeros(1, 1, 1)
         stds = [self.moments(zero_state, zero_state, t)[1] for t in self.times]
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
 
 
 class FlowActing(Policy):
-    """Policy that acts by a flow. A subclass implements `prepare`, which computes once for an observation what all
-    steps need.
+    """Policy that generates actions by a flow. Subclasses implement `prepare`, which encodes an observation once for all
+    steps.
 
-    Its networks work with actions scaled to −1 … 1 by the bounds of the action space, if it has bounds.
+    The networks use actions scaled to [−1, 1] by the bounds of the action space, if it has bounds.
     """
 
     has_head = False
@@ -115,15 +115,15 @@ class FlowActing(Policy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Chunk and dim of the flow's states, of which the first `chunk` and `dim` are the policy's actions."""
+        """Chunk size and action width of the flow's states; the first `chunk` and `dim` of them are the policy's actions."""
         return self.chunk, self.dim
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """Returns the velocity for an observation, and values, each only if requested."""
+        """Returns the velocity for an observation if `policy`, and values if `value`."""
         raise NotImplementedError
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the head's input, None for a flow, and the values (`Policy.features`)."""
+        """Returns None in place of the head's input, and the values (`Policy.features`)."""
         return None, self.prepare(obs, False, value)[1]
 
     def default_forward(
@@ -133,7 +133,7 @@ class FlowActing(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
+        """Runs the training pass (`Policy.default_forward`); `inputs["chain"]` are the states from
         `predict_action_batch`.
         """
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
@@ -168,13 +168,13 @@ class FlowActing(Policy):
         return self.chunk
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """Predicts a chunk as evaluations do (`Policy.plan`)."""
+        """Predicts a chunk as in evaluation (`Policy.plan`)."""
         velocity, _ = self.prepare(obs, True, False)
-        assert velocity is not None  # it was asked for
+        assert velocity is not None  # the velocity was requested
         return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
     def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
-        """Returns all states of the deterministic steps of evaluations."""
+        """Returns all states of deterministic integration, as in evaluation."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 
     @property
@@ -183,20 +183,20 @@ class FlowActing(Policy):
         return self.state_shape
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns actions of a part of a plan (`Policy.played`)."""
+        """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
         return self.unscaled(plan[:, part, : self.dim])
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
+        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: x_1, then the noise of the steps."""
         return torch.randn((*shape, self.flow.steps + 1, *self.state_shape), generator=generator)
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from
-        torch's generator.
+        """Returns the loss of conditional flow matching, `[B]`: the squared error of the velocity at a random time. Noise and
+        times come from torch's default generator.
         """
         actions = self.scaled(inputs["actions"].reshape(-1, self.chunk, self.dim))
         velocity, _ = self.prepare(inputs["obs"], True, False)
-        assert velocity is not None  # the velocity was asked for
+        assert velocity is not None  # the velocity was requested
         rows, device = len(actions), actions.device
         noise, target = (
             torch.randn(rows, *self.state_shape).to(device),
@@ -209,15 +209,15 @@ class FlowActing(Policy):
         return error.square().mean((1, 2))
 
     def draw_times(self, rows: int) -> Tensor:
-        """Draws the times `[rows]` at which the velocity is learned, 0 for actions and 1 for noise; from torch's generator."""
+        """Draws training times `[rows]` from torch's default generator; 0 stands for actions, 1 for noise."""
         return torch.rand(rows)
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Scales actions for the flow."""
+        """Scales actions to [−1, 1] for the flow."""
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """Returns actions within the space's bounds, from scaled ones."""
+        """Inverts `scaled`: returns actions in the environment's units."""
         return self.low + (actions + 1) / 2 * (self.high - self.low)
 
     def _leveled(self, logprobs: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
 
 
 class FlowPolicy(FlowActing):
-    """Flow policy over numbers, or over images by a convolutional encoder. `actor.model.kwargs` are `FlowOptions`."""
+    """Flow policy for state vectors, or for images with a convolutional encoder. `actor.model.kwargs` are `FlowOptions`."""
 
     options_type = FlowOptions
     options: FlowOptions

@@ -1,4 +1,4 @@
-"""Dataset statistics that scale actions and states to −1 … 1: OpenVLA's `norm_stats`, LeRobot's `stats.json`.
+"""Dataset statistics for scaling actions and states to [−1, 1]: OpenVLA's `norm_stats`, LeRobot's `stats.json`.
 
 {"<dataset>": {"action": {"q01": […], "q99": […], "min": […], "max": […], "mask": […]}, "proprio": {…}}, …}
 {"action": {"min": […], "max": […], "q01": […], …}, "observation.state": {…}, …}
@@ -21,17 +21,17 @@ from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 
-#: Statistics that become −1 and 1, by the name of a normalisation.
+#: Names of the statistics that map to −1 and 1, by normalisation.
 RANGES = {"q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
 class Scaling(nn.Module):
-    """Affine map of `low … high` to −1 … 1 and back; components that `mask` leaves out stay unchanged.
+    """Affine map of [`low`, `high`] to [−1, 1] and back; components with a false `mask` stay unchanged.
 
     Args:
         low, high, mask: Bounds and mask of each component.
-        gripper: True if the last component is a gripper whose values are 0 (closed) and 1 (open) for the model, as in RLDS
-            datasets, and 1 and −1 for the environment.
+        gripper: True if the last component is a gripper, whose values are 0 (closed) and 1 (open) for the model, as in RLDS
+            datasets, and 1 (closed) and −1 (open) for the environment.
     """
 
     low: Tensor
@@ -47,11 +47,11 @@ class Scaling(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def with_gripper(self, gripper: bool) -> Scaling:
-        """Returns the same scaling for a last component that is, or is not, a gripper."""
+        """Returns a copy of this scaling in which the last component is, or is not, a gripper."""
         return Scaling(self.low, self.high, self.mask, gripper=gripper)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Converts `[..., dim]` to −1 … 1 and clamps it; components that never change become 0."""
+        """Scales `[..., dim]` to [−1, 1] with clamping; components with an empty range become 0."""
         width = self.high - self.low
         values_scaled = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
         values_scaled = torch.where(self.mask, torch.where(width == 0, 0, values_scaled), values)
@@ -68,9 +68,10 @@ class Scaling(nn.Module):
 
 
 def read_statistics(path: Path) -> dict[str, Any]:
-    """Reads statistics by dataset, from a file of either kind, or a LeRobot dataset's folder.
+    """Reads statistics by dataset from an OpenVLA or LeRobot file, or from the folder of a LeRobot dataset.
 
-    Raises: ConfigError: The file is missing, or it has no statistics.
+    Raises:
+        ConfigError: The file cannot be read, or has no statistics.
     """
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
@@ -91,15 +92,15 @@ def scaling(
     """Builds the scaling of "action" or "proprio"; returns None if the dataset has no statistics of states.
 
     Args:
-        statistics: By dataset.
+        statistics: Statistics by dataset.
         dataset: Name of the dataset; None takes the only one.
         part: "action" or "proprio".
         dim: Required number of components.
-        normalisation: One of `RANGES`; where a dataset has no quantiles, its bounds.
+        normalisation: Key of `RANGES`; a dataset without quantiles is scaled by its bounds.
         where: Name of the statistics in messages.
 
     Raises:
-        ConfigError: There is no such dataset, or it has other components.
+        ConfigError: The dataset does not exist, lacks statistics, or has another number of components.
     """
     if normalisation not in RANGES:
         raise ConfigError(f"actor.model.kwargs.normalisation is {normalisation!r}; allowed: {', '.join(RANGES)}")
@@ -124,26 +125,26 @@ def scaling(
     return action_scaling
 
 
-#: In place of a file of statistics: actions and state are scaled by the bounds of their spaces, as by rlhpc without data.
+#: Value of `kwargs.statistics` that scales actions and state by the bounds of their spaces instead of a file's statistics.
 BOUNDS = "bounds"
-#: openpi's file of statistics, in a released folder or its `assets/<name>`.
+#: Name of openpi's statistics file, in a released folder or its `assets/<name>`.
 NORM_STATS = "norm_stats.json"
-#: Statistics that each normalisation of openpi needs.
+#: Statistics that each of openpi's normalisations needs.
 _NORM_STATS = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99")}
 
 
 class NormStats(nn.Module):
-    """Normalisation of a state or of actions as in openpi: (x − mean) / (std + 1e-6) for π0, or for π0.5 2·(x − q01) /
-    (q99 − q01 + 1e-6) − 1. Networks pad the result with zeros.
+    """Normalisation of a state or of actions as in openpi: (x − mean) / (std + 1e-6) for π0, and 2·(x − q01) /
+    (q99 − q01 + 1e-6) − 1 for π0.5. Networks pad the result with zeros.
 
     Args:
         statistics: Statistics of "state" or "actions": `mean` and `std`, or `q01` and `q99`, each a list of numbers.
         normalisation: "mean_std" or "quantiles".
-        dim: Number of components; further ones of the file are left out.
+        dim: Number of components; further components in the file are ignored.
         where: Name of the statistics in messages.
 
     Raises:
-        ConfigError: One is missing, or there are too few components.
+        ConfigError: A statistic is missing, or has too few components.
     """
 
     shift: Tensor
@@ -179,15 +180,15 @@ class NormStats(nn.Module):
 
 
 def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
-    """Reads openpi's statistics of "state" and "actions"; None where actions are scaled by the bounds of their space.
+    """Reads openpi's statistics of "state" and "actions"; returns None if actions are scaled by the bounds of their space.
 
     Args:
-        source: `actor.model.kwargs.statistics`: a norm_stats.json or a folder that has one, `bounds`, the content of such a
-            file, or None for those in the model's folder.
+        source: `actor.model.kwargs.statistics`: a norm_stats.json file, a folder that contains one, the content of such a
+            file, `bounds`, or None for the file in the model's folder.
         model_path: The model's folder or hub name, or `builtin:…`, which needs no statistics.
 
     Raises:
-        ConfigError: There is no such file; names where it was looked for.
+        ConfigError: The file is missing (the message names the searched paths) or has no statistics of actions.
     """
     if isinstance(source, Mapping):
         content: Any = plain(source)
@@ -218,7 +219,7 @@ def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
     return dict(content)
 
 
-#: Clip range of normalised numbers, and the term that keeps constant ones finite.
+#: Clip range of normalised values, and the term added to variances.
 _CLIP, _EPS = 10.0, 1e-8
 
 
@@ -226,7 +227,7 @@ class ObservationNormaliser(nn.Module):
     """Observation normaliser: (x − mean) / √(var + 1e-8), within ±10. Before the first update x stays unchanged.
 
     Args:
-        width: Numbers of an observation.
+        width: Number of values in an observation.
     """
 
     count: Tensor
@@ -244,12 +245,12 @@ class ObservationNormaliser(nn.Module):
         return ((flat - self.mean.float()) * (self.var.float() + _EPS).rsqrt()).clamp(-_CLIP, _CLIP)
 
     def moments(self, flat: Tensor, mask: Tensor) -> Tensor:
-        """Returns sums over each slot, `[n, 1 + 2 · width]`: the number of observations that count, and the sums of
-        their offsets from the mean and of the squared offsets.
+        """Returns sums over the steps of each slot, `[n, 1 + 2 · width]`: the number of valid observations, the sums of their
+        offsets from the mean, and the sums of the squared offsets.
 
         Args:
-            flat: `[n, T, width]`.
-            mask: Observations that count, bool `[n, T]`.
+            flat: Observations `[n, T, width]`.
+            mask: Valid observations, bool `[n, T]`.
         """
         offsets = (flat.double() - self.mean) * mask[..., None]
         return torch.cat([mask.double().sum(1, keepdim=True), offsets.sum(1), (offsets * offsets).sum(1)], 1)
@@ -259,13 +260,13 @@ class ObservationNormaliser(nn.Module):
         """Updates the statistics with observations (Chan et al. 1979).
 
         Args:
-            moments: Moments of all slots of the run, in their order, so that the result is the same for any number of ranks.
+            moments: Moments of all slots of the run, in slot order, so that the result does not depend on the number of ranks.
         """
         count, offset_sums, squared_sums = moments.sum(0).split([1, len(self.mean), len(self.mean)])
         if not count.item():
             return
-        total = self.count + count
-        squared_deviations = self.var * self.count + squared_sums - offset_sums * offset_sums / total
-        self.mean.copy_(self.mean + offset_sums / total)
-        self.var.copy_((squared_deviations / total).clamp(min=0))
-        self.count.copy_(total[0])
+        total_count = self.count + count
+        squared_deviations = self.var * self.count + squared_sums - offset_sums * offset_sums / total_count
+        self.mean.copy_(self.mean + offset_sums / total_count)
+        self.var.copy_((squared_deviations / total_count).clamp(min=0))
+        self.count.copy_(total_count[0])

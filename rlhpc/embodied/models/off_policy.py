@@ -1,4 +1,4 @@
-"""Networks of off-policy learning from state observations: an actor, and twin critics of actions."""
+"""Actor and twin Q-networks for off-policy learning from state observations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.flat_parameters import Reduce
 
-#: Constants of CrossQ's authors: fraction of the running statistics that a batch replaces, term added to variances, number
-#: of batches that are normalised by their own statistics alone, bounds of the correction.
+#: Constants from CrossQ's code: update rate of the running statistics, term added to variances, number of first batches
+#: that are normalised by their own statistics only, and bounds of the correction.
 _MOMENTUM, _EPS, WARM_UP, _R_MAX, _D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
@@ -37,8 +37,8 @@ class _Sum(torch.autograd.Function):
 
 
 class BatchRenorm(nn.Module):
-    """Batch renormalisation of rows `[B, width]`: in training by the batch's mean and variance, which after `WARM_UP`
-    batches are corrected towards the running ones; otherwise by the running ones.
+    """Batch renormalisation of rows `[B, width]`. Training uses the batch's mean and variance, corrected towards the running
+    statistics after `WARM_UP` batches; evaluation uses the running statistics.
 
     Attributes:
         reduce: Sums a tensor over the ranks, in place; None for a single rank.
@@ -57,7 +57,7 @@ class BatchRenorm(nn.Module):
         self.reduce: Reduce | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Returns normalised rows."""
+        """Returns the normalised rows, and updates the running statistics in training."""
         if not self.training:
             return (rows - self.mean) * (self.variance + _EPS).rsqrt() * self.weight + self.bias
         mean, variance = self._statistics(rows)
@@ -71,7 +71,7 @@ class BatchRenorm(nn.Module):
         return normal * self.weight + self.bias
 
     def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Corrects rows normalised by a batch's statistics towards the result of the running ones."""
+        """Corrects rows that were normalised by batch statistics towards normalisation by the running statistics."""
         running_std = (self.variance + _EPS).sqrt()
         scale_ratio = ((variance + _EPS).sqrt() / running_std).clamp(1 / _R_MAX, _R_MAX)
         return normal * scale_ratio + ((mean - self.mean) / running_std).clamp(-_D_MAX, _D_MAX)
@@ -81,13 +81,13 @@ class BatchRenorm(nn.Module):
         if self.reduce is None:
             variance, mean = torch.var_mean(rows, 0, correction=0)
             return mean, variance
-        total: Tensor = _Sum.apply(torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0]))), self.reduce)
-        mean = total[:-1] / total[-1]
-        return mean, _Sum.apply((rows - mean).square().sum(0), self.reduce) / total[-1].detach()
+        sums_and_count: Tensor = _Sum.apply(torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0]))), self.reduce)
+        mean = sums_and_count[:-1] / sums_and_count[-1]
+        return mean, _Sum.apply((rows - mean).square().sum(0), self.reduce) / sums_and_count[-1].detach()
 
 
 def _build_renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
-    """Builds a perceptron that normalises each layer's input."""
+    """Builds a perceptron with batch renormalisation before each linear layer."""
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
         layers += [BatchRenorm(inputs), nn.Linear(inputs, hidden), ACTIVATIONS[activation]()]
@@ -98,9 +98,9 @@ class _NormedTwinCritic(nn.Module):
     """Pair of Q-networks with batch renormalisation.
 
     Args:
-        inputs: Width of observation and action.
+        inputs: Total width of observation and action.
         hidden: Widths of the hidden layers.
-        activation: Its name.
+        activation: Name of the activation.
     """
 
     def __init__(self, inputs: int, hidden: list[int], activation: str) -> None:
@@ -111,7 +111,7 @@ class _NormedTwinCritic(nn.Module):
         )
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        """Returns Q-values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
         rows = torch.cat((obs, actions), -1)
         return torch.stack((self.one(rows).squeeze(-1), self.two(rows).squeeze(-1)))
 
@@ -120,7 +120,7 @@ def _flat_width(space: Any, model_type: str) -> int:
     """Returns the number of values in an observation.
 
     Raises:
-        ConfigError: It has images.
+        ConfigError: The observation contains images.
     """
     boxes: dict[str, Any] = space.spaces if isinstance(space, spaces.Dict) else {"": space}
     for name, box in boxes.items():
@@ -132,22 +132,23 @@ def _flat_width(space: Any, model_type: str) -> int:
 
 
 def flatten(obs: Any) -> Tensor:
-    """Returns observations as float rows `[B, D]`; several observations are concatenated in the order of their
-    names. Floats keep their precision."""
+    """Flattens observations to float rows `[B, D]`; concatenates several observations in the order of their names. Floating
+    dtypes are kept.
+    """
     arrays = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.flatten(1) if array.is_floating_point() else array.flatten(1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 class TwinCritic(nn.Module):
-    """Pair of Q-networks. Their first layers are one wide layer, the others two products: on a CPU that is faster than
-    batched products, forward and backward.
+    """Pair of Q-networks that share one wide first linear layer, half of it for each network. On a CPU this is faster than
+    batched matrix products.
 
     Args:
-        inputs: Width of observation and action.
+        inputs: Total width of observation and action.
         hidden: Widths of the hidden layers.
-        activation: Its name.
-        layer_norm: Normalises after every hidden layer (RLPD, Ball et al. 2023).
+        activation: Name of the activation.
+        layer_norm: Apply layer norm in every hidden layer (RLPD, Ball et al. 2023).
     """
 
     def __init__(self, inputs: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
@@ -167,19 +168,17 @@ class TwinCritic(nn.Module):
         self.one, self.two = hidden_layers(), hidden_layers()
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        """Returns Q-values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
         first_hidden, second_hidden = self.first(torch.cat((obs, actions), -1)).split(self.width, -1)
         return torch.stack((self.one(first_hidden).squeeze(-1), self.two(second_hidden).squeeze(-1)))
 
 
 class ActorCritic(Policy):
-    """Actor with twin critics of actions. The value of an observation is the smaller of the critics' values of the
-    actor's action without noise.
-    """
+    """Actor with twin Q-networks. The value of an observation is the smaller Q-value of the actor's deterministic action."""
 
     head: BoundedHead  # type: ignore[assignment]
-    has_head = False  # none of those that `Policy` builds
-    #: Prefixes of the names of the weights that acting needs.
+    has_head = False  # `Policy` builds none
+    #: Name prefixes of the weights that acting needs.
     acts_with: tuple[str, ...] = ("actor.",)
 
     def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -197,7 +196,7 @@ class ActorCritic(Policy):
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
-        """Builds `actor` and `critics`, for observations of `inputs` numbers."""
+        """Builds `actor` and `critics` for flat observations of width `inputs`."""
         self.actor: nn.Module = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
         self.critics: nn.Module = TwinCritic(
             inputs + self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm
@@ -217,27 +216,27 @@ class ActorCritic(Policy):
         return inputs if policy else None, self.critics(flat_obs, actions).amin(0)
 
     def executed(self, obs: Any, actions: Tensor) -> Tensor:
-        """Returns the executed actions `[B, chunk, dim]` for the actor's `actions`: here the same."""
+        """Returns the actions `[B, chunk, dim]` that are executed for the actor's `actions`; here they are the same."""
         del obs
         return actions
 
     def acting(self) -> list[tuple[str, Tensor]]:
-        """Returns the weights that acting needs."""
+        """Returns the names and tensors of the weights that acting needs."""
         return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acts_with)]
 
 
 class SACPolicy(ActorCritic):
-    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py)."""
+    """Actor and critics of SAC (as in CleanRL's sac_continuous_action.py)."""
 
     head: SquashedGaussianHead
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
-        """Builds a squashed Gaussian."""
+        """Builds a squashed Gaussian head."""
         return SquashedGaussianHead(action_space, self.chunk)
 
 
 class CrossQPolicy(SACPolicy):
-    """Actor and critics of CrossQ (Bhatt et al. 2024): those of SAC, with normalised inputs of each layer."""
+    """Actor and critics of CrossQ (Bhatt et al. 2024): SAC's, with batch renormalisation before each layer."""
 
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
@@ -248,7 +247,7 @@ class CrossQPolicy(SACPolicy):
 
 
 class TD3Policy(ActorCritic):
-    """Actor and critics of TD3 (as CleanRL's td3_continuous_action.py)."""
+    """Actor and critics of TD3 (as in CleanRL's td3_continuous_action.py)."""
 
     head: DeterministicHead
 
@@ -261,8 +260,8 @@ class _SpreadActor(nn.Module):
     """Actor with a state-independent log-std; outputs mean and log-std, concatenated.
 
     Args:
-        mean: Network of the mean.
-        outputs: Width of its outputs.
+        mean: Network that computes the mean.
+        outputs: Width of the mean.
     """
 
     def __init__(self, mean: nn.Module, outputs: int) -> None:
@@ -271,7 +270,7 @@ class _SpreadActor(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Returns `[B, 2 · outputs]` for flat observations `[B, D]`."""
+        """Returns mean and log-std `[B, 2 · outputs]` for flat observations `[B, D]`."""
         mean = self.mean(obs)
         return torch.cat((mean, self.log_std.expand_as(mean)), -1)
 
@@ -291,13 +290,13 @@ class _ValuedTwinCritic(TwinCritic):
 
 
 class IQLPolicy(ActorCritic):
-    """Actor, critics and value network of IQL (as CORL's iql.py). The value network is among the critics."""
+    """Actor, critics and value network of IQL (as in CORL's iql.py). The value network is part of `critics`."""
 
     head: BoundedGaussianHead
     critics: _ValuedTwinCritic
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
-        """Builds a bounded Gaussian."""
+        """Builds a bounded Gaussian head."""
         return BoundedGaussianHead(action_space, self.chunk)
 
     def build_networks(

@@ -1,9 +1,9 @@
 """Policies of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025), over the network of
 `rlhpc.embodied.models.prismatic`.
 
-OpenVLA writes its actions token by token. OFT's attention is bidirectional, and it predicts all components of a chunk at
-once, at empty positions between the prompt and the end of the text. They are tokens, or numbers from an action head. That
-head was made to minimise their distance, and gets a Gaussian around them for reinforcement learning.
+OpenVLA generates its actions token by token. OFT uses bidirectional attention and predicts all components of a chunk at
+once, at empty positions between the prompt and the end of the text: as tokens, or as numbers from an action head. The head
+was trained by L1 regression; reinforcement learning adds a Gaussian around its outputs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 class OpenVLAPolicy(TokenPolicy):
-    """Policy from pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
+    """Policy that predicts action chunks from images, an instruction, and the robot's state if the model takes it.
 
-    `actor.model`: `model_path` (a folder as it was released, or `builtin:tiny`), `dtype`, `add_value_head`, `log_std_init`
+    `actor.model`: `model_path` (a released folder, or `builtin:tiny`), `dtype`, `add_value_head`, `log_std_init`
     (`l1`); `actor.lora`; `kwargs` are `OpenVlaOptions`.
     """
 
@@ -62,7 +62,7 @@ class OpenVLAPolicy(TokenPolicy):
         for submodule in self.vlm.modules():
             if isinstance(submodule, ViT):
                 submodule.freeze_unused()
-        if self.action_head is not None:  # it writes no tokens
+        if self.action_head is not None:  # it generates no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
         _load_extra_weights(self, self.source)
 
@@ -110,11 +110,11 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def _scale(self, options: OpenVlaOptions) -> None:
-        """Sets the scaling from the statistics of `kwargs`, or from those of the model. The bounds of the action space
-        stay for `bounds`, and for a model without a folder.
+        """Sets the scaling from the statistics in `kwargs`, or from the model's. With `bounds`, or for a model without a
+        folder, the bounds of the action space stay in use.
 
         Raises:
-            ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
+            ConfigError: A folder has no statistics, so its actions would be scaled differently than in training.
         """
         statistics_source = str(options.statistics or self.source)
         self.statistics = _find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
@@ -140,7 +140,7 @@ class OpenVLAPolicy(TokenPolicy):
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _embedded(self, obs: Any) -> tuple[Tensor, Tensor]:
-        """Returns pictures, state and prompt as embeddings `[B, L, width]`, and their mask."""
+        """Returns embeddings `[B, L, width]` of images, state and prompt, and their mask."""
         ids, mask, pixels = self.inputs(obs)
         features = self.vlm.see(pixels)
         if self.proprio_projector is not None:
@@ -192,15 +192,15 @@ class OpenVLAPolicy(TokenPolicy):
         return *self._choose(hidden, noise), hidden[:, 0]
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the head's input, for `l1` the actions between −1 and 1, and the values (`Policy.features`)."""
+        """Returns the head's input and the values (`Policy.features`); for `l1` the input is the actions in [−1, 1]."""
         if self.action_head is None or not policy:
             return super().features(obs, policy, value)
         hidden = self._states(obs, None)
         return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); for `l1`, `inputs` may have the actions between −1 and 1,
-        `scaled`.
+        """Runs the training pass (`Policy.default_forward`); for `l1`, `inputs["scaled"]` may hold the actions in
+        [−1, 1].
         """
         if self.action_head is None:
             return super().default_forward(inputs, *args, **kwargs)
@@ -217,7 +217,7 @@ class OpenVLAPolicy(TokenPolicy):
         return self.scaling.unscaled(actions), {**extras, "inputs": {"scaled": actions}}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws noise of the tokens or of the Gaussian (`Policy.sample_noise`)."""
+        """Draws noise for the tokens or for the Gaussian (`Policy.sample_noise`)."""
         return (
             super().sample_noise(shape, generator)
             if self.action_head is None
@@ -225,7 +225,7 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean distance of the actions."""
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean absolute error of the actions."""
         if self.action_head is None:
             return super().bc_loss(inputs)
         return (
@@ -233,11 +233,11 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def release(self, folder: Path, step: int) -> None:
-        """Writes the policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
+        """Writes the policy in the layout of OpenVLA's folders, with merged adapters, and the adapters separately.
 
         Args:
             folder: Existing folder.
-            step: Step for the names of files.
+            step: Step in the names of files.
         """
         from safetensors.torch import save_file
 
@@ -301,16 +301,16 @@ def _find_components(folder: Path | None) -> dict[str, Path]:
 
 
 def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the statistics that scale actions: those of `kwargs`, or those of the model. They are empty for the
-    bounds of the action space, and for a model without a folder.
+    """Returns the statistics that scale actions: those in `kwargs`, or the model's. They are empty with `bounds`, and for a
+    model without a folder and `norm_stats`.
 
     Args:
         options: `actor.model.kwargs`.
         folder: Folder of the model.
-        config: Content of its config.json.
+        config: Content of the model's config.json.
 
     Raises:
-        ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
+        ConfigError: A folder has no statistics, so its actions would be scaled differently than in training.
     """
     source = options.statistics
     if source == BOUNDS:
@@ -329,10 +329,10 @@ def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mappi
 
 
 def check_folder(cfg: ModelConfig) -> None:
-    """Refuses a model's folder without weights or statistics.
+    """Checks that a model's folder has weights and statistics.
 
     Raises:
-        ConfigError: Files are missing; names them.
+        ConfigError: Files are missing; the message names them.
     """
     require_weights(cfg.model_path)
     if (folder := folder_of(cfg)) is not None:
@@ -343,8 +343,8 @@ def check_folder(cfg: ModelConfig) -> None:
 def _load_components(
     files: dict[str, Path], width: int, dim: int, state: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
-    """Builds head and projector, with the weights of their files, if any; None without components (`dim`) or numbers
-    (`state`).
+    """Builds the action head and the projector, and loads their weights if there are files. The head is None if `dim` is 0,
+    the projector if `state` is 0.
     """
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
@@ -355,8 +355,8 @@ def _load_components(
 def _loaded(module: Any, file: Path | None) -> Any:
     if file is not None:
         try:
-            weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-            module.load_state_dict({name.removeprefix("module."): weight for name, weight in weights.items()})
+            state_dict: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+            module.load_state_dict({name.removeprefix("module."): weight for name, weight in state_dict.items()})
         except Exception as error:
             raise ConfigError(
                 f"actor.model.model_path: {file} does not fit this environment's actions and state: {error}"
@@ -365,7 +365,7 @@ def _loaded(module: Any, file: Path | None) -> Any:
 
 
 def _load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
-    """Loads the value head and the log-std of a policy's folder, if they fit the policy."""
+    """Loads the value head and the log-std from a policy's folder, if their shapes fit the policy."""
     if folder is not None and (folder / _EXTRA_WEIGHTS).is_file():
         state = policy.state_dict()
         weights = load_tensors(folder / _EXTRA_WEIGHTS).items()
@@ -380,12 +380,12 @@ def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: b
 
     Args:
         config: Configuration of the model.
-        settings: Settings of its image processor.
-        space: Observation space, whose pictures must be square unless they are stretched.
-        crop: Crop to the middle 90 %, for models whose training pictures were cropped at random.
+        settings: Settings of the model's image processor.
+        space: Observation space; its images must be square unless the model stretches images.
+        crop: Crop to the central 90 % of the area, for models trained on random crops.
 
     Raises:
-        ConfigError: Its vision transformers want pictures of different sizes, or the pictures would have to be cut.
+        ConfigError: The vision transformers take different image sizes, or images would have to be cropped or padded.
     """
     sizes = set(config.image_sizes)
     if len(sizes) > 1:

@@ -1,8 +1,8 @@
-"""Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025), by the names of released
-files.
+"""Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025).
 
-`vision_backbone.featurizer` (and `fused_featurizer`, whose features are concatenated with the first one's),
-`projector`, `language_model`: a Llama. The names of the classes are those that the released configurations name.
+Parameters have the names in released weights: `vision_backbone.featurizer` (and `fused_featurizer`, whose features are
+concatenated with those of the first), `projector`, and `language_model`, a Llama. Classes have the names in released
+configurations.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _ViTShape:
 
     Attributes:
         embed_dim, depth, num_heads, mlp_ratio, patch_size: Parameters of timm's model.
-        reg_tokens: Registers; with them there is a class token, too, and neither has a position.
-        scaled: Layers have a scale.
-        pooled: It ends with an attention pool, which files contain and nothing here uses.
-        mean, std: Statistics of the pictures that it was trained on.
+        reg_tokens: Number of register tokens. With registers there is also a class token; neither has position embeddings.
+        scaled: Whether blocks have a layer scale.
+        pooled: Whether the weights contain an attention pool, which is unused here.
+        mean, std: Channel statistics of the training images.
     """
 
     embed_dim: int
@@ -45,7 +45,7 @@ class _ViTShape:
 
 
 _SIGLIP = _ViTShape(1152, 27, 16, 3.7362, pooled=True)
-#: By timm's names.
+#: Shapes by timm model name.
 _SHAPES = {
     "vit_large_patch14_reg4_dinov2.lvd142m": _ViTShape(
         1024, 24, 16, reg_tokens=4, scaled=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
@@ -56,10 +56,10 @@ _SHAPES = {
 
 
 def vit_shape(name: str, changes: dict[str, Any]) -> _ViTShape:
-    """Returns the shape of a timm model name, with changes to it.
+    """Returns the shape of a timm model, with `changes` applied.
 
     Raises:
-        ConfigError: The name is none of `_SHAPES`.
+        ConfigError: The name is not in `_SHAPES`.
     """
     if name not in _SHAPES:
         raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(_SHAPES)}")
@@ -67,7 +67,7 @@ def vit_shape(name: str, changes: dict[str, Any]) -> _ViTShape:
 
 
 class _LayerScale(nn.Module):
-    """Layer that multiplies each component by a separate weight."""
+    """Layer scale: multiplies each component by a learned factor."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """Perceptron of two layers."""
+    """Two-layer perceptron with GELU."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -136,24 +136,24 @@ class _AttentionPool(nn.Module):
 
 
 class _PatchEmbed(nn.Module):
-    """Patch embedding of pictures."""
+    """Patch embedding of images."""
 
     def __init__(self, shape: _ViTShape) -> None:
         super().__init__()
         self.proj = nn.Conv2d(3, shape.embed_dim, shape.patch_size, shape.patch_size)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Converts pictures `[B, 3, size, size]` to `[B, patches, dim]`."""
+        """Embeds images `[B, 3, size, size]` as patches `[B, patches, dim]`."""
         return self.proj(pictures).flatten(2).transpose(1, 2)
 
 
 class ViT(nn.Module):
-    """Vision transformer up to its last layer but one, from which OpenVLA takes its features. Later layers are not
+    """Vision transformer up to its second-to-last block, whose outputs are OpenVLA's features. Later layers are not
     trained.
 
     Args:
         shape: Architecture parameters.
-        size: Pixels a side.
+        size: Height and width of images, in pixels.
     """
 
     def __init__(self, shape: _ViTShape, size: int) -> None:
@@ -172,13 +172,13 @@ class ViT(nn.Module):
         self.freeze_unused()
 
     def freeze_unused(self) -> None:
-        """Freezes the layers after the features; adapters there have no gradient either, and would only decay."""
+        """Freezes the layers after the features, and adapters in them, which get no gradient and would only decay."""
         for unused_module in (self.blocks[-1], self.norm, self.attn_pool):
             if unused_module is not None:
                 unused_module.requires_grad_(False)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Converts pictures `[B, 3, size, size]` to features of their patches `[B, patches, dim]`."""
+        """Converts images `[B, 3, size, size]` to patch features `[B, patches, dim]`."""
         x = self.patch_embed(pictures) + self.pos_embed
         if self.registers:
             x = torch.cat([torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1), x], 1)
@@ -187,21 +187,21 @@ class ViT(nn.Module):
         return x[:, -self.patches :]
 
 
-#: Blocks of the head that regresses actions.
+#: Number of residual blocks in the action head.
 _BLOCKS = 2
 
 
 class OpenVLAConfig(PretrainedConfig):
-    """Configuration of OpenVLA from config.json; unused keys stay in it.
+    """Configuration of OpenVLA from config.json; unused keys are kept.
 
     Args:
         timm_model_ids: Names of one or two vision transformers.
-        image_sizes: Pixels a side, of each.
-        timm_overrides: Changes of `_ViTShape`, of each; released models have none.
+        image_sizes: Image size in pixels for each transformer.
+        timm_overrides: Changes to the `_ViTShape` of each transformer; released models have none.
         text_config: Configuration of the Llama.
-        pad_to_multiple_of: By how much its vocabulary is larger than the tokenizer's.
-        n_action_bins: The last tokens of the vocabulary that stand for parts of an action.
-        norm_stats: Statistics of the actions of each dataset that it was trained on.
+        pad_to_multiple_of: Number of padding tokens at the end of the Llama's vocabulary.
+        n_action_bins: Number of tokens, the last ones before the padding, that encode bins of an action component.
+        norm_stats: Action statistics of each training dataset.
     """
 
     model_type = "openvla"
@@ -238,11 +238,11 @@ class OpenVLAConfig(PretrainedConfig):
         return [vit_shape(name, override) for name, override in zip(self.timm_model_ids, overrides, strict=True)]
 
 
-AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # else AutoTokenizer does not know what its folder is
+AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # otherwise AutoTokenizer does not recognise the folder
 
 
 class _VisionBackbone(nn.Module):
-    """Vision backbone: one vision transformer, or two that see the same pictures."""
+    """Vision backbone: one vision transformer, or two on the same images."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -257,8 +257,8 @@ class _VisionBackbone(nn.Module):
             self.width += self.fused_featurizer.embed_dim
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Converts pictures `[B, 3 or 6, size, size]`, of 6 channels three for each transformer, to `[B, patches,
-        width]`.
+        """Converts images to features `[B, patches, width]`; images are `[B, 3, size, size]`, or `[B, 6, size, size]` with
+        three channels for each of two transformers.
         """
         features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:
@@ -267,8 +267,8 @@ class _VisionBackbone(nn.Module):
 
 
 class _Projector(nn.Module):
-    """Projector of visual features to embeddings of the language model: three layers behind two vision transformers,
-    else two.
+    """Projector of visual features to embeddings of the language model: three layers for two vision transformers, two layers
+    for one.
     """
 
     def __init__(self, width: int, hidden: int, fused: bool) -> None:
@@ -310,22 +310,22 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         return self.language_model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """Returns the language model's output embeddings; adapters on all linear layers leave them out."""
+        """Returns the language model's output embeddings, which adapters on all linear layers exclude."""
         return self.language_model.get_output_embeddings()
 
     def see(self, pictures: Tensor) -> Tensor:
-        """Converts pictures `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
+        """Converts images `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
         features = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
         return features.reshape(len(pictures), -1, features.shape[-1])
 
     def embed(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Returns embeddings of tokens `[B, L]`, with `features [B, n, hidden]` where token ids are negative."""
+        """Returns embeddings `[B, L, hidden]` of token ids `[B, L]`; `features [B, n, hidden]` replace negative ids."""
         token_embeddings = self.get_input_embeddings()(ids.clamp(min=0))
         return token_embeddings.masked_scatter((ids < 0)[..., None], features.to(token_embeddings.dtype))
 
 
 class _ResidualBlock(nn.Module):
-    """Layer of the head that regresses actions."""
+    """Residual block of the action head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class _ResidualBlock(nn.Module):
 
 
 class _ResidualMlp(nn.Module):
-    """Network of the head that regresses actions."""
+    """Residual perceptron of the action head."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
@@ -356,8 +356,8 @@ class _ResidualMlp(nn.Module):
 
 
 class ActionHead(nn.Module):
-    """Action head of OpenVLA-OFT: an action from the hidden states at its components' positions, in the precision of
-    its weights.
+    """Action head of OpenVLA-OFT: regresses an action from the hidden states at its components' positions, in the precision
+    of its weights.
     """
 
     def __init__(self, width: int, dim: int) -> None:
@@ -371,7 +371,7 @@ class ActionHead(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """Proprioception projector of OpenVLA-OFT: a robot's state as one embedding of the language model, in the precision
+    """Proprioception projector of OpenVLA-OFT: maps a robot's state to one embedding of the language model, in the precision
     of its weights.
     """
 

@@ -1,4 +1,4 @@
-"""Vision-language models of transformers as a policy's encoder: loading, tiny random ones, adapters, and their inputs."""
+"""Vision-language models from transformers as policy encoders: loading, tiny random models for tests, and inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhpc.runtime.plugins import required
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
-#: Vocabulary of the tiny models: bytes, then these, and as its last 256 words the bins of actions.
+#: Vocabulary of the tiny models: bytes, then these tokens; the last 256 tokens are action bins.
 _TINY_IMAGE, _TINY_BOS, _TINY_WORDS = 256, 257, 640
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,7 +33,7 @@ def hugging_face() -> Any:
     """Returns the transformers package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     return required("transformers", "vision-language policies need transformers")
 
@@ -89,7 +89,7 @@ class Bytes:
     vocab_size = _TINY_WORDS
 
     def convert_tokens_to_ids(self, word: str) -> int | None:
-        """Returns None: no word is a token."""
+        """Returns None, because no word is a token."""
         del word
         return None
 
@@ -113,24 +113,24 @@ _empty = contextvars.ContextVar("_empty", default=False)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Makes `load_vlm` build models on the meta device: their weights come from another rank."""
-    token = _empty.set(True)
+    """Makes `load_vlm` build models on the meta device, for ranks that receive the weights from another rank."""
+    reset_token = _empty.set(True)
     try:
         yield
     finally:
-        _empty.reset(token)
+        _empty.reset(reset_token)
 
 
 def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
-    """Loads a model, its tokenizer, and the image processor's settings (a dict).
+    """Loads a model; returns it, its tokenizer, and the settings of its image processor (a dict).
 
     Args:
         cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype, attn_implementation.
         kind: "vla", "pi0" or "openvla".
-        chunk, dim, state: Actions of a chunk, components of an action, numbers of a state, for a tiny model.
+        chunk, dim, state: Chunk size, width of an action and width of the state, for a tiny model.
 
     Raises:
-        ConfigError: There is no such model, or it is of another kind.
+        ConfigError: The model does not exist, cannot be loaded, or is of another kind.
     """
     package = hugging_face()
     path = cfg.model_path or TINY
@@ -176,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Reads the config.json of a model's folder.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The file cannot be read.
     """
     try:
         content = read_json((folder / "config.json").read_bytes())
@@ -186,10 +186,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_weights(path: str | None) -> None:
-    """Refuses a model's folder that is missing or has no weights; names of the hub and of built-in models pass.
+    """Checks that a model's folder exists and has weights; accepts hub names and built-in models without a check.
 
     Raises:
-        ConfigError: The folder or its files are missing; names them.
+        ConfigError: The folder or its files are missing; the message names them.
     """
     if not path or path.startswith("builtin:") or is_hub_name(path):
         return
@@ -202,7 +202,7 @@ def require_weights(path: str | None) -> None:
 
 
 def check_folder(cfg: ModelConfig) -> None:
-    """Refuses the folder of a `vla` without weights (`require_weights`)."""
+    """Checks that the folder of a `vla` model has weights (`require_weights`)."""
     require_weights(cfg.model_path)
 
 
@@ -211,10 +211,10 @@ class Eye:
     """Image preprocessing of a vision-language model.
 
     Attributes:
-        size: Pixels a side.
-        means, stds: Statistics of the three channels; the picture is normalised once with each.
-        bicubic: Resize bicubically and round, as Pillow does; else bilinearly.
-        middle: Share of their area, around the middle, that is then resized to that size.
+        size: Height and width of the output, in pixels.
+        means, stds: Sets of channel statistics; an image is normalised once with each set.
+        bicubic: Resize bicubically and round as Pillow does; otherwise bilinearly.
+        middle: Fraction of the area, around the centre, to which images are cropped after resizing; the crop is resized again.
     """
 
     size: int
@@ -230,7 +230,7 @@ class Eye:
         return cls(int(config.vision_config.image_size), (means,), (stds,))
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Converts `[B, H, W, 3·cameras]` to `[B, cameras, 3·means, size, size]`, normalised."""
+        """Converts images `[B, H, W, 3·cameras]` to normalised images `[B, cameras, 3·len(means), size, size]`."""
         rows, height, width, channels = images.shape
         flat_images = (
             images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
@@ -256,19 +256,19 @@ class Eye:
 
 
 class VlmInputs:
-    """Inputs of a vision-language model from observations: pictures in its size, and a prompt as tokens.
+    """Input builder of a vision-language model: converts observations to preprocessed images and prompt tokens.
 
     Args:
-        observation_space: Observation space of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
+        observation_space: Observation space of a slot: images uint8 `[H, W, 3·cameras]`, and optionally `instruction`.
         tokenizer: Tokenizer of the model.
         eye: Image preprocessing of the model.
-        image: Token that image features replace.
-        image_tokens: Number of tokens of one picture.
-        prompt: With `{instruction}`.
-        image_first: Pictures before the first token of the text (PaliGemma), else after it.
-        more: Number of such tokens after all pictures, for the state.
-        end: Tokens after the prompt.
-        lower: The instruction is given in lower case.
+        image: Id of the placeholder token that image features replace.
+        image_tokens: Number of placeholder tokens per image.
+        prompt: Prompt template with `{instruction}`.
+        image_first: Place images before the BOS token (PaliGemma); otherwise after it.
+        more: Number of further placeholder tokens after all images, for the state.
+        end: Token ids after the prompt.
+        lower: Convert the instruction to lower case.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class VlmInputs:
         self._token_cache: dict[bytes, list[int]] = {}
 
     def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns token ids and mask `[B, L]`, padded on the left, and the preprocessed pictures of all cameras."""
+        """Returns token ids and mask `[B, L]`, padded on the left, and the preprocessed images of all cameras."""
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         pixels = torch.cat([self._eye(obs_arrays[key]) for key in self.pictures], 1)
         if self.has_text:
@@ -335,7 +335,7 @@ class VlmInputs:
 
 
 def image_tokens(vlm: Any, config: Any) -> int:
-    """Returns the number of tokens of one picture."""
+    """Returns the number of tokens that the model makes of one image."""
     size = int(config.vision_config.image_size)
     dtype, device = next((parameter.dtype, parameter.device) for parameter in vlm.parameters())
     with torch.no_grad():
@@ -349,7 +349,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 class ValueHead(nn.Module):
-    """Value head on a hidden state, computed in the precision of its weights; 0 at the start."""
+    """Value head on a hidden state, computed in the precision of its weights. Its values are 0 initially."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
@@ -358,11 +358,11 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns values of `[B, width]`: `[B]`, or `[B, outputs]` if that is above 1."""
+        """Returns the values of hidden states `[B, width]`: `[B, outputs]`, or `[B]` for a single output."""
         return self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float().squeeze(-1)
 
 
 def numbers_in(space: Any) -> int:
-    """Returns the length of `state` in an observation; 0 without one."""
+    """Returns the number of components of `state` in an observation; 0 without a state."""
     box = boxes_of(space).get("state")
     return 0 if box is None else math.prod(box.shape)

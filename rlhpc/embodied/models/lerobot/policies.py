@@ -55,25 +55,26 @@ class LerobotPolicy(Policy):
 
     @property
     def imitated(self) -> range:
-        """Actions that behaviour cloning learns (`Policy.imitated`): as many as the network predicts, from its first
-        observation on.
+        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): all that the network predicts, which
+        start at its oldest observation.
         """
         return range(self.before, self.before + int(getattr(self.inner.config, FAMILIES[self.described.family])))
 
     @property
     def before(self) -> int:
-        """Offset of the first observation that it takes, 0 or less: the current one is 0."""
+        """Offset of the policy's oldest input observation from the current one; 0 or negative."""
         return 1 - self.described.num_obs_steps
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
     def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
-        """Converts observations, and actions if given, for LeRobot's networks: named, scaled, pictures by camera.
+        """Converts observations, and actions if given, to the inputs of LeRobot's networks: by name, normalised, one image
+        per camera.
 
         Args:
-            obs: The environment's; where the network takes several steps, with an axis of time, `[B, num_obs_steps, ...]`.
-            actions: `[B, imitated, dim]`, as the environment takes them.
-            is_pad: `[B, imitated]`, marks the actions outside of the episode; none by default.
+            obs: Observations of the environment; `[B, num_obs_steps, ...]` if the network takes several steps.
+            actions: `[B, imitated, dim]`, in the environment's units.
+            is_pad: `[B, imitated]`, true for actions outside the episode; by default all are inside.
         """
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         batch: dict[str, Any] = {}
@@ -88,14 +89,14 @@ class LerobotPolicy(Policy):
         return self.processors.before(batch)
 
     def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the batch, with an axis of time for observations where the network takes one."""
+        """Returns the batch, with a time axis added to observations if the network needs one."""
         return batch
 
     def _numbers(self, part: Tensor) -> Tensor:
         return part.flatten(1 if self.described.num_obs_steps == 1 else 2).float()
 
     def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
-        """Returns the pictures of an input, channels first, 0 to 1."""
+        """Returns the images of a camera input, channels first, with values from 0 to 1."""
         key, camera_index = self.described.cameras[name]
         return (parts[key][..., 3 * camera_index : 3 * camera_index + 3].movedim(-1, -3).float() / 255).contiguous()
 
@@ -120,24 +121,24 @@ class LerobotPolicy(Policy):
     # -- learning and files ---------------------------------------------------------------------------------------
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, a mean over the rows, for each of
-        them.
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, which is a mean over the rows, repeated
+        for each row.
         """
         batch = self.framed(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
         self.inner.train()
         return self.inner(batch)[0].expand(len(inputs["actions"]))
 
     def release(self, target: Path, step: int) -> None:
-        """Writes the policy as LeRobot's `save_pretrained` does, with its processors."""
+        """Writes the policy with LeRobot's `save_pretrained`, and its processors."""
         del step
         self.inner.save_pretrained(target)
         self.processors.save(target)
 
 
 class ActPolicy(LerobotPolicy):
-    """ACT policy of LeRobot; the value head takes the mean of its encoder's outputs for the observation.
+    """ACT policy of LeRobot; the value head takes the mean of the encoder's outputs for the observation.
 
-    `actor.model` of all LeRobot policies, and `log_std_init`.
+    `actor.model` as for all LeRobot policies, and `log_std_init`.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -164,7 +165,7 @@ class ActPolicy(LerobotPolicy):
         return mean, self._values(encoded[0].mean(0)) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs` has the normalised actions, `scaled`, of
+        """Runs the training pass (`Policy.default_forward`); `inputs["scaled"]` are the normalised actions from
         `predict_action_batch`.
         """
         return super().default_forward({**inputs, "actions": inputs.get("scaled")}, *args, **kwargs)
@@ -178,11 +179,11 @@ class ActPolicy(LerobotPolicy):
 
 
 class DenoisingPolicy(LerobotPolicy):
-    """Policy that denoises actions step by step. Its states form a chain `[B, K + 1, *state_shape]`, whose
-    log-probability over the actions that are used is that of the chunk. Evaluation denoises deterministically.
+    """Policy that denoises actions step by step. The states form a chain `[B, K + 1, *state_shape]`; a chunk's
+    log-probability is that of the chain, restricted to the executed actions. Evaluation denoises deterministically.
 
     Attributes:
-        steps: K.
+        steps: K, number of denoising steps.
     """
 
     steps: int
@@ -190,15 +191,15 @@ class DenoisingPolicy(LerobotPolicy):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, int]:
-        """Shape of a state: the network's chunk, and an action's components or more."""
+        """Shape of a state: number of actions that the network predicts, and width of an action, which may be padded."""
 
     @abstractmethod
     def see(self, obs: Obs) -> tuple[Any, Tensor]:
-        """Encodes an observation once; returns the encoding for the steps, and `[B, width]` for the value head."""
+        """Encodes observations once; returns the encoding for the denoising steps, and the value head's input `[B, width]`."""
 
     @abstractmethod
     def chain(self, encoded: Any, noise: Tensor) -> Tensor:
-        """Returns the states from noise `[B, K + 1, *state_shape]`."""
+        """Returns the chain of states `[B, K + 1, *state_shape]` for noise of the same shape."""
 
     @abstractmethod
     def chain_logprobs(self, encoded: Any, chain: Tensor) -> Tensor:
@@ -206,14 +207,14 @@ class DenoisingPolicy(LerobotPolicy):
 
     @abstractmethod
     def noise_entropy(self) -> float:
-        """Returns the entropy of all steps' noise, for each number of a state; it is not learned."""
+        """Returns the entropy of the noise of all steps, per component of a state; it is a constant."""
 
     @abstractmethod
     def denoise(self, encoded: Any, x: Tensor) -> Tensor:
         """Denoises a state deterministically to normalised actions `[B, *state_shape]`."""
 
     def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
-        """Returns the actions of evaluations, which begin in rows of `sample_start`."""
+        """Returns the actions for evaluation, denoised from rows of `sample_start`."""
         return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
 
     @property
@@ -222,7 +223,7 @@ class DenoisingPolicy(LerobotPolicy):
         return self.state_shape
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the head's input, None without a head, and the values (`Policy.features`)."""
+        """Returns None in place of the head's input, and the values (`Policy.features`)."""
         with self.settled():
             return None, self._values(self.see(obs)[1]) if value else None
 
@@ -233,7 +234,7 @@ class DenoisingPolicy(LerobotPolicy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
+        """Runs the training pass (`Policy.default_forward`); `inputs["chain"]` are the states from
         `predict_action_batch`.
         """
         outputs: dict[str, Tensor] = {}
@@ -263,7 +264,7 @@ class DenoisingPolicy(LerobotPolicy):
         return self._used(chain[:, -1]), {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the start, and the noise of the steps."""
+        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the initial state, and the noise of each step."""
         return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
 
     def _used(self, actions: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ class DenoisingPolicy(LerobotPolicy):
         return at_level(self._played(each), self.logprob_type, self.chunk)
 
     def _played(self, each: Tensor) -> Tensor:
-        """Returns the executed actions, from the current one on; the prediction begins at the first observation."""
+        """Returns the executed actions, from the current one on; the prediction begins at the oldest observation."""
         return each[:, -self.before : self.chunk - self.before, : self.dim]
 
 
@@ -283,7 +284,7 @@ _LOG_2PI = math.log(2 * math.pi)
 class DiffusionPolicy(DenoisingPolicy):
     """Diffusion Policy of LeRobot; the value head takes the denoising network's conditioning on the observation.
 
-    `actor.model` of all LeRobot policies; `kwargs` are `LerobotDiffusionOptions`.
+    `actor.model` as for all LeRobot policies; `kwargs` are `LerobotDiffusionOptions`.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -309,13 +310,13 @@ class DiffusionPolicy(DenoisingPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Horizon of the network and components of an action (`DenoisingPolicy.state_shape`)."""
+        """Horizon of the network and width of an action (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.horizon), self.dim
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _coefficients(self, t: int) -> tuple[float, float, float]:
-        """Returns the coefficients of x_0 and x_t in the posterior's mean at `t`, and its variance."""
+        """Returns the coefficients of x_0 and x_t in the posterior mean at `t`, and the posterior variance."""
         scheduler = self.inner.diffusion.noise_scheduler
         previous_t = t - int(scheduler.config.num_train_timesteps) // self.steps
         current_alpha = float(scheduler.alphas_cumprod[t])
@@ -331,7 +332,7 @@ class DiffusionPolicy(DenoisingPolicy):
         return self.inner.diffusion.unet(x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded)
 
     def _mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
-        """Returns μ of the step from `t`."""
+        """Returns the posterior mean of the step from `t`."""
         scheduler = self.inner.diffusion.noise_scheduler
         prediction, alpha = self._predict(encoded, x, t), float(scheduler.alphas_cumprod[t])
         if scheduler.config.prediction_type == "epsilon":
@@ -343,7 +344,7 @@ class DiffusionPolicy(DenoisingPolicy):
         return predicted_scale * prediction + state_scale * x
 
     def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Adds the axis of time to observations (`LerobotPolicy.framed`)."""
+        """Adds the time axis to single observations (`LerobotPolicy.framed`)."""
         if self.before:
             return batch
         return {name: tensor[:, None] if name.startswith("observation.") else tensor for name, tensor in batch.items()}
@@ -351,7 +352,9 @@ class DiffusionPolicy(DenoisingPolicy):
     # -- acting and learning --------------------------------------------------------------------------------------
 
     def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
-        """Returns the denoising network's conditioning `[B, width]`, twice (`DenoisingPolicy.see`)."""
+        """Returns the denoising network's conditioning `[B, width]` as encoding and as the value head's input
+        (`DenoisingPolicy.see`).
+        """
         rows, config = self.framed(self.batch(obs)), self.inner.config
         if config.image_features:
             rows["observation.images"] = torch.stack([rows[name] for name in config.image_features], -4)
@@ -367,18 +370,18 @@ class DiffusionPolicy(DenoisingPolicy):
 
     def chain_logprobs(self, encoded: Tensor, chain: Tensor) -> Tensor:
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
-        total = torch.zeros_like(chain[:, 0])
+        logprobs = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
             deviation = (chain[:, k + 1] - self._mean(encoded, chain[:, k], t)) / std
-            total = total - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
-        return total
+            logprobs = logprobs - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
+        return logprobs
 
     def noise_entropy(self) -> float:
         """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in self._stds)
 
     def denoise(self, encoded: Tensor, x: Tensor) -> Tensor:
-        """Denoises with the scheduler's steps, or with the means (`DenoisingPolicy.denoise`)."""
+        """Denoises by the scheduler's steps for DDIM, otherwise by the posterior means (`DenoisingPolicy.denoise`)."""
         scheduler = self.inner.diffusion.noise_scheduler
         is_ddim = type(scheduler).__name__ == "DDIMScheduler"
         for t in self._times:
@@ -387,13 +390,12 @@ class DiffusionPolicy(DenoisingPolicy):
 
 
 class LeRobotFlowPolicy(DenoisingPolicy):
-    """Flow policy of LeRobot, whose configuration has `chunk_size` and `max_action_dim`; a subclass encodes
-    observations.
+    """Flow policy of LeRobot whose configuration has `chunk_size` and `max_action_dim`; subclasses encode observations.
 
-    `actor.model` of all LeRobot policies; `kwargs` are `LerobotFlowOptions`.
+    `actor.model` as for all LeRobot policies; `kwargs` are `LerobotFlowOptions`.
     """
 
-    #: The key of K in the folder's config.json.
+    #: Key of K in the folder's config.json.
     steps_key: str
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -405,7 +407,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Chunk of the network and its padded action (`DenoisingPolicy.state_shape`)."""
+        """Chunk size of the network and width of its padded actions (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
 
     def chain(self, encoded: Velocity, noise: Tensor) -> Tensor:
@@ -426,17 +428,17 @@ class LeRobotFlowPolicy(DenoisingPolicy):
         return self.state_shape[0]
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """Predicts a chunk as evaluations do (`Policy.plan`)."""
+        """Predicts a chunk as in evaluation (`Policy.plan`)."""
         with self.settled():
             velocity, hidden = self.see(obs)
             return self.evaluated(velocity if guide is None else guide(velocity), hidden, obs, noise)
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns actions of a part of a plan (`Policy.played`)."""
+        """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
         return self.processors.after(plan[:, part, : self.dim])
 
     def denoise(self, encoded: Velocity, x: Tensor) -> Tensor:
-        """Denoises in LeRobot's arithmetic (`DenoisingPolicy.denoise`)."""
+        """Denoises with the same arithmetic as LeRobot (`DenoisingPolicy.denoise`)."""
         dt = -1.0 / self.steps
         for k in range(self.steps):
             x = x + dt * encoded(x, x.new_full((len(x),), 1.0 + k * dt))
@@ -450,7 +452,7 @@ class PiPolicy(LeRobotFlowPolicy):
 
     @property
     def _has_state(self) -> bool:
-        """True if the expert takes the state."""
+        """True if the action expert takes the robot's state."""
         return self.described.family == "pi0"
 
     def value_inputs(self) -> int:
@@ -465,10 +467,10 @@ class PiPolicy(LeRobotFlowPolicy):
         inner, model, batch = self.inner, self.inner.model, self.batch(obs)
         token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
         prefix_embeddings, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), token_ids, token_mask)
-        both = model.paligemma_with_expert
+        paligemma_with_expert = model.paligemma_with_expert
         # As in `sample_actions`, whose other steps compute no gradient.
-        both.paligemma.language_model.config._attn_implementation = "eager"
-        (prefix_hidden, _), cache = both.forward(
+        paligemma_with_expert.paligemma.language_model.config._attn_implementation = "eager"
+        (prefix_hidden, _), cache = paligemma_with_expert.forward(
             attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[prefix_embeddings, None],
@@ -484,8 +486,8 @@ class PiPolicy(LeRobotFlowPolicy):
 
 
 class SmolVlaPolicy(LeRobotFlowPolicy):
-    """SmolVLA of LeRobot; the value head takes the vision-language model's hidden state of the robot's state, its last
-    token.
+    """SmolVLA of LeRobot; the value head takes the vision-language model's hidden state of its last token, which encodes the
+    robot's state.
     """
 
     steps_key = "num_steps"
@@ -526,9 +528,9 @@ _KINDS: dict[str, type[LerobotPolicy]] = {
 
 
 def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) -> LerobotPolicy:
-    """Builds the policy of the folder `actor.model.model_path`, of any supported family.
+    """Builds the policy in the folder `actor.model.model_path`, which may be of any supported family.
 
     Raises:
-        ConfigError: It cannot be loaded, or is of another task.
+        ConfigError: The policy cannot be loaded, or is for another task.
     """
     return _KINDS[describe(cfg, observation_space, action_space).family](cfg, observation_space, action_space)
