@@ -1,4 +1,4 @@
-"""Configuration checks of runs with simulators. This module neither imports torch nor writes files."""
+"""Configuration checks for runs with simulators. This module neither imports torch nor writes files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MODELS = (
     "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
     "lerobot",
 )  # fmt: skip
-#: Policies that act by a flow (of lerobot's: smolvla, pi0 and pi05).
+#: Policies that generate actions by a flow (of model_type lerobot only smolvla, pi0 and pi05).
 _FLOWS = ("flow", "pi0", "lerobot")
-#: Policies with critics of actions.
+#: Policies with critics Q(s, a).
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Policies that each off-policy algorithm can train.
 _NETWORKS = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
@@ -43,25 +43,25 @@ _NOT_CLONED = {
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Policies that can recompute activations in the backward pass.
 _RECOMPUTED = ("vla", "openvla")
-#: Environment types of robots, which cannot be duplicated.
+#: Environment types of robots; a robot can run only one environment at a time.
 _ROBOTS = ("robot", "distant_robot")
 
 
 def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
-    """Checks the parts that all runs with simulators have: environments, suites, the policy's network.
+    """Checks the sections that all runs with simulators have: environments, evaluation suites and the policy's network.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     model = cfg.actor.model
     name = model.model_type.lower()
     _check_normalisation(cfg, fail)
     if name in MODELS:
-        delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
+        delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # off-policy runs have no such key
         check_rules(
             (
                 (
-                    select(cfg, "actor.model.gradient_checkpointing") and name not in _RECOMPUTED,  # neither have those
+                    select(cfg, "actor.model.gradient_checkpointing") and name not in _RECOMPUTED,  # nor this one
                     "actor.model.gradient_checkpointing",
                     f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} "
                     "have: false",
@@ -126,10 +126,11 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
 
 
 def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
-    """Refuses running statistics of observations that evaluations would lack: a policy keeps its own.
+    """Rejects wrappers that keep running observation statistics, because evaluations would lack these, and
+    `actor.model.normalize_observations` in runs that do not support it.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     for key in ("env.train.wrappers", "env.eval.wrappers"):
         for wrapper_index, wrapper in enumerate(select(cfg, key) or ()):
@@ -151,7 +152,7 @@ def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
 
 
 def _check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
-    """Checks that `workflow.demos_expert` writes one `.h5` file, which the run reads as its demonstrations.
+    """Checks that `key` names one `.h5` file if `workflow.demos_expert` is to record the demonstrations there.
 
     Raises:
         ConfigError: The key names something else.
@@ -163,10 +164,11 @@ def _check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None
 
 
 def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
-    """Checks that environments, groups and stages divide one another.
+    """Checks that groups and stages divide the environments, that weights are not sent as shards, and that training and
+    evaluation do not use the same robot at once.
 
     Raises:
-        ConfigError: Names the first that does not.
+        ConfigError: A rule is broken; the message names the first one.
     """
     train, evaluation, stages = cfg.env.train, cfg.env.eval, cfg.rollout.pipeline_stage_num
     env_type = train.env_type.lower()
@@ -200,10 +202,10 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
-    """Checks that each env and rollout process has slots in every stage, and that actor processes have equal shares.
+    """Checks that each env and rollout process has slots in every stage, and that the actor processes have equal shares.
 
     Raises:
-        ConfigError: Names the component and the numbers.
+        ConfigError: A component has too many processes; the message names it and the numbers.
     """
     train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
     slots = train.num_envs // stages
@@ -222,29 +224,33 @@ def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
 
 
 def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
-    """Checks that a rollout divides into parts and minibatches, and these into micro-batches; and that the parts are large
-    enough for training on them as they arrive.
+    """Checks that a rollout divides into parts and minibatches, and minibatches into micro-batches; also checks the
+    requirements of `runner.use_training_pipeline`.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     check_slots(cfg, fail)
     algorithm, envs, parts = cfg.algorithm, cfg.env.train.num_envs, cfg.algorithm.rollout_parts
     if algorithm.rollout_steps % parts:  # before a part is divided into minibatches
         raise fail("algorithm.rollout_parts", f"it must divide algorithm.rollout_steps ({algorithm.rollout_steps})")
-    batch, total, micro = minibatch_size(cfg), envs * algorithm.rollout_steps, cfg.actor.micro_batch_size
+    batch_size, num_transitions, micro_batch_size = (
+        minibatch_size(cfg),
+        envs * algorithm.rollout_steps,
+        cfg.actor.micro_batch_size,
+    )
     check_rules(
         (
             (
-                total % batch,
+                num_transitions % batch_size,
                 "actor.global_batch_size",
                 f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({algorithm.rollout_steps}) = "
-                f"{total} transitions, which must divide by it",
+                f"{num_transitions} transitions, which must divide by it",
             ),
             (
-                micro is not None and batch % micro,
+                micro_batch_size is not None and batch_size % micro_batch_size,
                 "actor.micro_batch_size",
-                f"it must divide actor.global_batch_size ({batch})",
+                f"it must divide actor.global_batch_size ({batch_size})",
             ),
             (
                 parts > 1 and cfg.env.train.auto_reset and not divisible(cfg),
@@ -265,10 +271,10 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
-    """Checks what `runner.use_training_pipeline` needs."""
+    """Checks the requirements of `runner.use_training_pipeline`."""
     key, algorithm, parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
-    size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
-    part_text = f"with {key}, a part has {size} transitions"
+    part_size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
+    part_text = f"with {key}, a part has {part_size} transitions"
     normalize = algorithm.normalize_advantages.lower()
     levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
     check_rules(
@@ -303,20 +309,20 @@ def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
                 f"{part_text}, and those of others are not known: minibatch or none",
             ),
             (
-                size % batch and batch % size,
+                part_size % batch and batch % part_size,
                 "actor.global_batch_size",
                 f"{part_text}: it must divide that, or be a multiple",
             ),
             (
-                batch > size and normalize not in ("none", "false"),
+                batch > part_size and normalize not in ("none", "false"),
                 "algorithm.normalize_advantages",
                 f"{part_text}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
                 "actor.global_batch_size",
             ),
             (
-                batch > size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset),
+                batch > part_size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset),
                 "actor.global_batch_size",
-                f"{part_text}, and how much of others trains is not known: take {size} or less",
+                f"{part_text}, and how much of others trains is not known: take {part_size} or less",
             ),
         ),
         fail,
@@ -324,10 +330,10 @@ def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
-    """Checks that the model supports the adapters, the training backend and the dtype.
+    """Checks that the model supports the configured adapters, training backend and dtype.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     name, backend = cfg.actor.model.model_type.lower(), cfg.actor.training_backend
     if ":" not in backend:
@@ -366,10 +372,10 @@ def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
 
 
 def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
-    """Checks chunks, levels, and the requirements of estimators by group.
+    """Checks on-policy settings: offloading, the model, action and reward levels, and group-based estimators.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
     name, estimator = model.model_type.lower(), algorithm.adv_type
@@ -444,10 +450,10 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
-    """Checks the buffers, and rejects features that off-policy runs do not have.
+    """Checks the model, the algorithm and the buffers of off-policy runs.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
     name, model_type = algorithm.name.lower(), cfg.actor.model.model_type.lower()
@@ -463,7 +469,7 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_NETWORKS[name])}")
     key, path = "algorithm.demo_buffer.load_path", algorithm.demo_buffer.load_path
     _check_demos_target(cfg, key, fail)
-    is_recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
+    is_recorded = cfg.workflow.demos_expert is not None  # the demonstrations exist only after that
     is_pattern = path is not None and any(wildcard in path for wildcard in "*?[")
     check_rules(
         (
@@ -493,7 +499,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     """Checks the model of behaviour cloning and the path of the demonstrations.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: A rule is broken; the message names the first one.
     """
     _check_adapters(cfg, fail)
     name = cfg.actor.model.model_type.lower()
