@@ -1,4 +1,4 @@
-"""Checks of the configuration of a language run. The module does not import torch or write files."""
+"""Configuration checks of language runs. The module neither imports torch nor writes files."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _COMPUTES = {
 
 
 def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
-    """Checks names, and combinations of keys.
+    """Checks the names and key combinations that all runs with an answering model share.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -128,7 +128,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
 
 
 def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
-    """Checks the names of a reward model's run, and combinations of keys.
+    """Checks the names and key combinations of a reward model's run.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -162,12 +162,12 @@ def _check_suites(interval: int, suites: Sequence[Any], evaluated_names: Sequenc
 
 
 def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
-    """Refuses engines of a supervised run without suites, and a metric of the suites without engines.
+    """Refuses engines in a supervised run without suites, and `runner.keep_best` by a suite's metric without engines.
 
     Args:
         cfg: The configuration.
         metrics: Names of the suites' metrics.
-        fail: Makes the error.
+        fail: Builds the error of a key.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -216,7 +216,7 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
 
 
 def _check_sources(train: SourceConfig, suites: Sequence[Any]) -> None:
-    """Checks the sources of training and evaluation data. Built-in sources are recognized without an import."""
+    """Checks the names of the sources of training and evaluation data. Built-in sources are not imported."""
     from rlhpc.language.data.registry import SOURCES
 
     built_in = SOURCES.names()
@@ -226,7 +226,7 @@ def _check_sources(train: SourceConfig, suites: Sequence[Any]) -> None:
 
 
 def _check_rewards(cfg: LanguageConfig) -> None:
-    """Checks the names of rewards and of the agent in the rollout rank. Built-in ones are recognized without an import."""
+    """Checks the names of rewards and of the agent in the rollout rank. Built-in ones are not imported."""
     from rlhpc.language.agents.registry import AGENTS
     from rlhpc.language.rewards.registry import REWARDS
 
@@ -396,7 +396,7 @@ def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
 
 
 def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
-    """Checks a run by RL: names of rewards and agents, batch sizes, and keys that exclude each other.
+    """Checks an RL run: names of rewards and agents, batch sizes, and keys that exclude each other.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -461,9 +461,9 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def column_sources(cfg: GrpoConfig) -> frozenset[str]:
-    """Returns the groups from which the algorithm needs columns, and the other names of `Column.by`.
+    """Returns the groups and the other sources (`Column.by`) from which the algorithm needs columns.
 
-    For the built-in algorithms its keys suffice, without an instance.
+    For built-in algorithms they follow from the configuration; other algorithms are instantiated.
     """
     if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
         is_needed = {
@@ -520,10 +520,10 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:
-    """Checks that trainers and engines have one accelerator a process; further ones would be idle.
+    """Checks that trainers and engines have one accelerator per process; further ones would be idle.
 
     Raises:
-        PlacementError: A component's processes have several accelerators.
+        PlacementError: A component's processes have several accelerators, of which its backend uses one.
     """
     for name, count in per_process.items():
         key = _COMPUTES.get(name, f"the scorer of {name}")
@@ -541,8 +541,13 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
 
 
 def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, int]) -> None:
-    """Checks the placement's process counts against the divisions of trainers, and the prompts of a step,
-    `data.prompts_per_step`. Rollout ranks lease prompts as they have capacity, so any number of them is allowed.
+    """Checks that the trainers' process counts fit the sizes of `parallel` and divide the prompts of a step. Any number of
+    rollout ranks is allowed, because they lease prompts as they have capacity.
+
+    Args:
+        cfg: The configuration.
+        prompts: Prompts of a step, `data.prompts_per_step`.
+        sizes: Number of processes, by component.
 
     Raises:
         ConfigError: The prompts, or a model, cannot be divided over so many ranks.

@@ -1,11 +1,10 @@
-"""Checkpoints of language models, of any training backend, as Hugging Face folders: offline, in one process.
+"""Export of language model checkpoints, of any training backend, to Hugging Face folders: offline, in one process.
 
     export/global_step_<N>/model.safetensors   config.json   tokenizer.json …   README.md
     export/global_step_<N>/conversion.json     {"format", "from", "global_step", "backend", "lora", "dtype", "files": …}
 
-The number of ranks that wrote the checkpoint does not matter, nor whether their packages are installed: DeepSpeed's files are
-read without DeepSpeed. The other way round, a Hugging Face folder is what `actor.model.model_path` starts from; an
-adapter's folder becomes one by `import_model`.
+A checkpoint may be of any number of ranks, and the backend's package is not needed: DeepSpeed's files are read without
+DeepSpeed. Conversely, `actor.model.model_path` takes a Hugging Face folder; `import_model` makes one from an adapter's folder.
 """
 
 from __future__ import annotations
@@ -58,21 +57,21 @@ def stream_shards(
     base: str,
     frozen: Container[str] = (),
 ) -> int:
-    """Writes the Hugging Face folder of a sharded checkpoint that has all trained weights, box by box.
+    """Writes the Hugging Face folder of a sharded checkpoint, slice by slice.
 
     Args:
-        folder: Made if missing.
-        shards: The checkpoint's.
-        model: A folder with config and tokenizer of the model.
+        folder: Target folder; created if missing.
+        shards: Folder with the checkpoint's shards, which contain all trained weights.
+        model: Section whose `model_path` is a folder with config and tokenizer of the model.
         dtype: Dtype of the written weights.
-        load: Function that builds such a model: `load_causal_lm` or `load_scalar_model`.
+        load: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
         base, frozen: See `untrained_weights`.
 
     Returns:
-        How many parameters there are.
+        Number of parameters.
 
     Raises:
-        CheckpointError: A file is damaged, or is of another model.
+        CheckpointError: A file is damaged or belongs to another model.
     """
     from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.training.distributed_checkpoint import saved_boxes
@@ -106,10 +105,11 @@ def stream_shards(
 def stream_folder(
     folder: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any]
 ) -> tuple[bool, int]:
-    """Writes another model's folder anew, in another dtype, a tensor at a time.
+    """Copies a model's Hugging Face folder in another dtype, one tensor at a time.
 
     Returns:
-        Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
+        Whether the folder was written, which needs safetensors files with the names that transformers writes; and the number
+        of parameters.
     """
     from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.language.models.loading import model_file
@@ -132,7 +132,7 @@ def stream_folder(
 
 
 def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """Returns the layout of the tensors in files, and their shapes by the names in the module."""
+    """Returns the layout of the tensors in files, and their shapes by their names in the module."""
     from rlhpc.training.safetensors_writer import Layout
     from rlhpc.training.shard_layout import held, names_and_shapes
 
@@ -155,23 +155,24 @@ def untrained_weights(
     load: Callable[..., Any],
     source: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads the frozen parameters and buffers that a training checkpoint lacks from the model that training began from.
+    """Reads the frozen parameters and buffers that a training checkpoint lacks from the model that training started from.
 
     Args:
         skeleton: The model on the meta device.
-        trained: Names in the module of what the checkpoint has.
-        frozen: Names in the module of the parameters that were frozen in training. Any other that is lacking is a fault.
-        model: The section that `skeleton` was made of.
-        base: Path or hub name of the model that training began from.
-        load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
-        source: Name of the checkpoint in messages.
+        trained: Names in the module of the tensors in the checkpoint.
+        frozen: Names in the module of the parameters that were frozen in training. A missing parameter not among them is an
+            error.
+        model: Section from which `skeleton` was built.
+        base: Path or hub name of the model that training started from.
+        load: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
+        source: Path of the checkpoint, for messages.
 
     Yields:
-        Whole tensors by their names in the module, one at a time. Tied ones come once.
+        Names in the module with full tensors, one at a time. Tied tensors come once.
 
     Raises:
         CheckpointError: A trained parameter is missing, or the base model's tensor has another shape.
-        ConfigError: The base model is not there.
+        ConfigError: The base model was not found.
     """
     from rlhpc.language.models.loading import model_file
     from rlhpc.training.parameter_names import checkpoint_parts
@@ -227,9 +228,9 @@ def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout,
 
 FORMAT = 1
 CONVERSION = "conversion.json"
-#: Task of an exported model.
+#: Tasks of an exported model: text generation, and rewards of responses.
 _WRITES, _REWARDS = "writes", "rewards"
-#: How to use it, for its card.
+#: Text on the use of a model for its model card, by task.
 _USES = {
     _REWARDS: (
         "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
@@ -256,22 +257,23 @@ def export_language_model(
     """Writes the Hugging Face folder of a language model's checkpoint, atomically; replaces an existing one.
 
     Args:
-        checkpoint: A `global_step_<N>` folder of any run, on any machine.
-        output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
-        adapter_only: Writes a LoRA adapter for peft, rather than the model with the adapter merged.
-        base: The model that training began from, of which adapters and frozen parts need the weights; by default where it
-            was in training.
-        dtype: `float32` or `bfloat16`; by default that of the training's computation.
-        critic: The critic, as a sequence classifier, rather than the policy; by default to `global_step_<N>-critic`.
+        checkpoint: A `global_step_<N>` folder of any run.
+        output: Target folder; by default `export/global_step_<N>` in the folder of the checkpoint's run.
+        adapter_only: Whether to write a LoRA adapter for peft instead of the model with the adapter merged.
+        base: The model that training started from, whose weights are needed for adapters and frozen parameters; by default
+            the path that training used.
+        dtype: `float32` or `bfloat16`; by default the dtype of the training's computation.
+        critic: Whether to export the critic, as a sequence classifier, instead of the policy; by default to
+            `global_step_<N>-critic`.
         licence: SPDX identifier for the model card.
-        trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
+        trust_code: Whether to run code that comes with the model, if the training did (`actor.model.trust_remote_code`).
 
     Returns:
-        The folder; of several policies (`agent.policies`) it has one for each, of its name.
+        The folder; with several policies (`agent.policies`) it has a subfolder for each, named after it.
 
     Raises:
-        CheckpointError: The checkpoint has faults, or the target cannot be written.
-        ConfigError: The model that training began from is needed and not there, or there is no adapter.
+        CheckpointError: The checkpoint is invalid, or the target cannot be written.
+        ConfigError: The model that training started from is needed but was not found, or there is no adapter.
     """
     from rlhpc.language.models.loading import DTYPES, FOLDER, export_model, load_causal_lm
     from rlhpc.language.models.value_head import HEAD, load_scalar_model
@@ -282,7 +284,7 @@ def export_language_model(
     is_separate_critic = critic and (checkpoint / CRITIC).is_dir()
     source = checkpoint / CRITIC if is_separate_critic else checkpoint
     backend_identity = _identity(source)
-    has_value_head = bool(backend_identity.get("actor.model.value_head"))  # a head beside that for tokens
+    has_value_head = bool(backend_identity.get("actor.model.value_head"))  # in addition to the LM head
     if critic and not is_separate_critic and not has_value_head:
         raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
     Trust(trust_code).check({"about": {"trust_remote_code": bool(backend_identity["about"].get("trust_remote_code"))}},
@@ -301,8 +303,8 @@ def export_language_model(
     load_model: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
-    streams_tensors = backend == "fsdp" and not lora_rank and not has_value_head  # with the memory of one tensor
-    # FSDP merges float32 adapters into what it sends; the other backends those that they compute with.
+    streams_tensors = backend == "fsdp" and not lora_rank and not has_value_head  # needs the memory of one tensor
+    # FSDP merges adapters in float32 before it sends weights; other backends merge them in the dtype of the computation.
     keeps_float32 = backend == "fsdp" and bool(lora_rank)
     weights = dict[str, torch.Tensor]()
     if not streams_tensors:
@@ -364,7 +366,7 @@ def export_language_model(
 
 
 def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of one policy's adapter, by the names of a single adapter."""
+    """Returns the weights of one policy's adapter, renamed as in a run with one policy."""
     from rlhpc.training.lora import ADAPTER, belongs_to_adapter
 
     return {
@@ -375,12 +377,12 @@ def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch
 
 
 def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
-    """Converts the weights of a model with token head and value head to those of a model with one of them.
+    """Converts the weights of a model with LM head and value head to those of a model with one of these heads.
 
     Args:
         weights: Weights of the model with both heads.
         critic: Whether to keep the value head.
-        model_names: Names of the weights of the model with one head; empty for weights of an adapter.
+        model_names: Names of the weights of the model with one head; empty for the weights of an adapter.
     """
     from rlhpc.language.models.value_head import HEAD, VALUE_HEAD
 
@@ -392,10 +394,10 @@ def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[s
 
 
 def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns the trained parameters in full, in the precision of training, by their names in the module.
+    """Returns the names in the module and full values of the trained parameters, in the precision of training.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or the backend is not a built-in one.
+        CheckpointError: Files are missing or damaged, or the backend is not built in.
     """
     if backend == "local":
         return load_tensors(checkpoint / MODEL).items()
@@ -412,13 +414,13 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
 
 
 def import_model(source: str | Path, output: Path, *, base: str | Path | None = None, dtype: str = "float32") -> Path:
-    """Writes a Hugging Face folder that a run starts from (`actor.model.model_path`).
+    """Writes a Hugging Face folder from which a run can start (`actor.model.model_path`); returns its path.
 
     Args:
         source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
             model); or a folder with a peft adapter, which is merged.
         output: Target folder.
-        base: The model that the adapter belongs to; by default what the adapter's config names.
+        base: The model that the adapter belongs to; by default the one named in the adapter's config.
         dtype: Dtype of the written weights: `float32` or `bfloat16`.
 
     Raises:
@@ -458,7 +460,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
 
 
 def _merged(module: Any, source: str | Path, path: str) -> Any:
-    """Returns the model with an adapter's folder merged into it."""
+    """Returns the model with the adapter of folder `source` merged; `path` names the model in messages."""
     from rlhpc.training.lora import peft
 
     try:
@@ -478,13 +480,13 @@ def _export_adapted(
     load: Callable[..., Any],
     head: str | None,
 ) -> None:
-    """Writes the adapter, or the model with the adapter merged, by the same functions as the backends use."""
+    """Writes the adapter, or the model with the adapter merged, with the functions that the training backends use."""
     from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
     source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
     options = LoraConfig(**about["lora"])
-    # The adapter alone needs the model's shape, which the checkpoint has itself.
+    # The adapter alone needs only the model's shape, which the checkpoint's own config gives.
     module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
     adapted_model = lora.attach_lora(module, options, seed=0, head=head)
     trained_names = {name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad}
@@ -493,7 +495,7 @@ def _export_adapted(
     if adapter_only:
         weights_by_name = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
         export_adapter(folder, weights_by_name, adapted_model, model)
-        config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
+        config = folder / "adapter_config.json"  # as written, it names the checkpoint as the base model
         adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
         write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return
@@ -508,12 +510,14 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
     prefix = "model."
     try:
-        entries: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        metadata_by_name: dict[str, Any] = dict(
+            HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        )
     except Exception as error:  # safetensors raises its own error types
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from error
     state_dict = {
         name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
-        for name, metadata in entries.items()
+        for name, metadata in metadata_by_name.items()
         if name.startswith(prefix)
     }
     load_sharded(folder, state_dict)
@@ -536,7 +540,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
-    """Writes README.md, and the record of the conversion."""
+    """Writes the model card `README.md` and the conversion record `conversion.json`."""
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""
@@ -567,7 +571,7 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
     )
     write_durably(folder / "README.md", model_card.encode())
     file_mode = (folder / "README.md").stat().st_mode
-    for path in folder.iterdir():  # safetensors makes files that only their owner reads
+    for path in folder.iterdir():  # safetensors creates files that only their owner can read
         path.chmod(file_mode)
     files = {
         str(path.relative_to(folder)): dict(zip(("size", "sha256"), digest(path), strict=True))

@@ -1,4 +1,4 @@
-"""Task types of language models: on verifiable tasks, on demonstrations, on preferences, and reward models."""
+"""Task types of language models: RL on verifiable tasks, SFT, DPO and reward model training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _EACH = {
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
 _ANSWERS = (Headline("eval/accuracy", "accuracy", "share"), Headline("eval/pass_at_k", "pass@k", "share"))
 _SUPERVISED = (Headline("train/loss", "training loss"), Headline("train/tokens_total", "tokens", "count"))
-#: Metrics of a suite during training that have a better and a worse: of answers, of several to each problem; and of
+#: Metrics of a suite during training by which checkpoints can be compared: for suites that engines answer, and for
 #: preferences by their form.
 ANSWERED = ("accuracy", "reward", "truncated")
 JUDGED = {
@@ -64,7 +64,8 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 
 
 def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable[[str], Sequence[str]]) -> list[str]:
-    """Returns the metrics of the suites of `workflow.eval_suites`, by their names in a row."""
+    """Returns the names of the metrics of the suites in `workflow.eval_suites`, as in a row of metrics; the first suite's have
+    no suite name in them."""
     if cfg.runner.val_check_interval <= 0:
         return []
     return [
@@ -75,7 +76,7 @@ def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable
 
 
 def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
-    """Returns the metrics of suites whose problems engines answer."""
+    """Returns the names of the metrics of the suites that engines answer."""
 
     def of_suite(name: str) -> tuple[str, ...]:
         samples = suite_named(cfg.data.eval, name).samples
@@ -106,7 +107,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         self.conditions = conditions
 
     def read_data(self, cfg: Trained) -> None:
-        """Reads the training data, before a model is made for it.
+        """Reads the training data, to check it.
 
         Raises:
             ConfigError: The data cannot be read.
@@ -114,7 +115,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         raise NotImplementedError
 
     def read_suite(self, cfg: Trained, section: Any) -> None:
-        """Reads the data of a section of `data.eval`.
+        """Reads the data of a section of `data.eval`, to check it.
 
         Raises:
             ConfigError: The data cannot be read.
@@ -125,10 +126,10 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Refuses a model that cannot be used, and training data that do not fit it.
 
         Returns:
-            The tokenizer, of a model that answers.
+            The tokenizer, if the task type's model answers problems; otherwise None.
 
         Raises:
-            ConfigError: Names the key, or file and row.
+            ConfigError: The model or a row does not fit; the message names the key, or file and row.
         """
         raise NotImplementedError
 
@@ -137,7 +138,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         return self._checks(cfg, ranks, [])
 
     def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
-        """Yields the checks of `preflight`, and puts the model's tokenizer into `checked`."""
+        """Yields the checks of `preflight`; the model's check appends the tokenizer to `checked`."""
         from rlhpc.language.preflight import actor_resource, data_resource
 
         for section in _suites(cfg):  # evaluated after training, at the latest
@@ -152,8 +153,8 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Returns the configuration with a built-in model's folder in place of its name.
 
         Raises:
-            ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
-                model is made for it.
+            ConfigError: There is no such built-in model, or the training data cannot be read. The data are read before a
+                model is built for them.
         """
         from rlhpc.language.models.builtin import PREFIX, resolve_model
 
@@ -163,18 +164,18 @@ class TrainedChecks(ConfigChecks[Trained]):
 
     @contextlib.contextmanager
     def trial(self, cfg: Trained) -> Iterator[Trained]:
-        """Yields the configuration with built-in models that are removed afterwards (`ConfigChecks.trial`)."""
+        """Yields the configuration with temporary built-in models, which are removed afterwards (`ConfigChecks.trial`)."""
         from rlhpc.language.models.builtin import trial_models
 
         with trial_models() as resolve_trial_model:
             yield self.with_models(cfg, resolve_trial_model)
 
     def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
-        """Returns the configuration with the folders of its built-in models, which `resolve` gives."""
+        """Returns the configuration with the folder of its model; `resolve` maps a model's section to that folder."""
         return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
 
     def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
-        """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
+        """Returns the differences from the checkpoint: backend, adapters and sizes of the model."""
         checkpoint_values = saved_values(checkpoint / "backend.json")
         keys = ["actor.training_backend", "actor.lora.rank"]
         if cfg.actor.lora.rank:
@@ -205,7 +206,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
     answers_in_training = False
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and keys that exclude each other."""
+        """Refuses unknown names, and keys that exclude each other."""
         checks.check_common(cfg, fail, training=training)
         if training:
             size_checks.check_rows(cfg, fail)
@@ -249,14 +250,14 @@ class SftChecks(LanguageChecks[SftConfig]):
     held_out_metrics: tuple[str, ...] = ("eval/loss",)
 
     def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
-        """Checks the configuration, and refuses a held-out loss without held-out rows."""
+        """Checks the configuration, and refuses a validation without held-out data."""
         super().check(cfg, fail, training=training)
         if training:
             check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
             checks.check_answering(cfg, _answer_metrics(cfg), fail)
 
     def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
-        """Returns the held-out loss, and the metrics of the suites that engines answer (`ConfigChecks.evaluation_metrics`)."""
+        """Returns the held-out metrics, and those of the suites that engines answer (`ConfigChecks.evaluation_metrics`)."""
         if cfg.runner.val_check_interval <= 0:
             return ()
         return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
@@ -284,7 +285,7 @@ class DpoChecks(SftChecks):
         return check_dpo(typed(DpoConfig, cfg))
 
     def read_data(self, cfg: SftConfig) -> None:
-        """Reads the pairs, and the held-out ones (`TrainedChecks.read_data`)."""
+        """Reads the training pairs and the held-out pairs (`TrainedChecks.read_data`)."""
         from rlhpc.language.data.preferences import Preferences
 
         data_config = typed(DpoConfig, cfg).data
@@ -298,7 +299,7 @@ class RewardModelChecks(TrainedChecks[RewardRunConfig]):
     """Rules of reward model training."""
 
     def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and keys that exclude each other."""
+        """Refuses unknown names, and keys that exclude each other."""
         checks.check_reward_model(cfg, fail, training=training)
 
     def check_model(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:
@@ -329,12 +330,12 @@ class RewardModelChecks(TrainedChecks[RewardRunConfig]):
 
 
 class GrpoChecks(LanguageChecks[GrpoConfig]):
-    """Rules of RL."""
+    """Rules of reinforcement learning."""
 
     answers_in_training = True
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
-        """Checks the configuration, and refuses wrong estimators, rewards and batches."""
+        """Checks the configuration, with its estimators, rewards and batch sizes."""
         check_estimators(cfg.algorithm.adv_type, cfg.algorithm.loss_type)
         super().check(cfg, fail, training=training)
         if training:
@@ -342,7 +343,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
             size_checks.check_micro_batches(cfg, fail)
 
     def preflight(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields these checks and those of the groups (`ConfigChecks.preflight`)."""
+        """Yields the checks of `LanguageChecks` and those of the scoring groups (`ConfigChecks.preflight`)."""
         from rlhpc.language.preflight import group_checks
 
         yield from super().preflight(cfg, ranks)
@@ -353,12 +354,12 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
         return _answer_metrics(cfg)
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
-        """Returns the differences, with the lack of a critic in the checkpoint if this run needs one."""
+        """Returns the differences from the checkpoint; a missing critic is one if this run has a critic."""
         lacks_critic = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
         return [*super().differences(cfg, checkpoint), *(["it has no critic"] if lacks_critic else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
-        """Returns the configuration with the folders of all built-in models, those of the groups included."""
+        """Returns the configuration with the folders of all built-in models, including those of the scoring groups."""
         from rlhpc.language.models.builtin import PREFIX
 
         built_in_models = {
@@ -383,7 +384,7 @@ class TrainedOffline(Offline[Trained]):
     """Evaluation and export of language models."""
 
     def preparation(self, cfg: Trained) -> Preparation:
-        """Returns the run on demonstrations, and the evaluation of the initial model."""
+        """Returns the stages before training: the SFT run, and whether the initial model is evaluated."""
         workflow = cfg.workflow
         sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
         return Preparation(sft=sft, evaluates_start=workflow.eval_start)
@@ -397,18 +398,18 @@ class TrainedOffline(Offline[Trained]):
         return self._evaluated(cfg, checkpoint, suite, output)
 
     def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
-        """Evaluates an untrained model: a Hugging Face folder or name, or a built-in one."""
+        """Evaluates the initial model: a Hugging Face folder or name, or a built-in model."""
         from rlhpc.language.models.builtin import resolve_model
 
-        suite_named(_suites(cfg), suite)  # before a built-in model is made
+        suite_named(_suites(cfg), suite)  # fails early, before a built-in model is built
         return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
 
     def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
-        """Returns the result of a suite as a line of text."""
+        """Evaluates a model on a suite; returns the results as text."""
         raise NotImplementedError
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
-        """Writes a Hugging Face folder."""
+        """Writes a checkpoint as a Hugging Face folder; returns its path."""
         if options.released:
             raise ConfigError(
                 f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
@@ -431,7 +432,7 @@ class LanguageOffline(TrainedOffline[Cfg]):
     """Evaluation, chat and export of models that answer."""
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Talks with the model in the terminal."""
+        """Runs a chat with the model in the terminal; returns ""."""
         from rlhpc.language.evaluation.chat import chat
 
         if options.episodes is not None:
@@ -463,7 +464,7 @@ class LanguageReporting(Reporting):
 
     Args:
         curves, compared, headlines: As in `Reporting`.
-        trained: Metric that says how training goes, and its title.
+        trained: Metric of the training progress, and its title.
         rate: Metric of the tokens per second.
     """
 

@@ -1,7 +1,6 @@
-"""Loops of GRPO: one step of a synchronous, an asynchronous and a colocated run, over the worker groups and phases that all
-of them share.
+"""Training loops of GRPO: synchronous, asynchronous and colocated, with the worker groups and phases that they share.
 
-`make_loop` chooses the loop of a run once. Each loop's `step` reads from top to bottom: calls first, then the waits for them.
+`make_loop` chooses a run's loop at the start. Each loop's `step` first calls the worker groups, then waits for the results.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ Metrics = dict[str, float]
 
 #: Seconds to wait for deliveries before the driver checks whether prompts were returned to the queue.
 _DELIVERY_S = 0.2
-#: Results of a trainer that are times of the step rather than metrics of training.
+#: Results of a trainer that are times of the step, not training metrics.
 _TIMES = ("update_s", "late_score_s", "proof_s", "cpu_s")
 
 
 class Agents:
-    """Elastic group of agent workers: other ranks restart the episodes of a lost one.
+    """Elastic group of agent workers: the other ranks restart the episodes of a lost rank.
 
     Args:
         group: Launched group of `AgentWorker`; None if the rollout ranks run agents themselves, or the run has no agents.
         prompts: Map with the names of the groups.
-        timeout: Seconds of a call.
-        restarts: Returns the number of restarts that are allowed.
+        timeout: Seconds to wait for a call.
+        restarts: Returns the number of allowed restarts.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Agents:
 
     @property
     def group(self) -> WorkerGroup:
-        """The worker group; only in a run that has one."""
+        """Worker group of the agents; only in a run that has one."""
         assert self._group is not None
         return self._group
 
@@ -73,20 +72,20 @@ class Agents:
         self.group.execute_on(*ranks).connect().wait(self._timeout)
 
     def open(self) -> list[Handle]:
-        """Calls its ranks to start the processes that run agents."""
+        """Calls the ranks to start the processes that run agents."""
         return [] if self._group is None else [self._open(*self.group.present)]
 
     def connect(self) -> list[Handle]:
-        """Calls its ranks to connect to the queue, which exists by now."""
+        """Calls the ranks to connect to the queue, which `create_queue` has created."""
         return [] if self._group is None else [self.group.connect()]
 
     def create_queue(self) -> None:
-        """Creates the queue of episodes; drops an earlier one."""
+        """Creates the queue of episodes; replaces an existing one."""
         if self._group is not None:
             Channel.create(EPISODES)
 
     def begin(self) -> None:
-        """Ends all episodes in flight; all ranks take part."""
+        """Ends all episodes in flight and creates the queue anew; all ranks take part again."""
         if self._replicas is not None:
             self.group.begin().wait(self._timeout)
             self.create_queue()
@@ -98,41 +97,40 @@ class Agents:
             self._replicas.update_presence()
 
     def serve(self, phase: str) -> Handle | CompletedCall:
-        """Calls its ranks to run episodes until a phase ends."""
+        """Calls the ranks to run episodes until a phase ends."""
         return CompletedCall() if self._replicas is None else self._replicas.step_group().serve(phase)
 
     def end(self, phase: str) -> None:
-        """Tells its ranks that a phase has ended."""
+        """Notifies the ranks that a phase has ended."""
         for rank in self._replicas.present() if self._replicas is not None else ():
             p2p.post({"end": phase}, TICKETS, self.group.name, rank)
 
 
 class AuxiliaryGroups:
-    """Worker groups that score tokens or rate answers, by name.
+    """Worker groups that score tokens or rate answers.
 
     Args:
         cfg: The run's configuration.
-        groups: Launched groups of `ScoringWorker` and `RatingWorker`.
+        groups: Launched groups of `ScoringWorker` and `RatingWorker`, by name.
 
     Attributes:
-        groups: All groups.
-        rating: Groups that rate answers.
-        scoring: Groups that score tokens.
+        groups: All groups, by name.
+        rating: Groups that rate answers, by name.
+        scoring: Groups that score tokens, by name.
     """
 
     def __init__(self, cfg: GrpoConfig, groups: Mapping[str, WorkerGroup]) -> None:
         self.groups = dict(groups)
-        rating = raters(cfg)
-        self.rating = {name: group for name, group in groups.items() if name in rating}
-        self.scoring = {name: group for name, group in groups.items() if name not in rating}
+        rater_names = raters(cfg)
+        self.rating = {name: group for name, group in groups.items() if name in rater_names}
+        self.scoring = {name: group for name, group in groups.items() if name not in rater_names}
         group_configs = scoring_groups(cfg)
         self._engines = [name for name in self.scoring if group_configs[name].scorer == ENGINE]
         self._offloaded = set[str]()
 
     def open_engines(self, prompts: PromptMap, timeout: float) -> None:
-        """Starts the engines of the groups that score tokens, one group after the other, in a colocated run, and has each
-        free its accelerators at once. While it starts, an engine counts memory that other processes allocate or free as its
-        own."""
+        """Starts the engines of the groups that score tokens in a colocated run, and offloads each before the next one
+        starts: a starting engine counts memory that other processes allocate or free as its own."""
         for name in self._engines:
             self.scoring[name].init_worker(prompts).wait(timeout)
             self.scoring[name].offload().wait(timeout)
@@ -147,21 +145,21 @@ class AuxiliaryGroups:
         return {name: group.serve(phase) for name, group in self.rating.items()}
 
     def end(self, phase: str) -> None:
-        """Tells the raters that a phase has ended."""
+        """Notifies the raters that a phase has ended."""
         for name, group in self.rating.items():
             requests = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
                 requests.put({"end": phase}, key=str(rank))
 
     def offload(self, timeout: float) -> None:
-        """Frees the accelerators of the groups that score tokens for the other groups."""
+        """Frees the accelerators of the groups that score tokens, for use by other groups."""
         for handle in [group.offload() for name, group in self.scoring.items() if name not in self._offloaded]:
             handle.wait(timeout)
 
 
 def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:
-    """Returns metrics from the results of each scoring group's ranks: seconds of the slowest rank, throughput of all ranks,
-    and the sums of their counts."""
+    """Returns metrics of the groups that score or rate: seconds of the slowest rank, throughput of all ranks, and sums of the
+    ranks' counts."""
     row: dict[str, float] = {}
     for name, rank_results in answers.items():
         busy_s = max(rank["busy_s"] for rank in rank_results)
@@ -181,11 +179,11 @@ class GrpoGroups:
 
     Attributes:
         actor, rollout: Groups of `GrpoActor` and `LanguageRolloutWorker`.
-        critic: Group of the critic, if the run has one.
-        reference: Group of the reference, if its weights change.
+        critic: Group of the critic; None in a run without one.
+        reference: Group of the reference if its weights change; otherwise None.
         auxiliary: Groups that score tokens or rate answers.
         agents: Group that runs agents.
-        replicas: The engines that take part in a step.
+        replicas: Engines that take part in a step.
         tracker: Tracker of the prompts of all steps.
     """
 
@@ -206,8 +204,8 @@ class StepResults:
     Attributes:
         generated: Sums over the step's samples, then the results of each rollout rank.
         served: Metrics of the groups that score and rate.
-        receipts: Results of the actor's ranks for receiving and scoring the groups.
-        updated: Results of the actor's ranks for the update.
+        receipts: Results of `GrpoActor.receive`, one per rank of the actor.
+        updated: Results of `GrpoActor.update`, one per rank.
         critic: The critic's metrics; {} without one.
     """
 
@@ -218,7 +216,11 @@ class StepResults:
     critic: Metrics
 
     def metrics(self, times: Metrics) -> Metrics:
-        """Returns the step's metrics of training, scoring and time; `times` are the seconds of its phases."""
+        """Returns the step's metrics of training, scoring and time.
+
+        Args:
+            times: Seconds of the step's phases, by metric name.
+        """
         train_metrics = self.updated[0]
         row = {f"train/{name}": value for name, value in train_metrics.items() if name not in _TIMES}
         row |= {f"critic/{name}": value for name, value in self.critic.items() if name not in _TIMES}
@@ -235,7 +237,7 @@ class StepResults:
 
 
 class StepRollout:
-    """Rollout of one step in flight, with its scoring and rating.
+    """Rollout of one step in progress, with its scoring and rating.
 
     Args:
         step: Step of the run.
@@ -252,24 +254,24 @@ class StepRollout:
         self._scored = dict[str, Handle]()
 
     def _generate(self) -> Handle:
-        """Calls the engines to lease prompts of the step until the queue is empty."""
+        """Calls the engines to lease prompts of the step and generate until the queue is empty."""
         replicas = self._groups.replicas
         return replicas.step_group().generate(self.step, len(replicas.firsts()))
 
     def serve_fixed(self, learning: Collection[str]) -> None:
-        """Calls the groups to score on arrival, except those in `learning`, whose weights change from step to step: a rank
-        runs one call after the other, and the previous step may still have to train, save or send them weights."""
+        """Calls the groups to score on arrival, except those in `learning`. Their weights change from step to step, and a rank
+        runs one call after the other: the previous step may still have to train them, save them or send them weights."""
         self._serve(name for name in self._scoring if name not in learning)
 
     def serve(self) -> None:
-        """Calls the remaining groups to score on arrival; they have the weights to score the step with by now."""
+        """Calls the remaining groups to score on arrival, once they have the weights for the step."""
         self._serve(name for name in self._scoring if name not in self._scored)
 
     def _serve(self, names: Iterable[str]) -> None:
         self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
 
     def wait(self, timeout: float) -> list[Metrics]:
-        """Waits for the rollout and ends it; returns the sums over the step's samples and the results of the rollout ranks.
+        """Waits for the rollout and ends it; returns the sums over the step's samples, then the results of the rollout ranks.
 
         Raises:
             DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
@@ -278,7 +280,7 @@ class StepRollout:
         rank_metrics: list[Metrics] = self._generated.wait(timeout)
         deadline = time.monotonic() + timeout
         while not tracker.wait_complete(self.step, _DELIVERY_S):
-            if tracker.has_returned_prompts(self.step):  # by a lost rank, after the queue was empty for the other ranks
+            if tracker.has_returned_prompts(self.step):  # of a lost rank
                 rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
                 missing = tracker.missing(self.step)[:8]
@@ -288,14 +290,15 @@ class StepRollout:
                 )
         self._groups.auxiliary.end(training_phase(self.step))
         self._groups.agents.end(training_phase(self.step))
-        for name, group in self._scoring.items():  # a lost group that was sampled again has also arrived by now
+        for name, group in self._scoring.items():  # all groups have arrived, also those sampled again
             scored = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
                 scored.put({"end": self.step}, key=str(rank))
         return [tracker.close(self.step), *rank_metrics]
 
     def score_in_turn(self, timeout: float) -> None:
-        """Calls the groups to score, one after the other: each has the accelerators to itself."""
+        """Scores the step by one group after the other: each is reloaded, scores alone on the accelerators, and is
+        offloaded."""
         for name, group in self._scoring.items():
             group.reload().wait(timeout)
             self._scored[name] = group.serve(self.step)
@@ -303,7 +306,7 @@ class StepRollout:
             group.offload().wait(timeout)
 
     def served(self, timeout: float) -> Metrics:
-        """Returns the metrics of the groups (`served_metrics`)."""
+        """Waits for the groups that score, rate and run agents; returns their metrics (`served_metrics`)."""
         row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
         agent_metrics = self._run.wait(timeout)
         return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in agent_metrics)} if agent_metrics else {})}
@@ -315,12 +318,12 @@ class GrpoLoop:
     Args:
         cfg: The run's configuration.
         groups: The worker groups.
-        end_step: Step at which this start of the run ends.
+        end_step: Step at which this attempt of the run ends.
 
     Attributes:
         resume_note: Note to the user when a run is resumed; "" for none.
-        rollout_sums: Sums of the rollout ranks that are metrics of this loop alone (`rollout/NAME`).
-        repeats_steps: Whether a step that only lost ranks without state may be repeated from the present weights.
+        rollout_sums: Sums over the rollout ranks that only this loop reports (`rollout/NAME`).
+        repeats_steps: Whether a step may be repeated from the current weights if only ranks without state were lost.
     """
 
     resume_note = ""
@@ -340,23 +343,24 @@ class GrpoLoop:
         """Drops rollouts that were started for later steps."""
 
     def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
-        """Waits for the engines, where nothing else may load at the same time; `opened` is the call in which they load."""
+        """Waits until the engines have loaded, if no other group may load at the same time; `opened` is the call that loads
+        them."""
 
     def offload_loaded(self) -> None:
-        """Frees the accelerators of the groups that have loaded, where the groups use the same ones."""
+        """Frees the accelerators of the loaded groups, if the groups share accelerators."""
 
     def offload_actor(self) -> None:
-        """Frees the actor's accelerators after a failure: it may have been in a call."""
+        """Frees the actor's accelerators after a failure, which may have interrupted one of its calls."""
 
     def offload_restarted(self, name: str, group: WorkerGroup, ranks: Collection[int]) -> None:
-        """Frees the accelerators of ranks that were restarted and have loaded."""
+        """Frees the accelerators of restarted ranks once they have loaded."""
 
     def begin(self, step: int) -> None:
-        """Sends the weights of `step`, from which this start continues, to the engines."""
+        """Sends the weights of `step`, from which this attempt continues, to the engines."""
         self._sync_weights(step)
 
     def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
-        """Sends weights on trial to the engines; returns the samples of each (`LanguageRolloutWorker.sample_probe`)."""
+        """Sends trial weights to the engines; returns each engine's samples (`LanguageRolloutWorker.sample_probe`)."""
         self._sync_weights(step, trial=True, perturbed=perturbed)
         return self.groups.replicas.step_group().sample_probe(phase).wait(self.timeout)
 
@@ -378,7 +382,7 @@ class GrpoLoop:
         return interval > 0 and step % interval == 0
 
     def evaluate(self, step: int) -> Metrics:
-        """Returns the suites' metrics with the weights of a step, which are being sent."""
+        """Evaluates the suites with the weights of a step; returns their metrics."""
         phase, replicas = evaluation_phase(step), self.groups.replicas
         rating, agent_run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
         suite_rows = ask_until_complete(
@@ -395,24 +399,24 @@ class GrpoLoop:
         return metrics
 
     def _start_rollout(self, step: int) -> StepRollout:
-        """Enqueues the prompts that may be sampled from now on, and starts the rollout of a step, with rating."""
+        """Enqueues the prompts that may be sampled from now on; starts and returns the rollout of a step."""
         self.groups.tracker.enqueue(min(step + self.cfg.algorithm.max_staleness, self.end_step))
         return StepRollout(step, self.groups)
 
     def _send_weights(self, step: int) -> list[Handle]:
-        """Calls the actor to send the weights of a step; [] if no engine samples with them."""
+        """Calls the actor to send the weights of a step; returns the call, or [] if no engine will sample with them."""
         if step >= self.end_step and not self.evaluates(step):
             return []
         return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
 
     def _train_on(self, rollout: StepRollout, timers: PhaseTimers, *, engines_wait: bool) -> StepResults:
-        """Trains on a step's rollout, whose first groups the actor scores while the last ones are generated, and sends the
-        weights.
+        """Trains on a step's rollout and sends the weights. The actor scores the first groups while the last ones are
+        generated.
 
         Args:
-            rollout: The step's rollout; the groups that score on arrival have been called.
+            rollout: Rollout of the step, whose scoring groups have been called.
             timers: Timers of the step's phases.
-            engines_wait: Whether the engines are called to receive the weights.
+            engines_wait: Whether to call the engines to receive the weights.
         """
         groups, step, timeout = self.groups, rollout.step, self.timeout
         receiving = groups.actor.receive(step)
@@ -436,7 +440,7 @@ class GrpoLoop:
         return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
     def _move_reference(self, step: int, timers: PhaseTimers) -> None:
-        """Replaces the reference by the present weights, every `reference.update_interval` steps."""
+        """Replaces the reference's weights by the current ones every `reference.update_interval` steps."""
         if self.groups.reference is None or step % self.cfg.reference.update_interval:
             return
         with timers("sync"):
@@ -448,15 +452,16 @@ class SyncLoop(GrpoLoop):
     """Synchronous loop: all groups of a step are generated, scored and trained on before the next step starts."""
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
-        """Runs a step; the actor scores and the critic learns while the last groups are generated."""
+        """Runs a step. While the last groups are generated, actor and critic already score the first ones; both update when
+        all groups have arrived."""
         rollout = self._start_rollout(step)
         rollout.serve()
         return self._train_on(rollout, timers, engines_wait=True)
 
 
 class AsyncLoop(GrpoLoop):
-    """Asynchronous loop: the rollout of the next step starts before a step is trained on, and the engines receive its weights
-    between two tokens (`algorithm.max_staleness`)."""
+    """Asynchronous loop: the rollout of the next step starts before the current step is trained on, and the engines receive
+    new weights between two tokens (`algorithm.max_staleness`)."""
 
     resume_note = (
         "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
@@ -472,12 +477,12 @@ class AsyncLoop(GrpoLoop):
         self._next = None
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
-        """Runs a step, and starts the rollout of the next one, unless the weights in between are evaluated."""
+        """Runs a step, and starts the rollout of the next step first unless the weights of this one are evaluated."""
         rollout = self._next or self._start_fixed(step)
         rollout.serve()
         overlaps = step < self.end_step and not self.evaluates(step)
         self._next = self._start_fixed(step + 1) if overlaps else None
-        # Engines that sample already receive the weights by themselves.
+        # Engines that are sampling the next step receive the weights without a call.
         return self._train_on(rollout, timers, engines_wait=self._next is None)
 
     def _start_fixed(self, step: int) -> StepRollout:
@@ -487,14 +492,14 @@ class AsyncLoop(GrpoLoop):
 
 
 class ColocatedLoop(GrpoLoop):
-    """Colocated loop: the groups use the same accelerators, one after the other, and are offloaded in between
+    """Colocated loop: the groups use the same accelerators one after the other, and are offloaded in between
     (`actor.offload_in_rollout`)."""
 
-    repeats_steps = False  # the actor's weights may be on their way to the accelerators or back
+    repeats_steps = False  # the actor may have been interrupted while it offloaded or reloaded its weights
 
     def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
-        """Waits until each engine has loaded, and frees its accelerators: an engine measures the free memory while it starts,
-        and counts memory that another process allocates or frees at that time as its own."""
+        """Waits until the engines have loaded and offloads them, then starts the scoring groups' engines: a starting engine
+        measures free memory, and counts what another process allocates or frees at that time as its own."""
         opened.wait(self.timeout)
         self.groups.rollout.offload().wait(self.timeout)
         self.groups.auxiliary.open_engines(prompts, self.timeout)
@@ -510,21 +515,22 @@ class ColocatedLoop(GrpoLoop):
         self.groups.actor.offload().wait(self.timeout)
 
     def offload_restarted(self, name: str, group: WorkerGroup, ranks: Collection[int]) -> None:
-        """Frees the accelerators of all engines, or of the restarted ranks of a group that scores."""
+        """Frees the accelerators of all engines if one was restarted, or of the restarted ranks of a scoring group."""
         if group is self.groups.rollout:
             group.offload().wait(self.timeout)
         elif name in self.groups.auxiliary.scoring:
             group.execute_on(*ranks).offload().wait(self.timeout)
 
     def begin(self, step: int) -> None:
-        """Sends the weights; the engines stay offloaded, and receive them when they are reloaded."""
+        """Sends the weights and offloads the actor; the engines receive the weights when they are reloaded."""
         self.groups.actor.sync_weights(step, self.groups.replicas.ranks, trial=False, perturbed=False).wait(
             self.timeout
         )
         self.groups.actor.offload().wait(self.timeout)
 
     def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
-        """Sends weights on trial and returns the engines' samples; the actor and then the engines use the accelerators."""
+        """Sends trial weights and returns the engines' samples; the accelerators are used by the actor, then by the
+        engines."""
         groups, timeout = self.groups, self.timeout
         groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
         groups.actor.offload().wait(timeout)
@@ -535,8 +541,7 @@ class ColocatedLoop(GrpoLoop):
         return samples
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
-        """Runs a step: the engines, the groups that score, the actor and the critic have the accelerators one after the
-        other."""
+        """Runs a step: the engines, the scoring groups, the actor and the critic use the accelerators one after the other."""
         groups, timeout = self.groups, self.timeout
         reloaded = groups.rollout.reload()
         rollout = self._start_rollout(step)
@@ -581,7 +586,7 @@ class ColocatedLoop(GrpoLoop):
         return dict(critic_metrics[0])
 
     def evaluate(self, step: int) -> Metrics:
-        """Returns the suites' metrics; the engines have the accelerators during the evaluation."""
+        """Evaluates the suites and returns their metrics; the engines are reloaded for it and offloaded afterwards."""
         self.groups.rollout.reload()
         metrics = super().evaluate(step)
         self.groups.rollout.offload().wait(self.timeout)
@@ -589,7 +594,8 @@ class ColocatedLoop(GrpoLoop):
 
 
 def make_loop(cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> GrpoLoop:
-    """Returns the loop that the configuration chooses."""
+    """Returns the loop for the configuration: colocated with `actor.offload_in_rollout`, asynchronous with
+    `algorithm.max_staleness`, otherwise synchronous."""
     if cfg.actor.offload_in_rollout:
         return ColocatedLoop(cfg, groups, end_step)
     loop = AsyncLoop if cfg.algorithm.max_staleness > 0 else SyncLoop

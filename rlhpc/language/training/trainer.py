@@ -1,4 +1,4 @@
-"""Trainers of language models: their blueprints, and token batches and scores on any training backend."""
+"""Blueprints and trainers of language models: forward and backward passes over token batches on any training backend."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ log = logging.getLogger(__name__)
 
 
 def disable_dropout(model: nn.Module) -> bool:
-    """Sets all dropout of a model to 0: that of layers, and attributes that attention reads.
+    """Sets all dropout rates of a model to 0: those of dropout layers, and the attributes that attention reads.
 
     Returns:
-        Whether the model had any dropout.
+        Whether any rate was above 0.
     """
     had_dropout = False
     for module in model.modules():
@@ -86,15 +86,15 @@ class LanguageBlueprint(Blueprint):
     Args:
         cfg: The configuration.
         device: Device of the computation.
-        reference: Whether to build the model from before training, too.
-        values: Whether the model gets a value head, which only training uses: no engine and no export gets it.
+        reference: Whether to also build the reference, which has the weights from before training.
+        values: Whether the model gets a value head. Only training uses it; engines and exported policies do not get it.
         policies: Names of several policies, each an adapter of this model.
-        dropout: Whether it is trained with the dropout of its configuration, and of `actor.lora`. In reinforcement learning
-            it is not: with dropout in the update alone, the importance ratio of an unchanged policy would not be 1.
+        dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. Reinforcement
+            learning does not: with dropout only in the update, the importance ratio of an unchanged policy would not be 1.
 
     Attributes:
         head: Name of a layer that is trained in addition to adapters, if the model has one.
-        packed: Whether its models read rows of several samples; a built model is converted to that if possible.
+        packed: Whether the models read packed rows of several samples. `build` sets it to False if the model cannot.
     """
 
     head: str | None = None
@@ -133,7 +133,7 @@ class LanguageBlueprint(Blueprint):
         self._files: dict[str, bytes] | None = None
 
     def load(self, model: Any, **options: Any) -> Any:
-        """Loads a model of this kind (`load_causal_lm`)."""
+        """Loads the causal language model (`load_causal_lm`)."""
         return load_causal_lm(model, **options)
 
     def build(self, *, empty: bool = False) -> nn.Module:
@@ -162,8 +162,8 @@ class LanguageBlueprint(Blueprint):
         return model
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """Divides the model by the plans of transformers, and rows as in `models.context_parallel` (`Blueprint.divide`).
-        All ranks run the vision tower, also without pictures."""
+        """Divides the model by the tensor-parallel plans of transformers, and rows as in `models.context_parallel`
+        (`Blueprint.divide`). All ranks run the vision tower, even if their batch has no images."""
         model = pretrained_in(module)
         if tower_of(model) is not None:
             always_run_vision(model)
@@ -177,16 +177,16 @@ class LanguageBlueprint(Blueprint):
             divide(model, mesh, f"{self.key}.parallel")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the layers (`Blueprint.layers`); embeddings and head are separate units, unless they are tied."""
+        """Returns the layers, then embeddings and LM head unless these are tied (`Blueprint.layers`)."""
         return [*super().layers(module), *_edges(module)]
 
     def last(self, module: nn.Module) -> nn.Module | None:
-        """Returns the head (`Blueprint.last`)."""
+        """Returns the LM head, or None if it is tied to the embeddings (`Blueprint.last`)."""
         edge_modules = _edges(module)
         return edge_modules[-1] if edge_modules else None
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the vision layers, which get the angles of their positions in float32 (`Blueprint.uncast`)."""
+        """Returns the vision layers, whose rotary position angles stay in float32 (`Blueprint.uncast`)."""
         tower = tower_of(pretrained_in(module))
         return [] if tower is None else [*tower.blocks]
 
@@ -195,15 +195,15 @@ class LanguageBlueprint(Blueprint):
         return expert_modules(pretrained_in(module))
 
     def slices(self) -> Slices | None:
-        """Returns the slices of the safetensors of `model_path` (`Blueprint.slices`)."""
+        """Returns a reader of slices of the safetensors files of `model_path` (`Blueprint.slices`)."""
         return Slices.of(partial(model_file, str(self.actor.model.model_path)))
 
     def exported(self, name: str) -> bool:
-        """Returns whether a weight is exported (`Blueprint.exported`): those of a second head are not."""
+        """Returns whether a weight is exported: all are, except those of the value head (`Blueprint.exported`)."""
         return not (self._aside and name.startswith(self._aside))
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """Yields the initial adapters, and a new head (`Blueprint.created_tensors`)."""
+        """Yields the initial weights of the adapters and of the value head (`Blueprint.created_tensors`)."""
         if self.lora_rank:
             yield from lora.initial_adapters(module, self.seed)
         if self._aside:
@@ -211,8 +211,8 @@ class LanguageBlueprint(Blueprint):
 
     @property
     def has_reference(self) -> bool:
-        """True if there is a reference model (`Blueprint.has_reference`); with adapters the reference is the model without
-        them."""
+        """True if a reference model is built (`Blueprint.has_reference`). With adapters none is: the reference is then the
+        model without them."""
         return self._reference and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
@@ -223,7 +223,7 @@ class LanguageBlueprint(Blueprint):
         return module.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the facts that must agree for a checkpoint to fit (`Blueprint.identity`)."""
+        """Returns the settings that a checkpoint and the run must share (`Blueprint.identity`)."""
         identity_facts: dict[str, Any] = {
             "actor.lora.rank": self.lora_rank,
             "actor.model.value_head": bool(self._aside),
@@ -235,8 +235,8 @@ class LanguageBlueprint(Blueprint):
         return identity_facts
 
     def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the facts that conversion needs (`Blueprint.about`). `frozen` names the untrained parameters, which a
-        checkpoint lacks; with adapters all other parameters are frozen, and none is named."""
+        """Returns the facts that an export of the checkpoint needs (`Blueprint.about`). `frozen` lists the untrained
+        parameters, which a checkpoint does not contain; it is empty with adapters, where all other parameters are frozen."""
         model = self.actor.model
         return {
             "model_path": str(model.model_path),
@@ -247,7 +247,7 @@ class LanguageBlueprint(Blueprint):
         }
 
     def write_beside(self, folder: Path, module: nn.Module) -> None:
-        """Writes config, tokenizer and code of the model (`Blueprint.write_beside`)."""
+        """Writes the model's config, tokenizer and code into the checkpoint (`Blueprint.write_beside`)."""
         if self._files is None:
             self._files = model_files(module, self.actor.model)
         (folder / FOLDER).mkdir(exist_ok=True)
@@ -256,20 +256,20 @@ class LanguageBlueprint(Blueprint):
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """Yields the weights by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones once,
-        under the first name (`Blueprint.named_weights`)."""
+        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged. Tied weights
+        come once, under their first name (`Blueprint.named_weights`)."""
         for name, tensor in lora.full_weights(module, full, without):
             if self.exported(name):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Returns the names of the weights that never change (`Blueprint.frozen_names`): neither trained nor merged with
-        adapters."""
+        """Returns the names of the weights that never change: those neither trained nor merged with adapters
+        (`Blueprint.frozen_names`)."""
         return lora.frozen_names(module)
 
 
 def _edges(module: nn.Module) -> list[nn.Module]:
-    """Returns embeddings and head, in this order, if they are separate matrices; otherwise an empty list."""
+    """Returns embeddings and LM head, in this order, if they are separate matrices; otherwise an empty list."""
     causal_model = pretrained_in(module)
     embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
     if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
@@ -278,11 +278,11 @@ def _edges(module: nn.Module) -> list[nn.Module]:
 
 
 class ScalarBlueprint(LanguageBlueprint):
-    """Model with one number for each token (`load_scalar_model`): a reward model, or a critic.
+    """Blueprint of a model with one output per token (`load_scalar_model`): a reward model or a critic.
 
     Args:
-        section: Section `actor` of the configuration, or another of its form.
-        seed: Seed of a new head, and of adapters.
+        section: Section `actor` of the configuration, or another section with the same keys.
+        seed: Seed of a new head and of adapters.
         device: Device of the computation.
         key: Name of the section in messages.
         dropout: See `LanguageBlueprint`.
@@ -297,17 +297,18 @@ class ScalarBlueprint(LanguageBlueprint):
         self.dropout = dropout
 
     def load(self, model: Any, **options: Any) -> Any:
-        """Loads a model of this kind (`load_scalar_model`)."""
+        """Loads the model with one output per token (`load_scalar_model`)."""
         return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """Yields the initial adapters, and a new head for a causal model's trunk (`Blueprint.created_tensors`)."""
+        """Yields the initial weights of the adapters, and of the head if the pretrained model has none
+        (`Blueprint.created_tensors`)."""
         yield from super().created_tensors(module)
         if not is_classifier(self.actor.model, f"{self.key}.model.model_path"):
             yield from new_head(module, HEAD, self.seed)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the facts that must agree (`Blueprint.identity`), also that the model has a value head."""
+        """Returns the settings that a checkpoint and the run must share, with the name of the head (`Blueprint.identity`)."""
         return {**super().identity(), "head": self.head}
 
 
@@ -316,19 +317,19 @@ ValueLoss = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, Metrics]]
 
 
 class ModelTrainer:
-    """Training backend of `rlhpc.training` with a language model. All ranks call the same methods in the same order.
+    """Trainer of a language model on a backend of `rlhpc.training`. All ranks call the same methods in the same order.
 
     Args:
         blueprint: Blueprint of the trained model.
-        section: Section `actor` of the configuration, or another of its form.
-        worker: The rank.
+        section: Section `actor` of the configuration, or another section with the same keys.
+        worker: Worker of this rank.
 
     Attributes:
-        backend: Training backend with the model.
-        packed: Whether the model reads rows of several samples.
-        hidden: The model's width.
+        backend: Training backend that holds the model.
+        packed: Whether the model reads packed rows of several samples.
+        hidden: Hidden size of the model.
         share: This rank's share of rows with context parallelism; None without.
-        replays: Whether routers choose the experts that a batch has.
+        replays: Whether routers replay the expert choices recorded in a batch.
     """
 
     replays = False
@@ -355,7 +356,7 @@ class ModelTrainer:
                 "than of the sample alone; set it to 1"
             )
         if blueprint.packed and not self.packed:
-            blueprint.packed = False  # of a reference that is built later, too
+            blueprint.packed = False  # also for a reference that is built later
             for model in self.backend.models:
                 unpack(model)
 
@@ -370,16 +371,16 @@ class ModelTrainer:
         return self.backend.parameters_trained
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips to `actor.optim.clip_grad`, updates the weights, and returns the global norm before clipping. If the norm
-        is not finite, no rank updates."""
+        """Clips the gradients to `actor.optim.clip_grad` and updates the weights; returns the global gradient norm before
+        clipping. If the norm is not finite, no rank updates."""
         return float(self.backend.optimizer_step(lr))
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """Yields all weights in full for a rollout engine, by their Hugging Face names, LoRA merged. With several policies
-        the shared weights come once, and the other weights of each policy by `of_policy`. All ranks iterate; each tensor
-        may be dropped before the next is requested. Names in `without` are left out."""
+        """Yields all weights in full for a rollout engine, by their Hugging Face names, with LoRA merged, except those named
+        in `without`. With several policies the shared weights come once, and each policy's other weights under names by
+        `of_policy`. All ranks iterate; a tensor may be dropped before the next is requested."""
         if not self.blueprint.policies:
             yield from self.backend.named_weights(without)
             return
@@ -391,8 +392,8 @@ class ModelTrainer:
             without = frozen_names
 
     def adapters(self) -> dict[str, torch.Tensor]:
-        """Returns the adapters alone, by the names of peft's files, and by `of_policy` with several policies; all ranks
-        call it."""
+        """Returns the weights of the adapters by their names in peft's files; with several policies under names by
+        `of_policy`. All ranks call it."""
         tensors = dict[str, torch.Tensor]()
         for policy in self.blueprint.policies or ("",):
             if policy:
@@ -406,11 +407,11 @@ class ModelTrainer:
         return tensors
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
-        """Returns this rank's shards of the weights, adapters merged, for engines that receive shards; all ranks call it,
-        because adapters are gathered.
+        """Returns this rank's shards of the weights, with adapters merged, for engines that receive shards. All ranks call
+        it, because adapters are gathered.
 
         Args:
-            dtype: Dtype of the sent weights; None is that of the computation.
+            dtype: Dtype of the sent weights; None for the dtype of the computation.
         """
         backend, float_dtype = self.backend, dtype or self.blueprint.dtype
         shards = pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported)
@@ -427,7 +428,7 @@ class ModelTrainer:
         return self.backend.frozen_names()
 
     def local_tensors(self) -> Named:
-        """Yields this rank's tensors of the weights."""
+        """Yields the names and values of the weights that this rank holds."""
         return self.backend.local_tensors()
 
     def awake(self) -> AbstractContextManager[None]:
@@ -435,7 +436,7 @@ class ModelTrainer:
         return self.backend.awake()
 
     def save(self, folder: Path) -> None:
-        """Writes model and optimizer below `folder`, each rank its part, durably."""
+        """Writes model and optimizer durably below `folder`; each rank writes its part."""
         self.backend.save(folder)
 
     def load(self, folder: Path) -> None:
@@ -447,8 +448,8 @@ class ModelTrainer:
         self.backend.load(folder)
 
     def export(self, folder: Path, *, adapter_only: bool = False) -> None:
-        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; all ranks call.
-        Where weights are divided, each rank writes its part; otherwise rank 0 writes.
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), with LoRA merged unless `adapter_only`. All ranks
+        call it. With a device mesh each rank writes its part of the weights; otherwise rank 0 writes all.
 
         Raises:
             ConfigError: `adapter_only` without LoRA.
@@ -498,8 +499,8 @@ class ModelTrainer:
         micro_batches: Sequence[TokenBatch],
         run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
     ) -> list[Metrics]:
-        """Runs the backend's `forward_backward`, with the routers' load-balancing loss: a mean over all micro-batches, of
-        which each adds its share."""
+        """Runs the backend's `forward_backward` and adds the routers' load-balancing loss, a mean over the tokens of all
+        micro-batches."""
         if self.routing is None:
             return self.backend.forward_backward(micro_batches, run)
         routing, num_tokens = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
@@ -524,13 +525,13 @@ class ModelTrainer:
             routing.replay(None)
 
     def _replay(self, batch: TokenBatch) -> None:
-        """Replays the batch's routing in the routers, until they get another one."""
+        """Sets the batch's recorded expert choices in the routers, which use them until others are set."""
         if self.routing is not None and self.replays:
             routing = replayed_experts(batch.read_by(self.packed), self.share)
             self.routing.replay(None if routing is None else routing.to(self.backend.device))
 
     def offload(self) -> None:
-        """Moves all tensors to the host, to free the accelerator for another group."""
+        """Moves all tensors to the host, which frees the accelerator for another group."""
         self.backend.offload()
 
     def reload(self) -> None:
@@ -539,11 +540,11 @@ class ModelTrainer:
 
 
 class TokenTrainer(ModelTrainer):
-    """Trainer of the causal model of section `actor`, with token scores.
+    """Trainer of the causal model of section `actor`; a batch's outputs are token scores.
 
     Args:
         cfg: The configuration.
-        worker: The rank.
+        worker: Worker of this rank.
         reference: Whether `reference` will be called.
         values: Whether the model also has a value head.
         policies: Policies by role.
@@ -568,7 +569,7 @@ class TokenTrainer(ModelTrainer):
         self.policies = policies
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Returns scores without gradients, in evaluation mode."""
+        """Returns the token scores of a batch, without gradients, in evaluation mode."""
         try:
             self._replay(batch)
             return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
@@ -577,8 +578,8 @@ class TokenTrainer(ModelTrainer):
                 self.routing.replay(None)
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
-        """Returns scores of the reference policy: the weights from before training; with LoRA the model without its
-        adapters."""
+        """Returns the token scores of the reference policy, which has the weights from before training; with LoRA it is the
+        model without its adapters."""
         if self.blueprint.lora_rank:
             with lora.adapters_off(self.backend.module):
                 return self.backend.evaluate(self._scores(temperature), batch.to(self.backend.device))
@@ -593,23 +594,23 @@ class TokenTrainer(ModelTrainer):
         entropy: bool = False,
         reading: LogitReading | None = None,
     ) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached. All ranks pass equally
-        many, padded with batches whose mask is empty. See `TrainingBackend.forward_backward`."""
+        """Accumulates gradients over the rank's micro-batches; returns the detached metrics of each. All ranks pass the same
+        number of micro-batches, padded with ones whose mask is empty. See `TrainingBackend.forward_backward`."""
         scores_of = self._scores(temperature, entropy, reading)
 
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
             scores = scores_of(called, batch)
             loss_value, metrics = loss(scores, batch)
-            if not loss_value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+            if not loss_value.requires_grad:  # an empty batch still takes part in the backward pass of all ranks
                 loss_value = loss_value + 0.0 * scores.logprobs.sum()
             return loss_value, metrics
 
         return self._forward_backward(micro_batches, run)
 
     def _choose(self, batch: TokenBatch) -> None:
-        """Selects the adapter of the policy of a batch, whose samples are of one policy; valid for the backward pass too,
-        until the next selection."""
+        """Activates the adapter of a batch's policy, which all its samples share. The adapter stays active for the backward
+        pass, until the next call."""
         if self.policies.names:
             (policy,) = self.policies.of(batch.role).unique().tolist()
             lora.choose(self.backend.module, self.policies.names[policy])
@@ -625,14 +626,14 @@ class TokenTrainer(ModelTrainer):
 
 
 class ScalarTrainer(ModelTrainer):
-    """Trainer of a model with one number for each token: a reward model or a critic.
+    """Trainer of a model with one output per token: a reward model or a critic.
 
     Args:
-        section: Section `actor` of the configuration, or another of its form.
-        worker: The rank.
-        seed: Seed of a new head, and of adapters.
+        section: Section `actor` of the configuration, or another section with the same keys.
+        worker: Worker of this rank.
+        seed: Seed of a new head and of adapters.
         key: Name of the section in messages.
-        before: Whether a token's value is the one of the state before it (`token_values`), as a critic needs.
+        before: Whether a token's value is that of the state before it (`token_values`), as a critic needs.
     """
 
     def __init__(
@@ -647,7 +648,7 @@ class ScalarTrainer(ModelTrainer):
         device = torch_device(worker.accelerators)
         blueprint = ScalarBlueprint(
             section, seed, device, key=key, dropout=not before
-        )  # a critic's values are compared
+        )  # a critic trains without dropout, because its values are compared
         super().__init__(blueprint, section, worker)
         self.before = before
 
@@ -655,22 +656,22 @@ class ScalarTrainer(ModelTrainer):
         return token_values(called, batch, before=self.before, share=self.share)
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """Returns `[T]` values without gradients, in evaluation mode."""
+        """Returns the value of each token, `[T]`, without gradients, in evaluation mode."""
         return self.backend.evaluate(self._values, batch.to(self.backend.device))
 
     def forward_backward(self, micro_batches: Sequence[TokenBatch], loss: ValueLoss) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached.
+        """Accumulates gradients over the rank's micro-batches; returns the detached metrics of each.
 
         Args:
-            micro_batches: Micro-batches, equally many on all ranks, padded with `TokenBatch.empty_sample`.
-            loss: Maps `[T]` values and the micro-batch to the rank's share of the loss, and metrics.
+            micro_batches: Micro-batches, the same number on all ranks, padded with `TokenBatch.empty_sample`.
+            loss: Maps `[T]` values and the micro-batch to the rank's part of the loss, and metrics.
         """
 
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
             predictions = self._values(called, batch)
             loss_value, metrics = loss(predictions, batch)
-            # An empty batch's backward pass still has to meet the other ranks'.
+            # An empty batch still takes part in the backward pass of all ranks.
             return loss_value if loss_value.requires_grad else loss_value + 0.0 * predictions.sum(), metrics
 
         return self._forward_backward(micro_batches, run)

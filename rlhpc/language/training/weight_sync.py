@@ -1,5 +1,4 @@
-"""Weight sync of language models: the actor's weights go to the rollout ranks and to the ranks of the reference; weight
-probes."""
+"""Weight sync of language models: sending of the actor's weights to rollout ranks and reference ranks, and weight probes."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def perturbed_rounding(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturbs, within the block, the output of each leaf layer by up to half a unit in the last place of `dtype`, like
-    another kernel. The same random numbers are drawn each time; torch's global generators are not used.
+    """Perturbs the outputs of all leaf layers within the block by up to half a unit in the last place of `dtype`, as another
+    kernel's rounding would. Each block draws the same random numbers; torch's global generators are not used.
 
     Args:
-        module: Any module; its parameters may be sharded.
+        module: Module, whose parameters may be sharded.
         dtype: Coarsest dtype of the compared computations.
     """
     generator, eps = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
@@ -55,24 +54,25 @@ def perturbed_rounding(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-#: Number of tokens of the probe text, and of each stretch over which differences are averaged.
+#: Number of tokens of the probe text, and of each window over which differences are averaged.
 _LENGTH = 16
-#: Bounds of the mean difference of a token's log-prob by rounding alone: in single precision on a CPU; on an accelerator,
-#: where some kernels round factors to ten bits; and in half precision, if the trainer gives no `Probe.rounding`.
+#: Bounds of the mean difference of a token's log-prob that rounding explains: in single precision on a CPU; the same on an
+#: accelerator, where some kernels round factors to ten bits; and in half precision if `Probe.rounding` is unknown.
 _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
 #: Allowed multiple of `Probe.rounding`: nearly twice the maximum of 930 correct updates of 28 models (`bench.rounding`).
 _TIMES = 6.0
-#: Number of perturbed passes, and number of probes from one such measurement to the next.
+#: Number of perturbed forward passes per measurement, and number of probes from one measurement to the next.
 _TEXTS, _EVERY = 4, 10
-#: Number of an engine's samples for short prompts, tokens of such a prompt, and maximum number of sampled tokens.
+#: Number of samples with short prompts, number of tokens of a short prompt, and maximum number of sampled tokens.
 _SHORT, _PROMPT, _DRAWN = 4, 8, 32
-#: Tokens of a long text without a window or chunked prefill, and number of tokens by which it exceeds those.
+#: Number of tokens of the long text without attention window and chunked prefill, and number of tokens by which it exceeds
+#: them.
 _LONG, _BEYOND = 256, 64
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Log-probs of the probe text by the trainer.
+    """The trainer's log-probs of the probe text.
 
     Attributes:
         token_ids: Tokens of the text.
@@ -91,12 +91,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class ProbeSequence:
-    """A sequence that an engine drew, with its log-probs at temperature 1.
+    """Sequence that an engine sampled, with its log-probs at temperature 1.
 
     Attributes:
         token_ids: Prompt and response.
         sampled_logprobs: Log-probs of the response's tokens when they were sampled.
-        scored_logprobs: Log-probs of all tokens except the first, as the engine scores the full text; None if it cannot.
+        scored_logprobs: Log-probs of all tokens except the first when the engine scores the full text; None if it cannot.
         policy: Index of the policy; None in a run with one policy.
     """
 
@@ -107,12 +107,12 @@ class ProbeSequence:
 
 
 def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) -> list[int]:
-    """Returns the probe text: random tokens, the same ones in each call.
+    """Returns random tokens, the same ones in each call with a seed: by default the probe text.
 
     Args:
         vocabulary: Exclusive upper bound of the token ids.
         max_tokens: Number of tokens that fit into the engine's context.
-        seed: Seed of another text, whose length is `max_tokens`.
+        seed: 0 for the probe text; otherwise the seed of another text, which has `max_tokens` tokens.
     """
     length = max_tokens if seed else max(2, min(_LENGTH, max_tokens))
     token_ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
@@ -120,19 +120,19 @@ def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) 
 
 
 def is_probed(version: int, interval: int) -> bool:
-    """Returns whether a version is probed: the first one; with an interval, also the second one and the multiples of it."""
+    """Returns whether a version is probed: version 0 always; with an interval, also version 1 and all multiples of it."""
     return version == 0 or (interval > 0 and (version == 1 or version % interval == 0))
 
 
 def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
-    """Returns the length of the long text: more than a layer's window and a chunk of the prefill, if the run's sequences
-    may be so long.
+    """Returns the number of tokens of the long text: more than an attention window and a prefill chunk, as far as the run's
+    sequences can be that long.
 
     Args:
         longest: Tokens of the run's longest sequence.
         window: Tokens of a layer's attention window; 0 without one.
-        chunk: Tokens of a chunk of the prefill; 0 without chunks.
-        context: Tokens of the engine's context, one more than it scores (`RolloutBackend.score`); 0 without a limit.
+        chunk: Tokens of a prefill chunk; 0 without chunked prefill.
+        context: Tokens of the engine's context, one more than it can score (`RolloutBackend.score`); 0 without a limit.
     """
     if context:
         longest = min(longest, context - 1)
@@ -142,16 +142,16 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
 def sample_probe(
     engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
 ) -> list[ProbeSequence]:
-    """Calls an engine to sample for prompts of random tokens, short ones and a long one, and to score the samples.
+    """Draws samples from an engine for prompts of random tokens, several short ones and a long one, and has it score them.
 
     Args:
-        engine: Engine with no request in flight.
+        engine: Engine without requests in flight.
         vocabulary: Exclusive upper bound of the token ids.
         prompt: Tokens of the run's longest prompt.
-        response: Tokens of its longest response.
+        response: Tokens of the run's longest response.
         length: Tokens of the long text (`long_text`).
-        phase: Number of the phase; each has other prompts, so that no cache of another phase is used.
-        policies: Number of policies; 0 in a run with one.
+        phase: Number of the phase; each has different prompts, so that no prefix cache of another phase is used.
+        policies: Number of policies; 0 in a run with a single policy.
     """
     num_drawn = max(1, min(_DRAWN, response, length // 2))
     lengths = [min(_PROMPT, prompt, length - num_drawn)] * _SHORT + [min(length - num_drawn, prompt)]
@@ -178,10 +178,10 @@ def _score(engine: RolloutBackend, text: Sequence[int], policy: int | None) -> l
 
 
 class Prober:
-    """Scoring of texts by a trainer.
+    """Scorer of probe texts with the trainer's weights.
 
     Args:
-        trainer: Trainer that scores.
+        trainer: Trainer with the weights.
         text: Tokens of the probe text.
         pad: Padding token.
         dtype: Coarsest dtype of trainer and engine.
@@ -197,9 +197,9 @@ class Prober:
 
     @COST.measuring(time.process_time)
     def ask(self, policy: int | None = None, role: int = 0) -> Probe:
-        """Returns the probe by the present weights; all ranks call it, awake. With several policies, `policy` and `role`
-        select one. In half precision it also measures the effect of rounding, at the first two probes and then
-        at every tenth."""
+        """Returns the probe with the current weights; all ranks call it, with tensors reloaded. With several policies,
+        `policy` and `role` select one. In half precision the effect of rounding is measured too, for the first two probes
+        and then for every tenth."""
         logprobs = self._logprobs(self._text, role)
         if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _EVERY == 0):
             self._rounding = self._moved(self._text, logprobs, role)
@@ -208,16 +208,16 @@ class Prober:
 
     @COST.measuring(time.process_time)
     def score(self, text: Sequence[int], role: int = 0, *, perturbed: bool = False) -> tuple[list[float], float]:
-        """Returns the log-probs of a text's tokens except the first by the present weights, and their change by rounding
-        (`Probe.rounding`) in half precision, or with perturbed weights, for which deep models amplify rounding; all ranks
-        call it, awake."""
+        """Returns the log-probs of a text's tokens except the first, with the current weights, and their change by rounding
+        (`Probe.rounding`). The change is measured in half precision, and with perturbed weights, where deep models amplify
+        rounding; otherwise it is 0. All ranks call it, with tensors reloaded."""
         logprobs = self._logprobs(text, role)
         rounding_change = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
         return logprobs, rounding_change
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that the trainer computes in."""
+        """Name of the dtype of the trainer's computation."""
         return str(self._trainer.backend.dtype).removeprefix("torch.")
 
     def _moved(self, text: Sequence[int], logprobs: Sequence[float], role: int) -> float:
@@ -226,7 +226,7 @@ class Prober:
         return max_change if math.isfinite(max_change) else 0.0
 
     def _logprobs(self, text: Sequence[int], role: int) -> list[float]:
-        """Returns the log-probs of a text's tokens except the first."""
+        """Returns the log-probs of a text's tokens except the first, at temperature 1."""
         batch = TokenBatch.of([list(text)], [[True] * len(text)], pad_id=self._pad)
         batch.role += role
         logprobs: list[float] = self._trainer.forward(batch, temperature=1.0).logprobs.double().cpu().tolist()
@@ -250,7 +250,7 @@ def check_probe(
         device: Device type of the engine.
 
     Returns:
-        Mean difference of a token's log-prob.
+        Mean absolute difference per token, over the window of tokens where it is largest.
 
     Raises:
         WeightsDiffer: The difference is larger than rounding explains.
@@ -301,7 +301,7 @@ def compare_probe_samples(
         where: Name of the engine and its weights, for messages.
 
     Returns:
-        The largest mean difference of a token's log-prob over a stretch of 16.
+        Largest mean absolute difference per token over a window of 16 tokens.
 
     Raises:
         ConfigError: The difference is larger than rounding explains.
@@ -328,7 +328,8 @@ def compare_probe_samples(
 
 
 def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the mean absolute difference over the stretch of `_LENGTH` tokens, or a few more, with the largest mean."""
+    """Returns the largest mean absolute difference over windows of `_LENGTH` tokens, of which the last may be longer; NaN if
+    the lengths differ."""
     if len(logprobs) != len(expected):
         return float("nan")
     if not len(logprobs):
@@ -339,29 +340,29 @@ def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
     return float((np.add.reduceat(differences, starts) / counts).max())
 
 
-#: Dtypes of an engine's weights, by `rollout.dtype`; by default that of the trainer.
+#: Dtypes of an engine's weights, by `rollout.dtype`; for other values the trainer's dtype is used.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def sync_of(cfg: GrpoConfig) -> str:
-    """Returns the strategy of the weight sync: separate adapters and the weights of several policies are sent in full, not
-    as shards."""
+    """Returns the name of the weight sync strategy: `rollout.weight_sync`, but `auto` instead of a strategy with shards for
+    separate adapters and several policies, which are sent in full."""
     name = cfg.rollout.weight_sync
     return "auto" if (has_separate_adapters(cfg) or cfg.agent.policies) and sends_shards(name) else name
 
 
 def reference_sync_of(cfg: GrpoConfig) -> str:
-    """Returns the strategy for the reference's weights (`reference.update_interval`): that of `rollout.weight_sync`, but
-    they are sent in full."""
+    """Returns the name of the strategy for the reference's weights (`reference.update_interval`): `rollout.weight_sync`, but
+    `auto` instead of a strategy with shards, because they are sent in full."""
     return "auto" if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
 
 
 class ActorWeights:
-    """Sender of an actor's weights; all of its ranks call each method. With most strategies the ranks of a sharded backend
-    gather each tensor, and the first rank sends it; with those that send shards, each rank sends its shards.
+    """Sender of the actor's weights; all ranks of the actor call each method. With most strategies the ranks of a sharded
+    backend gather each tensor and rank 0 sends it; with strategies that send shards, each rank sends its own.
 
     Args:
-        worker: This rank of the actor.
+        worker: Worker of this rank of the actor.
         cfg: The run's configuration.
         prompts: Map with the names of the groups.
         backend: Trainer with the weights.
@@ -385,7 +386,8 @@ class ActorWeights:
             self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
-        """Sends the weights to these rollout ranks; sends frozen weights only once."""
+        """Sends the weights and the probe to these rollout ranks. Frozen weights are sent once, and again if the ranks
+        change."""
         self._choose_receivers(list(ranks))
         frozen_names = self._frozen_names()
         self._announce(ranks, probe)
@@ -393,7 +395,7 @@ class ActorWeights:
         self._sent = frozen_names
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends all weights to rollout ranks that have just joined."""
+        """Sends all weights to rollout ranks that have just joined, without a probe."""
         self._announce(ranks, None)
         self._send_to_engines(self._make_sync(list(ranks), "off"), version)
 
@@ -402,14 +404,14 @@ class ActorWeights:
         self._send_full(self._reference, version, self._backend.named_weights(), None)
 
     def forget(self) -> None:
-        """Sends frozen weights again with the next version."""
+        """Makes the next version complete: it includes the frozen weights again."""
         self._sent = frozenset()
         for sync in (self._sync, self._previous_sync, self._reference):
             if sync is not None:
                 sync.forget()
 
     def _weights(self, without: Container[str]) -> Named:
-        """Yields the weights that engines receive."""
+        """Yields the weights to send to engines: separate adapters, or all weights except those in `without`."""
         yield from self._backend.adapters().items() if self._apart else self._backend.named_weights(without)
 
     def _send_full(
@@ -420,8 +422,8 @@ class ActorWeights:
         dtype: torch.dtype | None,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Sends full tensors from the first rank, the only one with a `sync`. The others iterate them if the ranks hold
-        different parts of the weights, because each tensor is then gathered with all ranks."""
+        """Sends full tensors from rank 0, the only rank with a `sync`. If the ranks hold shards, the other ranks iterate the
+        weights too, to take part in gathering them."""
         if sync is not None:
             sync.send(version, _as(dtype, weights), frozen=frozen)
         elif self._backend.backend.lockstep:
@@ -431,7 +433,7 @@ class ActorWeights:
     def _send_to_engines(
         self, sync: WeightSync | None, version: int, without: Container[str] = (), frozen: frozenset[str] = frozenset()
     ) -> None:
-        """Sends shards, separate adapters, or all weights but those in `without`."""
+        """Sends shards, separate adapters, or all weights except those in `without`."""
         if self._by_shards:
             assert isinstance(sync, SendsShards)
             sync.send_shards(version, self._backend.shards(self._dtype))
@@ -444,20 +446,20 @@ class ActorWeights:
                 self._worker.notify(probe, self._prompts.rollout_name, rank, VERSIONS)
 
     def _make_sync(self, ranks: list[int], delta: str) -> WeightSync | None:
-        """Returns a sync with these rollout ranks; None on a rank that sends nothing."""
+        """Returns a weight sync with these rollout ranks; None on a rank that sends nothing."""
         if self._worker.rank and not self._by_shards:
             return None
         receivers = [(self._prompts.rollout_name, ranks)]
         return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), receivers, delta)
 
     def _choose_receivers(self, ranks: list[int]) -> None:
-        """Makes a new sync for other receivers than before; all of them get complete weights."""
+        """Makes a new weight sync if the receivers have changed; the next version is then complete for all of them."""
         if ranks == self._receivers:
             return
         self._receivers = ranks
         if self._previous_sync is not None:
             self._previous_sync.forget()
-        # A rank may still have to receive the base of the last version, so that sync is released with the next change.
+        # A rank may not have received the last version yet, so the old sync is released only at the next change.
         self._previous_sync = self._sync
         self._sync = self._make_sync(ranks, self._cfg.rollout.weight_delta)
         self._sent = frozenset()
@@ -468,7 +470,7 @@ class ActorWeights:
 
 
 def _as(dtype: torch.dtype | None, weights: Named) -> Named:
-    """Converts the weights to an engine's dtype."""
+    """Returns the weights with floating-point tensors converted to `dtype`; unchanged if it is None."""
     if dtype is None:
         return weights
     return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)

@@ -1,4 +1,4 @@
-"""GRPO actor: one data-parallel rank of the trainer of a run by RL."""
+"""GRPO actor: rank of the policy's trainer in an RL run."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ from rlhpc.weights.verification import COST
 
 #: Prefix of the metrics of one policy.
 POLICY = "policy/"
-#: Metrics of a policy that are no mean over its tokens.
+#: Metrics of a policy that are not means over its tokens.
 _COUNTS = ("tokens", "grad_norm")
 
 
 def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch], Parts]) -> Parts:
-    """Splits a batch into micro-batches of one policy each. All ranks have equally many of each policy: some may be
-    empty."""
+    """Splits a batch into micro-batches of one policy each.
+
+    Args:
+        policies: Policies by role.
+        batch: Batch with samples of any policies.
+        cut: Splits the samples of one policy into micro-batches, the same number on all ranks; some may be empty.
+    """
     policy_of_sample, micro_batches = policies.of(batch.role), Parts()
     for policy in range(len(policies.names)):
         indices = torch.nonzero(policy_of_sample == policy).flatten()
@@ -62,8 +67,14 @@ def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch],
 def split_by_policy(
     policies: Policies, batches: Sequence[TokenBatch], parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns the metrics of micro-batches of one policy each: totals, and again by policy, with each policy's number
-    of tokens."""
+    """Returns each micro-batch's metrics with copies by policy (`policy/NAME/METRIC`), which are 0 for all policies but its
+    own; `tokens` is counted by policy too.
+
+    Args:
+        policies: Policies by role.
+        batches: Micro-batches, each of one policy.
+        parts: Metrics of each micro-batch.
+    """
     metrics = []
     for batch, batch_metrics in zip(batches, parts, strict=True):
         policy_name = policies.names[int(policies.of(batch.role)[0])]
@@ -78,7 +89,7 @@ def split_by_policy(
 
 
 def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]:
-    """Converts a policy's metrics from means over all trained tokens to means over the policy's tokens."""
+    """Converts the metrics by policy from means over all trained tokens to means over the policy's tokens."""
     for name in policies.names:
         prefix = f"{POLICY}{name}/"
         scale = metrics["tokens"] / max(metrics[f"{prefix}tokens"], 1.0)
@@ -91,7 +102,8 @@ def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]
 
 
 class GrpoActor(LanguageActor[GrpoConfig]):
-    """Rank of a GRPO trainer: scores and trains on the groups of the rollout ranks, and sends them the weights."""
+    """Rank of a GRPO trainer: receives groups from the rollout ranks, scores them, trains on them, and sends the new weights
+    back."""
 
     backend: TokenTrainer
 
@@ -108,7 +120,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             prompts: Map of prompts to ranks.
 
         Returns:
-            `parameters`, the number of trained parameters, and the name of the `device`.
+            `parameters`: number of trained parameters; `device`: name of the device.
         """
         cfg, self.prompts = self.cfg, prompts
         self.algorithm = make_algorithm(cfg)
@@ -158,17 +170,17 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     # -- weights --------------------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int, ranks: Sequence[int], *, trial: bool = False, perturbed: bool = False) -> None:
-        """Sends the weights, as `version`, to these rollout ranks; sends frozen weights only once.
+        """Sends the weights to rollout ranks; frozen weights are sent once, and again if the ranks change.
 
         Args:
             version: Version of the actor's weights.
             ranks: Ranks of the rollout group.
-            trial: Whether to send them without a probe, as engines then sample and the trainer scores (`score_probe_samples`).
-            perturbed: Whether to send each trained number changed (`TrainingBackend.perturbed`).
+            trial: Whether to omit the probe, because the trainer will score the engines' samples (`score_probe_samples`).
+            perturbed: Whether to send perturbed weights (`TrainingBackend.perturbed`).
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        with self._as_probed(perturbed):  # the last bucket is written when all weights have been gathered
+        with self._as_probed(perturbed):  # until the last bucket is written, which needs all weights
             self.weights.send(version, ranks, None if trial else self._probe(version))
 
     def score_probe_samples(
@@ -177,8 +189,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Scores the samples of the engines; all ranks call it.
 
         Args:
-            texts: Token ids of each sample with the index of its policy; None in a run with one policy.
-            perturbed: Whether to score with each trained number changed.
+            texts: Token ids of each sample, with the index of its policy or, in a run with one policy, None.
+            perturbed: Whether to score with perturbed weights.
 
         Returns:
             `dtype`: dtype of the trainer's computation; `scores`: result of `Prober.score` for each sample.
@@ -196,7 +208,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self.backend.backend.perturbed() if perturbed else self.backend.awake()
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the present weights in full to rollout ranks that have just joined."""
+        """Sends the current weights in full to rollout ranks that have just joined."""
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self.backend.awake():
@@ -209,7 +221,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._weights
 
     def _probe(self, version: int) -> Probe | None:
-        """Returns the log-probs of a fixed text if this version is to be probed; all ranks call it, awake."""
+        """Returns the trainer's log-probs of a fixed text, or None if this version is not probed; all ranks call it, with
+        tensors reloaded."""
         if not is_probed(version, self.cfg.rollout.probe_interval):
             return None
         prober = self._prober_of_run()
@@ -229,22 +242,25 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._prober
 
     def refresh_reference(self, version: int) -> None:
-        """Sends all weights to the ranks of the reference, which score with them from then on."""
+        """Sends all weights to the reference's ranks, which then score with them."""
         with self.backend.awake():
             self.weights.refresh_reference(version)
 
     def forget_sent(self) -> None:
-        """Sends frozen weights again with the next version; all ranks call it."""
+        """Makes the next version complete: it includes the frozen weights again; all ranks call it."""
         if self._weights is not None:
             self._weights.forget()
 
     # -- received groups ------------------------------------------------------------------------------------------
 
     def receive(self, step: int) -> dict[str, float]:
-        """Receives its groups of a step, and scores them on arrival if columns are computed here.
+        """Receives this rank's groups of a step; scores them on arrival, except in a colocated run.
 
         Returns:
-            Seconds spent scoring, and seconds spent waiting.
+            `score_s` and `wait_s`: seconds spent scoring and waiting.
+
+        Raises:
+            DeadlineExceeded: Groups or columns did not arrive within `runner.step_timeout_s`.
         """
         positions = self.prompts.of_actor(self.data)
         self._batches = []
@@ -276,7 +292,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {"score_s": score_s, "wait_s": wait_s}
 
     def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
-        """Describes the missing messages and their senders."""
+        """Returns a description of the missing messages and their senders."""
         descriptions = []
         for group_name, positions in missing.items():
             ranks = {self.prompts.scorer_of(group_name, p) for p in positions} if group_name else set[int]()
@@ -286,7 +302,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return ", and ".join(descriptions)
 
     def _unpack_group(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
-        """Returns a group's trained samples with their columns."""
+        """Returns the trained samples of a group, with the received columns.
+
+        Raises:
+            RlhpcError: A trained token is older than `algorithm.max_staleness` allows.
+        """
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.answers_digest, group.members
         batch.columns |= {
@@ -303,11 +323,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return batch
 
     def _recompute_logprobs(self, batch: TokenBatch) -> float:
-        """Adds the columns that are computed here, such as the log-probs of the weights before the update; all ranks call it
-        equally often.
+        """Adds the columns that this rank computes, such as log-probs with the weights before the update. All ranks call it
+        the same number of times.
 
         Returns:
-            Seconds that it took.
+            Seconds spent.
         """
         if not self._columns_made_here:
             return 0.0
@@ -325,7 +345,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return time.perf_counter() - start_time
 
     def _column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
-        """Returns a column of a micro-batch; `model_scores` caches the scores of the model's forward pass by micro-batch."""
+        """Computes a column of a micro-batch; `model_scores` caches the model's outputs by the `id` of the micro-batch."""
         if column.by in (ACTOR, VALUE_HEAD):
             if id(batch) not in model_scores:
                 model_scores[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
@@ -337,14 +357,14 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._scorers[column.name].score(batch.to(self.backend.device))
 
     def offload(self) -> None:
-        """Moves all tensors to the host."""
+        """Moves all tensors to the host, including those of the algorithm's scorers."""
         super().offload()
         for scorer in self._offloadable_scorers():
             scorer.offload()
         empty_cache()
 
     def reload(self) -> None:
-        """Restores the tensors that `offload` moved away."""
+        """Moves the tensors back to the accelerator after `offload`."""
         super().reload()
         for scorer in self._offloadable_scorers():
             scorer.reload()
@@ -355,15 +375,15 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     # -- training -------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
-        """Returns the micro-batches, each of one policy (see `LanguageActor._micro_batches`)."""
+        """Splits a batch into micro-batches, each of one policy (`LanguageActor._micro_batches`)."""
         split_batch = partial(super()._micro_batches, packed=packed)
         return by_policy(self.policies, batch, split_batch) if self.policies.names else split_batch(batch)
 
     def update(self, step: int) -> dict[str, float]:
-        """Trains on the groups of `receive`.
+        """Trains on the groups of `receive`, and sends the returns to the critic first.
 
         Returns:
-            Metrics, the same on all ranks except for processor times.
+            Metrics, the same on all ranks except for times.
 
         Raises:
             NonFinite: A gradient is not finite.
@@ -395,13 +415,18 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
-        """Returns the passes over a step's samples: 0 while only the critic is trained."""
+        """Returns the number of passes over a step's samples: 0 during the critic's warm-up, then
+        `algorithm.update_epochs`."""
         if self._returns is not None and step <= self.cfg.critic.warmup_steps:
             return 0
         return self.cfg.algorithm.update_epochs
 
     def _send_returns(self, step: int, batch: TokenBatch, channel: Channel) -> None:
-        """Sends the critics the returns, with the samples that they belong to."""
+        """Sends the returns of each group's trained samples to the critic's ranks.
+
+        Raises:
+            RlhpcError: The algorithm computed no returns.
+        """
         if RETURNS_OF not in batch.columns:
             raise RlhpcError(
                 f"algorithm.name={self.cfg.algorithm.name} asks the critic for {VALUES}, but its advantages left no "
@@ -421,8 +446,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
-        """Runs one optimizer step over the samples of all ranks; if the returned `grad_norm` is not finite, the step
-        was skipped."""
+        """Runs one optimizer step on a minibatch of all ranks and returns its metrics; if `grad_norm` is not finite, the
+        step was skipped."""
         batch = self._balance_load(batch)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
