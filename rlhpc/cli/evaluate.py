@@ -1,4 +1,4 @@
-"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which creates them from an expert."""
+"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which trains them from an expert."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ _INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one wi
 def _source(
     args: argparse.Namespace, alternative: str = "", purpose: str = ""
 ) -> tuple[Path | None, Path, Trust | None]:
-    """Returns the checkpoint, the configuration and, if the configuration is the checkpoint's own, the code that it may name.
+    """Returns the checkpoint, the configuration file, and the code that a checkpoint's configuration may import.
+
+    The last is None for a configuration that the user names.
 
     Args:
         alternative: Option that replaces the checkpoint, which is then None; "" without such an option.
-        purpose: Use of the configuration, for the message.
+        purpose: Purpose of the configuration, for the message.
     """
     if alternative and getattr(args, alternative) is not None:
         if args.config is None or args.checkpoint or args.run:
@@ -78,9 +80,7 @@ def _source(
 
 
 def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
-    """Returns whether code that the checkpoint names may be imported: the user allows it, or an own run
-    wrote the checkpoint.
-    """
+    """Returns whether code that the checkpoint names may be imported: the user allows it, or a run of the user wrote it."""
     from rlhpc.checkpoint.trusted_digests import is_trusted
 
     return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_trusted(checkpoint))

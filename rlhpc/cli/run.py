@@ -60,8 +60,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """Returns the folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and
-    the site's profiles.
+    """Returns the folder of a profile, given by its path or found by name in `./profiles` or in rlhpc; for a profile of the
+    user or the site, returns the name, which Snakemake finds.
 
     Raises:
         ConfigError: The profile does not exist.
@@ -112,7 +112,10 @@ def snakemake_command(args: argparse.Namespace) -> list[str]:
 
 
 def same_command(args: argparse.Namespace) -> str:
-    """Returns the command line that repeats this command. Under make, the user's own PATH may not have rlhpc."""
+    """Returns the command line that repeats this command.
+
+    Under make it names the program by its path, because the user's PATH may not contain rlhpc.
+    """
     script = Path(sys.argv[0])
     is_under_make = os.environ.get("MAKELEVEL") and script.name == "rlhpc" and script.is_file()
     program = os.path.relpath(script) if is_under_make else "rlhpc"
@@ -176,7 +179,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
-    """Runs several runs in one graph."""
+    """Runs all runs of a sweep in one Snakemake workflow; returns the exit code."""
     from rlhpc.cli.follow import Track, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower, render_sweep_ending
     from rlhpc.config import total_steps
@@ -215,7 +218,9 @@ class InterruptedCode(int):
 
 @contextlib.contextmanager
 def _workflow_log(logs: Path) -> Iterator[Path]:
-    """Yields an empty file for Snakemake's output; while another command writes to `snakemake.log`, `snakemake-2.log`."""
+    """Yields an empty log file for Snakemake: `snakemake.log`, or `snakemake-2.log` and so on while other commands hold the
+    earlier ones.
+    """
     from rlhpc.jobs.lease import Lease
 
     path = logs / "workflow" / "snakemake.log"
@@ -236,7 +241,9 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
 
 
 def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
-    """Runs Snakemake to its end and displays its progress; returns its exit code."""
+    """Runs Snakemake, displays its progress, and returns its exit code; after an interrupt, returns that of `stop` as an
+    `InterruptedCode`.
+    """
     from rlhpc.metrics.logger import quiet_terminal
 
     with path.open("ab") as output, ending_early(), quiet_terminal():
@@ -276,12 +283,12 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
 
 
 def say(text: str) -> None:
-    """Prints a line to the terminal."""
+    """Prints a message with the prefix `rlhpc: `."""
     tell(f"rlhpc: {text}")
 
 
 def relative(path: Path) -> str:
-    """Returns the path relative to the working directory, if it lies below it."""
+    """Returns the path as text, relative to the working directory if it lies in it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -314,7 +321,7 @@ def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, sec
 
 @contextlib.contextmanager
 def ending_early() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end the command as Ctrl-C does, so that Snakemake does not survive it."""
+    """Makes SIGTERM, SIGHUP and SIGINT raise `Interrupted` within the block, so that Snakemake ends with the command."""
 
     def handle(signum: int, frame: object) -> None:
         raise Interrupted(signum)
@@ -377,12 +384,12 @@ def _tell_saved(track: Track, hurried: bool) -> None:
 
 
 def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the drivers of this machine at the same time: each takes the time to save."""
+    """Ends the local drivers of all tracks concurrently, because each may need long to save; returns the messages."""
     pool = ThreadPoolExecutor(16)
     try:
         messages_by_track = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # not held up by them at a second Ctrl-C
+        pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for them
     track_messages = zip(tracks.values(), messages_by_track, strict=True)
     return [
         f"{track.name}: {message}" if len(tracks) > 1 else message
@@ -405,7 +412,7 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the run's driver if it is a process of this machine; a job of the cluster continues."""
+    """Ends the run's driver if it is a process of this machine, and returns the messages; a job of the cluster continues."""
     from rlhpc.jobs.segment import SegmentJournal
     from rlhpc.jobs.shared_files import read_json_file
     from rlhpc.jobs.submit import cancel

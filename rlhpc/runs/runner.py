@@ -86,7 +86,7 @@ class Runner(Generic[Cfg]):
         """Prepares the first step of this start, or the first step after a recovery."""
 
     def one_step(self) -> dict[str, float]:
-        """Does step `self.step + 1` and counts it; returns its row of metrics, without `time/step_s` and `time/wall_s`."""
+        """Runs step `self.step + 1` and counts it; returns its metrics, without `time/step_s` and `time/wall_s`."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
@@ -94,14 +94,14 @@ class Runner(Generic[Cfg]):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state` returned when the checkpoint was saved, and drops what is newer."""
+        """Restores the state that `state` returned when the checkpoint was saved, and drops newer data."""
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns the entries of `rlhpc status` besides the step."""
+        """Returns the fields of `rlhpc status` besides the step."""
         return {}
 
     def result(self) -> dict[str, Any]:
-        """Returns the entries of the result of `run` besides the step."""
+        """Returns the fields of `run`'s result besides the step."""
         return {}
 
     def goal(self) -> str:
@@ -109,26 +109,26 @@ class Runner(Generic[Cfg]):
         return ""
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Checks what the ranks' `load` returned, by role."""
+        """Checks the values that the ranks' `load` returned, by role."""
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts the lost ranks of each role after a failure, and connects them."""
         raise NotImplementedError
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
-        """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks are as they were after `step`.
+        """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks still have their state of `step`.
         Then the run continues from there, rather than from its newest checkpoint.
         """
         return False
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Counts the losses after a recovery, from the number of dead ranks and the `state` at that time."""
+        """Updates the loss counters after a recovery, from the number of lost ranks and the `state` before it was restored."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     @final
     def init_workers(self) -> None:
-        """Builds everything on all ranks and restores the checkpoint to continue from."""
+        """Builds everything on all ranks, and restores the checkpoint to resume from or loads `runner.init_from`."""
         if self._opens_folder:
             self.folder.open(self.cfg)
         self.build()
@@ -140,7 +140,7 @@ class Runner(Generic[Cfg]):
         self.folder.mark("ready")
 
     def _start_from(self, path: str) -> None:
-        """Loads the weights of `runner.init_from` only, and adds their source to provenance.json."""
+        """Loads only the weights of `runner.init_from`, and adds their source to provenance.json."""
         from rlhpc.checkpoint.start import WEIGHTS, find_weights
 
         folder = find_weights(path)
@@ -150,7 +150,7 @@ class Runner(Generic[Cfg]):
         note(f"starts from the weights of {folder}")
 
     def _restore_run_state(self, checkpoint: Path) -> None:
-        """Restores what resume restores: the state of all groups' ranks, then the runner's own (`runner.json`)."""
+        """Restores the run from a checkpoint: first the state of all groups' ranks, then the runner's (`runner.json`)."""
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
         self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
         try:
@@ -214,11 +214,11 @@ class Runner(Generic[Cfg]):
         }
 
     def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None] | None) -> None:
-        """Runs the loop from the present step to the end of this start."""
+        """Runs the loop from the current step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         recorded_config = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started_s, self._elapsed_before = active_s(), self.elapsed
-        # A goal that was reached stays reached, unless the goal was raised since.
+        # A goal that was reached stays reached, unless the user has raised it.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
@@ -284,18 +284,18 @@ class Runner(Generic[Cfg]):
             The step to continue from.
 
         Raises:
-            RlhpcError: `error`, if no recovery is possible: it came from another group, nothing is saved yet, or it occurs
-                repeatedly.
+            RlhpcError: `error`, if no recovery is possible: no group is restartable, a stop was requested, nothing is saved
+                yet, or `max_recoveries` is exceeded.
         """
         session = Session.running()
         is_stateless = error.group in self.stateless
         if session is None or not session.failures.policies.restartable or self.stop.requested:
             raise error
         newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
-        saving = self.saves.pending_step
-        if newest_checkpoint.path is None and not is_stateless and saving is None:
+        pending_step = self.saves.pending_step
+        if newest_checkpoint.path is None and not is_stateless and pending_step is None:
             raise error
-        step = self.step if is_stateless else max(newest_checkpoint.step, saving or 0)
+        step = self.step if is_stateless else max(newest_checkpoint.step, pending_step or 0)
         self._num_unsuccessful = self._num_unsuccessful + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
         if self._num_unsuccessful > self.max_recoveries:
@@ -306,17 +306,17 @@ class Runner(Generic[Cfg]):
         with session.recovering():
             self.rebuild(lost_ranks)
             self._count_save(self.saves.settle)
-            newest = newest_valid(self.folder.paths, checksums=False).path
-            if saving is not None and newest != self.folder.paths.checkpoint(saving):
+            newest_path = newest_valid(self.folder.paths, checksums=False).path
+            if pending_step is not None and newest_path != self.folder.paths.checkpoint(pending_step):
                 self._saved_step = -1
             state_before = self.state()
             if self.unharmed(lost_ranks):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
-            elif newest is None:
+            elif newest_path is None:
                 raise error
             else:
-                note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
-                self._restore_run_state(newest)
+                note(f"{reason}; {ranks} start again from {newest_path.name}, all other ranks stay")
+                self._restore_run_state(newest_path)
         self.count_lost(sum(map(len, lost_ranks.values())), state_before)
         self.recoveries += 1
         return self.step
@@ -328,7 +328,7 @@ class Runner(Generic[Cfg]):
         return self.goal() or (PATIENCE if self.best.is_over() else "")
 
     def _check_walltime(self) -> None:
-        """Requests a stop while enough time is left to save, if the scheduler reports the end of the job."""
+        """Requests a stop if the job's remaining walltime is too short for another step and a save."""
         reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
 
         def is_enough(end: float | None) -> bool:
@@ -344,7 +344,7 @@ class Runner(Generic[Cfg]):
         return save_interval > 0 and self.step % save_interval == 0
 
     def _save(self, logger: MetricLogger) -> None:
-        """Saves the current step: first its rows, then its checkpoint, which appears when the ranks have written it."""
+        """Saves the current step: commits its metrics, then begins its checkpoint, complete once the ranks wrote it."""
         self._count_save(self.saves.finish)
         started_s = active_s()
         current().registry.check_current()  # a driver that has been replaced by another commits nothing
@@ -366,7 +366,7 @@ class Runner(Generic[Cfg]):
         self._pause_s += active_s() - started_s
 
     def _count_save(self, commit: Callable[[], float | None]) -> None:
-        """Counts a save that `commit` has committed, and prunes older checkpoints."""
+        """Calls `commit`; if it committed a save, records the duration and prunes older checkpoints."""
         started_s = active_s()
         if (seconds := commit()) is not None:
             self._saves_s.append(seconds)
@@ -375,6 +375,6 @@ class Runner(Generic[Cfg]):
             self._pause_s += active_s() - started_s
 
     def _retained_steps(self) -> list[int]:
-        """Returns the best step and the last steps of segments: evaluation and conversion may still read their checkpoints."""
+        """Returns the steps that pruning keeps for evaluation and conversion: the best one and the last of each segment."""
         planned_steps = segment_ends(self.cfg) if self.cfg.runner.segments > 1 else []
         return [*planned_steps, *self.folder.finished_segments(), *self.best.retained_steps(self.folder.paths)]

@@ -28,9 +28,9 @@ from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.text import align_columns
 
-#: Ratio of walltime to training time: evaluations, checkpoints, and the error of the prediction.
+#: Ratio of walltime to predicted training time; covers evaluations, checkpoints, and the error of the prediction.
 _WALLTIME_MARGIN = 1.25
-#: Starts and ends closer than this, in seconds, are equal: the scheduler plans in such intervals.
+#: Seconds below which two starts or ends count as equal: the scheduler plans in intervals of this length.
 SAME_S = 60.0
 
 
@@ -39,14 +39,14 @@ class JobShape:
     """Shape of a job: nodes, partition and walltime.
 
     Attributes:
-        nodes, accelerators: Totals.
-        partition: Partition in the job's directives; "" for the default or those of node groups.
+        nodes, accelerators: Total numbers of nodes and accelerators.
+        partition: Partition in the job's directives; "" for the default partition, or if node groups name partitions.
         walltime: Minutes; None for the partition's default.
         overrides: Overrides that make the configuration request this shape.
         configured: True for the shape that the configuration requests.
         script: Job script that requests it.
         train_s: Seconds that training takes; None if unknown.
-        usable_s: Seconds of a job in which it trains; None without a walltime.
+        usable_s: Seconds of a job that are available for training; None without a walltime.
         idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
     """
 
@@ -63,7 +63,7 @@ class JobShape:
 
     @property
     def jobs(self) -> int | None:
-        """Number of consecutive jobs that the run takes; None if it is unknown, or a job has no time to train."""
+        """Number of consecutive jobs that the run takes; None if it is unknown, or if a job has no time to train."""
         if self.train_s is None or self.usable_s == 0:
             return None
         return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
@@ -76,7 +76,7 @@ class JobShape:
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """Start of a job shape, and its end if every further job starts at once."""
+    """Estimated start and end of a run in a job shape, if every further job starts at once."""
 
     shape: JobShape
     start: Start
@@ -94,7 +94,7 @@ class StartTimes:
 
     @property
     def rank(self) -> tuple[bool, float, int, bool, bool]:
-        """Sort key: sooner ends first, or sooner starts without ends; then fewer jobs, no idle GPUs, and the configured
+        """Sort key: earliest end, or earliest start if the end is unknown; then fewest jobs, no idle GPUs, and the configured
         shape.
         """
         ready_at = self.start.at if self.end is None else self.end
@@ -132,16 +132,16 @@ def estimate_starts(
     partitions: Sequence[str],
     query_start: Callable[[str], Start] = would_start,
 ) -> StartEstimate:
-    """Queries the scheduler for all shapes.
+    """Asks the scheduler for the start of each job shape; returns the estimate.
 
     Args:
         request: Configuration and options.
-        nodes: Numbers of nodes; by default half, once and twice the configured number.
-        partitions: Partitions; by default the configured one and those of the site file.
-        query_start: Returns the start of a script's job.
+        nodes: Numbers of nodes besides the configured one; by default half and twice that.
+        partitions: Partitions besides the configured one; by default those of the site file.
+        query_start: Function that returns the start of a script's job.
 
     Raises:
-        ConfigError: The configuration names node groups, so that it has one shape.
+        ConfigError: `nodes` or `partitions` are given, but the configuration has node groups, so it has one shape.
     """
     cfg = load_config(request.config, request.overrides, site=request.site)
     if cfg.cluster.node_groups and (nodes or partitions):
@@ -190,7 +190,7 @@ def _site_partitions(site: str | None) -> list[str]:
 
 
 def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
-    """Returns the measurements of `rlhpc tune` for this run, or the reason why they are not available."""
+    """Returns the search space with the costs that `rlhpc tune` measured for this run, or None and the reason."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
     if record is None:
@@ -238,16 +238,18 @@ def _shapes(
     shapes = []
     for walltime in walltimes(shape_cfg, train_s):
         time_overrides = [] if walltime == _walltime(shape_cfg) else [f"cluster.time={walltime}"]
-        sized = load_config(request.config, [*request.overrides, *override_words, *time_overrides], site=request.site)
-        plan = build_plan(sized, launcher="slurm")
+        sized_cfg = load_config(
+            request.config, [*request.overrides, *override_words, *time_overrides], site=request.site
+        )
+        plan = build_plan(sized_cfg, launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
-        usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
+        usable_s = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized_cfg))
         shapes.append(
             JobShape(
                 nodes, accelerators, str(partition or ""), walltime, (*override_words, *time_overrides),
                 not (override_words or time_overrides),
-                plan.test_script(), train_s, usable,
-                not accelerators and not sized.cluster.node_groups and has_gpus(partition),
+                plan.test_script(), train_s, usable_s,
+                not accelerators and not sized_cfg.cluster.node_groups and has_gpus(partition),
             )
         )  # fmt: skip
     return shapes
@@ -259,7 +261,7 @@ def _walltime(cfg: RunConfig) -> int | None:
 
 
 def _reserve_s(cfg: RunConfig) -> float:
-    """Returns the seconds at the end of a job in which it does not train."""
+    """Returns the seconds at the end of a job that are reserved for saving."""
     return float(max(cfg.cluster.signal_lead_s, cfg.runner.save_reserve_s))
 
 
@@ -268,17 +270,19 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
 
     The shorter ones are the shortest that fits the run, and a quarter of the configured one, which can start by back-fill.
     """
-    configured = _walltime(cfg)
+    configured_minutes = _walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):
-        return [configured]  # each component has its own
-    candidates: list[int | None] = [configured]
+        return [configured_minutes]  # each node group has its own
+    candidates: list[int | None] = [configured_minutes]
     if train_s is not None:
         candidates.append(math.ceil((train_s * _WALLTIME_MARGIN + _reserve_s(cfg)) / 60))
-    if configured is not None:
-        candidates.append(configured // 4)
-    min_minutes = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
-    shorter = [t for t in candidates[1:] if t and t >= min_minutes and (configured is None or t < configured)]
-    return [configured, *dict.fromkeys(shorter)]
+    if configured_minutes is not None:
+        candidates.append(configured_minutes // 4)
+    min_minutes = 2 * _reserve_s(cfg) / 60  # in a shorter job, the reserve takes most of the time
+    shorter_walltimes = [
+        t for t in candidates[1:] if t and t >= min_minutes and (configured_minutes is None or t < configured_minutes)
+    ]
+    return [configured_minutes, *dict.fromkeys(shorter_walltimes)]
 
 
 def render(estimate: StartEstimate) -> str:
@@ -311,20 +315,20 @@ def render(estimate: StartEstimate) -> str:
 
 
 def verdict(estimate: StartEstimate) -> list[str]:
-    """Formats the best shape, the shape that it is better than, and the overrides that request it."""
+    """Returns lines about the best shape: the next shape that it beats, and the overrides that request it."""
     startable = [answer for answer in estimate.answers if answer.start.at is not None]
     if not startable:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
     best = startable[0]
     lines = []
-    other_answer = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
-    if other_answer is not None:
-        have_ends = best.end is not None and other_answer.end is not None
+    worse_answer = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
+    if worse_answer is not None:
+        have_ends = best.end is not None and worse_answer.end is not None
         verb, count = "end" if have_ends else "start", best.shape.accelerators or best.shape.nodes
         lines.append(
-            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other_answer, estimate.now)}"
+            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(worse_answer, estimate.now)}"
             + (
-                f": {moment(best.end or 0, estimate.now)}, not {moment(other_answer.end or 0, estimate.now)}"
+                f": {moment(best.end or 0, estimate.now)}, not {moment(worse_answer.end or 0, estimate.now)}"
                 if have_ends
                 else ""
             )
@@ -348,7 +352,7 @@ def _describe(answer: StartTimes, now: float) -> str:
 
 
 def moment(at: float, now: float) -> str:
-    """Formats a time for a reader: now, the hour of today, a weekday, or a date."""
+    """Formats a Unix time: as "now", a time of today, a weekday with time, or a date with time."""
     if at - now < SAME_S:
         return "now"
     local_time, local_now = time.localtime(at), time.localtime(now)
@@ -379,7 +383,7 @@ def _word(resource: str) -> str:
 
 
 def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Returns the limits that a shape's run would exceed."""
+    """Returns a warning for each limit of the account that a run in this shape would exceed."""
     requirements: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
     warnings = []
     for resource, count in requirements.items():

@@ -23,9 +23,9 @@ class Preparation:
     """Steps of the workflow before training.
 
     Attributes:
-        sft: Configuration of a run that comes first, relative to this run's; and its overrides.
-        demos: The file for an expert's episodes, the expert, and how many episodes to record.
-        evaluates_start: Whether the model is also evaluated before training, as step 0.
+        sft: Configuration file of the SFT run that comes first, relative to this run's file, and its overrides.
+        demos: File for the expert's episodes, the expert, and the number of episodes to record.
+        evaluates_start: True if the model is also evaluated before training, as step 0.
     """
 
     sft: tuple[str, list[str]] | None = None
@@ -40,11 +40,11 @@ class Exporting:
     Attributes:
         licence: SPDX identifier for the model card.
         adapter_only: With LoRA: write only the adapter.
-        base: With LoRA: present path of the adapted model, if it has moved.
+        base: With LoRA: current path of the base model, if it has moved.
         dtype: Dtype of the written weights; None keeps that of training.
         critic: Write the critic rather than the policy.
-        released: Write the format in which the model's family is released, for its own code.
-        trust_code: Import names of the form `module:Class` in the checkpoint.
+        released: Write the format in which the model's family is released, which the family's own code reads.
+        trust_code: Allow imports of `module:Class` names in the checkpoint.
     """
 
     licence: str | None = None
@@ -58,7 +58,7 @@ class Exporting:
 
 @dataclass(frozen=True)
 class Headline:
-    """Number by which runs of a task type are judged: a column of tables, and of `rlhpc status`.
+    """Key metric of a task type: a column of tables and of `rlhpc status`.
 
     Attributes:
         metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for the largest k.
@@ -76,12 +76,12 @@ class PlayOptions:
     """Options of `rlhpc play`; None stands for the default.
 
     Attributes:
-        film: File of the film if no display is available.
+        film: Video file to write if no display is available.
         episodes: Number of episodes to play.
         seed: Seed of the environment, or of sampling.
         system: First message of a conversation.
         max_tokens: Maximum number of tokens of a reply.
-        trust_code: Import names of the form `module:Class` in the checkpoint.
+        trust_code: Allow imports of `module:Class` names in the checkpoint.
     """
 
     film: Path
@@ -103,7 +103,7 @@ class Parts:
         evaluation: Plot and table of the evaluations.
         times: Curves of time.
         evaluated: Step → result of its first evaluation, for the table of checkpoints.
-        trained: Metric in the table of checkpoints, and its title.
+        trained: Training metric in the table of checkpoints, and its title.
     """
 
     subject: str
@@ -121,7 +121,7 @@ Cfg = TypeVar("Cfg", bound=RunConfig)
 
 
 class GroupSpec(Generic[Cfg]):
-    """Worker groups of a task type, and how they are placed and kept alive.
+    """Worker groups of a task type, with their placement and failure handling.
 
     Args:
         roles: Group → its worker class, as `module:Class`.
@@ -141,7 +141,7 @@ class GroupSpec(Generic[Cfg]):
         return self.roles
 
     def components(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the names that `cluster.component_placement` may have, for messages."""
+        """Returns the names allowed in `cluster.component_placement`, for messages."""
         return list(self.roles_of(cfg))
 
     def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
@@ -158,7 +158,7 @@ class GroupSpec(Generic[Cfg]):
 
         Args:
             cfg: The configuration.
-            started: Ranks of each group that the run starts with.
+            started: Number of ranks of each group at the start.
         """
         return {}
 
@@ -172,7 +172,7 @@ class GroupSpec(Generic[Cfg]):
         return cfg
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Raises an error for numbers of processes that do not fit.
+        """Checks that the numbers of processes fit the configuration.
 
         Args:
             cfg: The configuration.
@@ -180,7 +180,7 @@ class GroupSpec(Generic[Cfg]):
             accelerators: Number of accelerators of each process of a group.
 
         Raises:
-            ConfigError, PlacementError: Names the component and the numbers.
+            ConfigError, PlacementError: They do not fit; the message names the component and the numbers.
         """
 
 
@@ -188,12 +188,12 @@ class ConfigChecks(Generic[Cfg]):
     """Rules of a task type's configuration, and the checks before a start.
 
     Attributes:
-        ranges, choices: Key → the range of its number, its allowed words, where the annotation of the field does not have
+        ranges, choices: Key → the range of its number, or its allowed words, if the field's annotation does not declare
             them.
         conditions: Keys that a run reads only under a condition; it always reads the others.
-        evaluation, free: Keys, or sections (with a dot at the end), that change evaluations and nothing else, and keys that
-            are changeable on resume, where the annotation of the field does not say so.
-        other_start: End of a message: the other use of a checkpoint from which a run cannot resume.
+        evaluation, free: Keys, or sections (with a dot at the end), that affect only evaluations, and keys that are
+            changeable on resume, if the field's annotation does not declare it.
+        other_start: End of the message about a checkpoint from which a run cannot resume: another way to use it.
     """
 
     ranges: Mapping[str, Range] = MappingProxyType({})
@@ -208,15 +208,15 @@ class ConfigChecks(Generic[Cfg]):
         return []
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Raises an error for names and combinations that cannot work; imports no torch, and writes nothing.
+        """Checks names and combinations of values; imports no torch and writes nothing.
 
         Args:
             cfg: The configuration.
-            fail: Makes the error for a key and the rule that it breaks.
+            fail: Function that builds the error from a key and the rule that it breaks.
             training: Also check values that only training needs.
 
         Raises:
-            ConfigError: The first broken rule.
+            ConfigError: A rule is broken; the message states the first one.
         """
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
@@ -231,17 +231,17 @@ class ConfigChecks(Generic[Cfg]):
         return iter(())
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """Returns the configuration for the ranks; the caller's stays unchanged.
+        """Returns the configuration for the ranks; does not modify `cfg`.
 
         Args:
             cfg: The configuration.
-            resumes: The run continues from a checkpoint.
+            resumes: True if the run continues from a checkpoint.
         """
         return cfg
 
     @contextlib.contextmanager
     def trial(self, cfg: Cfg) -> Iterator[Cfg]:
-        """Yields the configuration for `preflight`, as from `prepare`, and removes everything that this creates.
+        """Yields the configuration for `preflight`, as `prepare` returns it; removes created files afterwards.
 
         Args:
             cfg: The configuration.
@@ -253,18 +253,18 @@ class ConfigChecks(Generic[Cfg]):
         return []
 
     def goal(self, cfg: Cfg) -> Any:
-        """Returns the settings that can end a segment before its planned step; None without any."""
+        """Returns the settings that can end a segment before its planned step; None if there are none."""
         return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the metrics of held-out data that a run with this configuration measures during training and that have a
-        better direction, for `runner.keep_best`; empty if it does not evaluate.
+        """Returns the allowed values of `runner.keep_best`: the metrics of held-out data that the run measures during training
+        and that have a better direction. Empty if it does not evaluate.
         """
         return ()
 
 
 class Offline(Generic[Cfg]):
-    """Work of a task type before and after training: data to prepare, evaluation, playing, export.
+    """Work of a task type before and after training: preparation, evaluation, playing, export.
 
     Args:
         name: Name of the task type, for messages.
@@ -278,7 +278,7 @@ class Offline(Generic[Cfg]):
         return Preparation()
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """Returns the number of recorded episodes of the last policy, and whether only successful ones are recorded."""
+        """Returns the number of episodes to record of the last policy, and whether to record only successful ones."""
         return 0, False
 
     def evaluate(
@@ -288,19 +288,19 @@ class Offline(Generic[Cfg]):
 
         Args:
             cfg: The configuration.
-            checkpoint: Its folder.
+            checkpoint: Folder of the checkpoint.
             suite: Name of the evaluation.
             episodes: Number of episodes; None for that of the configuration.
             output: File for the result; None writes nothing.
-            trust_code: Import names of the form `module:Class` in the checkpoint.
+            trust_code: Allow imports of `module:Class` names in the checkpoint.
 
         Returns:
-            The result in a line.
+            A one-line summary of the result.
         """
         raise ConfigError(f"runs of kind {self.name} are not evaluated")
 
     def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
-        """Evaluates the model that the configuration names, without a checkpoint; returns the result in a line."""
+        """Evaluates the model that the configuration names, without a checkpoint; returns a one-line summary of the result."""
         raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
@@ -308,11 +308,11 @@ class Offline(Generic[Cfg]):
 
         Args:
             cfg: The configuration.
-            checkpoint: Its folder.
+            checkpoint: Folder of the checkpoint.
             options: Options.
 
         Returns:
-            The result in a line; "" without a result.
+            A one-line summary of the result; "" without a result.
         """
         raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
 
@@ -320,7 +320,7 @@ class Offline(Generic[Cfg]):
         """Exports a checkpoint as a folder for other tools.
 
         Args:
-            checkpoint: Its folder.
+            checkpoint: Folder of the checkpoint.
             output: Target; by default in the run of the checkpoint.
             options: Options.
 
@@ -334,9 +334,9 @@ class Reporting:
     """Pages and tables of a task type's runs.
 
     Args:
-        curves: Curves that its report always has: file name → title.
+        curves: File name → title of the curves that every report has.
         compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
-        headlines: Numbers by which its runs are judged, the most important first; empty for those of `compared`.
+        headlines: Key metrics, the most important first; if empty, those of `compared`.
     """
 
     def __init__(
@@ -356,9 +356,9 @@ class Reporting:
         """Returns the parts of the report that depend on the task type.
 
         Args:
-            paths: The run.
-            rows: Its metrics.
-            linked: The page may refer to other files of the run.
+            paths: Files of the run.
+            rows: Metrics of the run, one row per step.
+            linked: True if the page may link to other files of the run.
         """
         return Parts("", "", [], "", [], {}, ("", ""))
 

@@ -93,12 +93,12 @@ TASK_TYPES: Registry[Any] = Registry(
 
 
 class ConfigKeys:
-    """Keys of a task type's configuration, as reading and checking one needs them.
+    """Configuration keys of a task type, for reading and checking configurations.
 
     Args:
         task_type: Name of the task type.
-        config: Dataclass of its configuration.
-        checks: Its rules.
+        config: Dataclass of the configuration.
+        checks: Rules of the configuration.
     """
 
     def __init__(self, task_type: str, config: type[RunConfig], checks: ConfigChecks[Any]) -> None:
@@ -111,7 +111,7 @@ class ConfigKeys:
 
     @functools.cached_property
     def tree(self) -> Mapping[str, ConfigKey]:
-        """Its keys and sections by path, each section before its keys."""
+        """Keys and sections by path, each section before its keys."""
         config: type = self._config
         checks = self._checks
         return {
@@ -127,12 +127,12 @@ class ConfigKeys:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, ConfigKey]:
-        """Its keys by path, without sections."""
+        """Keys by path, without sections."""
         return {path: key for path, key in self.tree.items() if not key.is_section}
 
     def on_resume(self, key: str) -> OnResume:
-        """Returns whether a key may change when a run continues. A key that the user chose, or that an earlier version had, is
-        as the key or section that it lies in.
+        """Returns whether a key may change when a run resumes. For a key that the user chose, or that an earlier version had,
+        returns the rule of the key or section that contains it.
         """
         while key and key not in self.tree:
             key = key.rpartition(".")[0]
@@ -143,7 +143,7 @@ class ConfigKeys:
         return self._checks.missing(cfg)
 
     def explain_foreign_key(self, key: str) -> str:
-        """Returns the complaint about a key that another task type has; empty if none has it."""
+        """Returns the end of the error message for a key of other task types; empty if no task type has it."""
         owners = [
             task_type.name
             for task_type in all_task_types()
@@ -156,15 +156,15 @@ class ConfigKeys:
 
 
 class TaskType(Generic[Cfg]):
-    """Task type of runs, in parts. Construction is cheap: the parts import what they need when they are asked.
+    """Task type of runs, composed of parts. Construction is cheap, because the parts import their dependencies on use.
 
     Args:
         name: Its name in `runner.task_type`.
         config: Its configuration's dataclass.
         groups: Its worker groups.
-        runner: Class of the loop that drives them, as `module:Class`; called with the configuration and the groups by name.
+        runner: Class of the training loop, as `module:Class`; called with the configuration and the groups by name.
         checks: Rules of its configuration; by default there are none.
-        offline: Evaluation, export and the other work without training; by default they are refused.
+        offline: Evaluation, export and other work outside training; by default they are refused.
         reporting: Its pages and tables; by default they are empty.
         planning: Its workload and memory models; by default they are unknown.
     """
@@ -196,7 +196,7 @@ class TaskType(Generic[Cfg]):
 
 @dataclass(frozen=True)
 class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
-    """Former form of a task type: one object that is all parts of a `TaskType`. It works for two releases, with a warning.
+    """Deprecated task type: one object that implements all parts of a `TaskType`. Works for two releases, with a warning.
 
     The fields are those of `TaskType` and its parts, besides:
 
@@ -225,7 +225,7 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
     @functools.cached_property
     def task_type(self) -> TaskType[Cfg]:
-        """The task type of which this object is every part."""
+        """`TaskType` with this object as every part."""
         warnings.warn(
             f"the task type {self.name!r} is a Kind, which works for two releases: make it a "
             "rlhpc.runs.task_type.TaskType of parts (docs/how-to/add-kind.md)",
@@ -267,18 +267,18 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
         return {}
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns the number of ranks of a replica, by group."""
+        """Returns the number of ranks per replica, by group."""
         return {}
 
     def patience_of(self, cfg: Cfg) -> dict[str, float]:
-        """Returns the seconds of silence after which a rank is lost, for groups with a lease of their own."""
+        """Returns the seconds of silence after which a rank is lost, for groups with their own lease."""
         return {}
 
     def why_fixed(self, cfg: Cfg) -> str:
         """Returns the reason why no group accepts ranks."""
         return ""
 
-    # -- parts that were named otherwise -------------------------------------------------------------------------
+    # -- methods with former names -------------------------------------------------------------------------
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
         """Yields the checks of `checks`."""
@@ -302,7 +302,7 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-    """Returns whether a key is one of these keys, or lies in one of these sections."""
+    """Returns whether a key is in `names`, or lies in a section of `names`."""
     return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in names)
 
 

@@ -13,15 +13,13 @@ DTYPES = {"32": "float32", "fp32": "float32", "bf16": "bfloat16", "16": "float16
 
 
 def optimizer_rows(group: str) -> Rows:
-    """Returns the settings of a group's optimizer that have the same name in both projects."""
+    """Returns the rows of a group's optimizer settings, which have the same names in both projects."""
     names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     return [(key, key) for key in (f"{group}.optim.{name}" for name in names)]
 
 
 def adapter_rows() -> Rows:
-    """Returns the rows of adapters: RLinf's `lora_alpha` equals their rank (models/__init__.py), so
-    that they are not scaled.
-    """
+    """Returns the rows of LoRA adapters; RLinf sets `lora_alpha` to the rank (models/__init__.py), so their scale is 1."""
 
     def rank(read: Reading) -> Any:
         return int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else UNSET
@@ -30,8 +28,8 @@ def adapter_rows() -> Rows:
 
 
 def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
-    """Returns a rule that translates a value by its name; an unknown value stays unchanged, for a component registered under
-    that name.
+    """Returns a rule that translates the value of `key` by `values_by_name`; an unknown value stays unchanged, because a
+    component may be registered under that name.
     """
 
     def rule(read: Reading) -> Any:
@@ -49,7 +47,7 @@ def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
 #: Policies that start from random weights.
 _FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
 _MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
-#: Action heads of OpenVLA and OFT in RLinf.
+#: RLinf model type → action head of rlhpc's `openvla`.
 _OPENVLA = {"openvla": "tokens", "openvla_oft": "parallel"}
 #: The control mode of RLinf's ManiSkill robots, by `policy_setup`.
 _CONTROL_MODES = {
@@ -68,7 +66,7 @@ def _is_grpo(read: Reading) -> bool:
 
 
 def _decisions(read: Reading) -> int:
-    """Returns the decisions that a slot makes in one of RLinf's rollouts."""
+    """Returns the number of decisions (action chunks) per slot in one rollout epoch of RLinf."""
     chunk = int(read("actor.model.num_action_chunks", 1))
     max_steps = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
     return max(1, max_steps // chunk)
@@ -79,13 +77,13 @@ def _rounds(read: Reading) -> int:
 
 
 def _has_rollout_parts(read: Reading) -> bool:
-    """Returns whether the rounds of a rollout are `algorithm.rollout_parts`."""
+    """Returns whether RLinf's rollout epochs become `algorithm.rollout_parts`."""
     return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
 
 
 def _slots(read: Reading) -> int:
-    """Returns the number of slots. If each rollout plays one episode in every slot and has no parts, further rounds become
-    further slots.
+    """Returns the number of env slots. Without rollout parts a slot plays one episode per rollout, and further rollout epochs
+    become further slots.
     """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not _has_rollout_parts(read) and (rounds := _rounds(read)) > 1:
@@ -250,7 +248,7 @@ def _value_clip(read: Reading) -> Any:
 
 
 def _without_use(read: Reading) -> Any:
-    """Omits keys that have no effect in this configuration, though they would in another."""
+    """Omits keys that have no effect in this configuration but may have one in another."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.omit("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
@@ -290,7 +288,7 @@ PPO: Rows = [
 
 
 def _ratio(read: Reading) -> float:
-    """Returns the updates per transition; RLinf counts them per step of the runner."""
+    """Returns the number of updates per transition; RLinf configures updates per runner step."""
     transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
     return int(read("algorithm.update_epoch")) / transitions
 
@@ -396,7 +394,8 @@ POLICY: Rows = [
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
-#: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text and learn their spread.
+#: Further keys of PPO and GRPO. In SAC, environments always reset automatically, and policies take no text and learn their
+#: standard deviation.
 VLA: Rows = [
     ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else UNSET),
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),

@@ -1,4 +1,4 @@
-"""Keys of RLinf without a counterpart, with the reasons. The first pattern that fits a key counts."""
+"""RLinf keys without a counterpart in rlhpc, with the reasons. The first pattern that matches a key applies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhpc.cli.foreign.rules import UnsupportedKeys
 
-#: Of embodied runs.
+#: Unsupported keys of embodied runs.
 EMBODIED = [
     UnsupportedKeys("algorithm.huber_delta", "the value loss is the squared error, with no linear part"),
     UnsupportedKeys(
@@ -201,7 +201,7 @@ EMBODIED = [
     UnsupportedKeys("data.*", "embodied runs read no data set", True),
 ]
 
-#: Of language models.
+#: Unsupported keys of language models.
 LANGUAGE = [
     UnsupportedKeys("runner.val_check_interval", "the workflow evaluates each checkpoint (runner.save_interval)", True),
     UnsupportedKeys(
@@ -329,18 +329,22 @@ LANGUAGE = [
     ),
 ]
 
-#: Keys of language models' runs with a value model: keys omitted from the actor's section are omitted from the critic's, too.
+#: Unsupported keys of language models with a critic; keys unsupported in the actor's section are so in the critic's, too.
 CRITIC = [
     UnsupportedKeys("critic.use_critic_model", "its place in cluster.component_placement says it", True),
     UnsupportedKeys("critic.seed", "runner.seed is for all groups", True),
     *(
-        replace(entry, keys=entry.keys.replace("actor.", "critic."), reason=entry.reason.replace("actor.", "critic."))
-        for entry in LANGUAGE
-        if entry.keys.startswith("actor.")
+        replace(
+            unsupported,
+            keys=unsupported.keys.replace("actor.", "critic."),
+            reason=unsupported.reason.replace("actor.", "critic."),
+        )
+        for unsupported in LANGUAGE
+        if unsupported.keys.startswith("actor.")
     ),
 ]
 
-#: Keys of every run.
+#: Unsupported keys of every run.
 EVERYWHERE = [
     UnsupportedKeys("hydra.*", "Hydra's own", True),
     UnsupportedKeys("*.group_name", "groups have their components' names", True),

@@ -29,7 +29,7 @@ from rlhpc.runs.tuning.workload import Knob, Workload
 from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
 from rlhpc.runtime.host import node_name
 
-#: Steps of a short run that do not count: the first ones, which set things up, and the last, which has no successor.
+#: Numbers of steps of a short run that are not measured: the first ones, which include set-up, and the last one.
 _FIRST, _LAST = 2, 1
 _POLL_S, _GRACE_S = 0.1, 30.0
 #: Python program that restricts its process to some cores and then executes a command.
@@ -59,9 +59,9 @@ class ShortRuns:
 
     Attributes:
         config: File of the configuration, with all values resolved.
-        folder: Folder of the short runs' folders, which are removed, and of `logs`, which stay.
+        folder: Parent of the short runs' folders, which are removed after each run, and of `logs`, which stays.
         always: Overrides of every run.
-        steps: Steps that count.
+        steps: Number of measured steps.
         deadline_s: Seconds that a run may take.
     """
 
@@ -72,22 +72,22 @@ class ShortRuns:
     deadline_s: float
 
     def run(self, name: str, overrides: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
-        """Runs the configuration with some changes.
+        """Runs the configuration with overrides and returns the measurements.
 
         Args:
             name: Name of the run and of its log.
-            overrides: The changes.
+            overrides: Overrides of the configuration.
             cores: Cores that the run may use; empty for all.
 
         Raises:
-            RlhpcError: The run failed, with its last message, or did not end in time.
+            RlhpcError: The run failed (the message quotes the run's error), or exceeded the deadline.
         """
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        count = _FIRST + self.steps + _LAST
+        num_steps = _FIRST + self.steps + _LAST
         override_words = [
             *self.always, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}", f"runner.name={name}",
-            f"runner.max_steps={count}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
+            f"runner.max_steps={num_steps}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
             "runner.logger.logger_backends=[jsonl]",
         ]  # fmt: skip
         command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *override_words]
@@ -113,7 +113,11 @@ class _Watched:
 
 
 def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
-    """Runs a command to its end, and samples the memory of the run's ranks."""
+    """Runs a command and samples the memory of the run's ranks; returns the exit code and the maximum memory by group.
+
+    Raises:
+        RlhpcError: The command exceeded the deadline.
+    """
     observation, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
@@ -135,7 +139,7 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run that is still working; it need not save."""
+    """Ends a run that is still running, by SIGTERM and then SIGKILL; it need not save."""
     for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
         if process.poll() is not None:
             return
@@ -146,20 +150,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _sample_memory(paths: RunPaths, observation: _Watched) -> None:
-    """Updates the maximum memory of a rank of each group so far."""
+    """Updates the maximum memory of a rank, by group."""
     local_node, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(file.read_bytes())
             if record["node"] == local_node or str(record["node"]).startswith(f"{local_node}-v"):
                 pids[int(record["pid"])] = str(record["group"])
-    on_devices = _device_memory() if pids else {}
+    device_bytes_by_pid = _device_memory() if pids else {}
     for pid, group in pids.items():
         with contextlib.suppress(psutil.Error):
             pss_bytes = float(psutil.Process(pid).memory_full_info().pss)
             observation.memory[group] = max(observation.memory.get(group, 0.0), pss_bytes)
-        if pid in on_devices:
-            observation.device_memory[group] = max(observation.device_memory.get(group, 0.0), on_devices[pid])
+        if pid in device_bytes_by_pid:
+            observation.device_memory[group] = max(observation.device_memory.get(group, 0.0), device_bytes_by_pid[pid])
 
 
 def _device_memory() -> dict[int, float]:
@@ -220,10 +224,11 @@ def _summed_up(rows: Sequence[Mapping[str, Any]], observation: _Watched) -> Meas
     )
 
 
-#: Makes a run of a name with overrides, on some cores.
+#: Function that makes a short run, given its name, overrides and cores.
 Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
 
-#: Spread of plain runs above which other work disturbs the machine; a plain run then accompanies every other run.
+#: Relative spread of plain runs above which the machine counts as disturbed by other work; a plain run then follows every
+#: other run.
 _STEADY = 0.1
 
 
@@ -233,10 +238,10 @@ class Calibration:
 
     Attributes:
         workload: Phases of a step.
-        shape: Machines of the configuration.
+        shape: Cluster that the configuration requests.
         configured: Placement and settings of the configuration.
         runs: Short runs.
-        say: Prints progress messages.
+        say: Function that prints progress messages.
     """
 
     workload: Workload
@@ -261,7 +266,7 @@ class Calibration:
         """Makes all short runs and returns the costs.
 
         Raises:
-            RlhpcError: The unchanged configuration does not run.
+            RlhpcError: The unchanged configuration fails.
         """
         for name in ("plain", "again"):
             self._add(self._level(self._plain(name), self.first[-1].step_s))
@@ -285,7 +290,7 @@ class Calibration:
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
-        """Returns the keys with the values whose runs did not fail."""
+        """Returns the keys, each without the values whose short runs failed."""
         return tuple(
             Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.failed_overrides))
             for knob in self.workload.knobs
@@ -299,7 +304,7 @@ class Calibration:
         return short_run
 
     def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
-        """Makes a run that is optional for the costs."""
+        """Makes a short run, corrected for drift on a disturbed machine; returns None if the run fails."""
         try:
             short_run = self._run(name, words, cores)
             if self._spread() <= _STEADY:
@@ -320,7 +325,9 @@ class Calibration:
         return self.first[-1]
 
     def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
-        """Corrects a run's measurements for drift of the machine, by the seconds of an unchanged step at that time."""
+        """Returns a run's measurements without the machine's drift, which is `now` (seconds of an unchanged step at that time)
+        relative to the first unchanged run.
+        """
         drift = now / self.first[0].step_s
         metrics = {
             name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
@@ -335,18 +342,18 @@ class Calibration:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
-        """Returns curves, overhead, threads and memory."""
+        """Returns the costs without scaling and factors: curves, overheads, threads, memory and spread."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
         levelled_runs = [self._level(short_run, short_run.step_s) for short_run in self.first]
-        turns = [phase for phase in self.workload.phases if phase.turn]
+        turn_phases = [phase for phase in self.workload.phases if phase.turn]
         hop_times = [
             short_run.metrics.get(self.workload.turns, 0.0)
-            - sum(short_run.metrics.get(phase.metric, 0.0) for phase in turns)
+            - sum(short_run.metrics.get(phase.metric, 0.0) for phase in turn_phases)
             for short_run in levelled_runs
         ]
         costs = Costs(
             curves,
-            hop_s=max(0.0, statistics.median(hop_times)) if turns else 0.0,
+            hop_s=max(0.0, statistics.median(hop_times)) if turn_phases else 0.0,
             threads=self._model(Costs(curves)).threads(self.plain),
             memory=_maximum_by_group([short_run.memory for short_run in self.first]),
             device_memory=_maximum_by_group([short_run.device_memory for short_run in self.first]),
@@ -359,13 +366,13 @@ class Calibration:
         return QueueingModel(self.workload, costs, self.shape)
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
-        """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
+        """Returns phase → exponent of its speed-up with threads, from one run in which each rank has one thread."""
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
         ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
-        allowed_cpus = sorted(os.sched_getaffinity(0))
+        cpus = sorted(os.sched_getaffinity(0))
         scaling: dict[str, float] = {}
-        if (short_run := self._try("one_thread", (), frozenset(allowed_cpus[: max(1, ranks)]))) is None:
+        if (short_run := self._try("one_thread", (), frozenset(cpus[: max(1, ranks)]))) is None:
             return scaling
         for phase in self.workload.phases:
             plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
@@ -375,18 +382,19 @@ class Calibration:
         return scaling
 
     def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
-        """Measures the extra time of phases on two ranks over one rank with half of the work: one run with twice as many
-        ranks, if they fit.
+        """Returns phase → extra seconds on two ranks, compared with one rank that has half of the work.
+
+        Makes one run with twice as many ranks; the result is empty if they do not fit.
         """
         placements = {}
         for group, placement in self.plain.placements.items():
-            pool, count = self.shape.pools[placement.label], len(placement.resources)
+            pool, num_resources = self.shape.pools[placement.label], len(placement.resources)
             if group not in self.workload.groups or len(placement.processes) != 1 or placement.processes[0] != (0,):
                 continue
             node = pool.resources[0][0]
             if pool.by_node and self.shape.cores[node] > 1:
                 placements[group] = GroupPlacement.of(placement.label, 0, 1, 2)
-            elif not pool.by_node and len(pool.resources) >= 2 * count:
+            elif not pool.by_node and len(pool.resources) >= 2 * num_resources:
                 placements[group] = GroupPlacement.of(placement.label, 0, 2)
         if not placements:
             return {}
@@ -402,7 +410,7 @@ class Calibration:
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
-        """Measures the effect of a value of a key, and returns the costs with it."""
+        """Makes a short run with another value of a key; returns the costs with that value's factors and extra seconds."""
         override_word = word_of(knob.key, value)
         if (short_run := self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
             return costs
@@ -417,8 +425,8 @@ class Calibration:
             and (knob.key != self.workload.staleness or not phase.waits)
         }
         costs = dataclasses.replace(costs, factors={**costs.factors, override_word: factors})
-        extra = short_run.step_s - self._model(costs).predict(changed_candidate).step_s
-        return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra})
+        extra_s = short_run.step_s - self._model(costs).predict(changed_candidate).step_s
+        return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra_s})
 
 
 def _maximum_by_group(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

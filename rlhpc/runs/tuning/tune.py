@@ -1,4 +1,4 @@
-"""`rlhpc tune`: measures, searches, runs the best candidates for a few steps, and writes the changed configuration."""
+"""`rlhpc tune`: measures the costs of a step, searches placements, verifies the best ones, and writes a configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rlhpc.runtime.text import align_columns, format_bytes
 
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
-#: Values of keys in short runs, for the task types that have the keys.
+#: Key → its value in short runs, for task types that have the key; without evaluations and early stopping.
 NOT_IN_SHORT_RUNS = {
     "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
 }  # fmt: skip
@@ -53,11 +53,11 @@ class TuneRequest:
         config: File of the configuration.
         overrides: Overrides of the configuration.
         site: Site file.
-        nodes, accelerators: Machines to place the run on, if not those that the configuration requests.
-        verify: Number of the best candidates that are run.
-        max_staleness: Largest `algorithm.max_staleness` that is considered; None for the configured one.
+        nodes, accelerators: Number of nodes, and of accelerators per node; None for the configured ones.
+        verify: Number of best candidates to verify by short runs.
+        max_staleness: Largest `algorithm.max_staleness` to consider; None for the configured one.
         samples: Number of samples for which hours are computed; None for those of the complete run.
-        steps: Steps of a short run that count.
+        steps: Number of measured steps of a short run.
         deadline_s: Seconds that a short run may take.
     """
 
@@ -73,13 +73,13 @@ class TuneRequest:
     deadline_s: float = 1800.0
 
     def machines(self) -> tuple[str, ...]:
-        """Returns the overrides for the machines."""
+        """Returns the overrides that request `nodes` and `accelerators`."""
         sizes = {"num_nodes": self.nodes, "accelerators_per_node": self.accelerators}
         return tuple(f"cluster.{key}={size}" for key, size in sizes.items() if size is not None)
 
 
 def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
-    """Returns the workload of a step of a run.
+    """Returns the workload of one step of a run.
 
     Raises:
         ConfigError: The task type has no workload.
@@ -98,7 +98,7 @@ def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
 
 
 def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
-    """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
+    """Returns the search space on the requested machines. With `here` this machine's memory is the limit."""
     target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {placement.label for placement in configured.placements.values()}
@@ -115,18 +115,18 @@ def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
 
 
 def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
-    """Searches the best placement of a run.
+    """Searches for the best placement of a run; writes tune.json and the configuration of the winner.
 
     Args:
         request: Configuration and options.
-        say: Prints progress messages.
+        say: Function that prints progress messages.
 
     Returns:
         The content of tune.json.
 
     Raises:
         ConfigError, PlacementError: A check failed; nothing ran.
-        RlhpcError: The configuration does not run.
+        RlhpcError: The unchanged configuration fails.
     """
     cfg = load_config(request.config, request.overrides, site=request.site)
     if request.machines() and cfg.cluster.node_groups:
@@ -149,7 +149,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     runs = ShortRuns(folder / CONFIG, folder, tuple(short_run_overrides), request.steps, request.deadline_s)
     try:
         record = _tune(request, cfg, workload, configured, runs, say)
-    except RlhpcError:  # it may name a log
+    except RlhpcError:  # the message may name a log, so the logs stay
         shutil.rmtree(folder / "runs", ignore_errors=True)
         raise
     except BaseException:
@@ -168,7 +168,7 @@ def _tune(
     runs: ShortRuns,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measures, searches, and runs the best candidates."""
+    """Measures the costs, searches, and verifies the best candidates; returns the content of tune.json."""
     labels = {placement.label for placement in configured.placements.values()}
     calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
@@ -187,14 +187,14 @@ def _tune(
 
 
 def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
-    """Returns whether a candidate passes the configuration's checks, and the memory check of a start.
+    """Returns whether a candidate passes the checks of the configuration and the memory check before a start.
 
-    The memory that short runs measured is valid only for their number of ranks.
+    The memory check is estimated: memory measured in short runs is valid only for their number of ranks.
 
     Args:
         request: Configuration, options and machines.
         candidate: Placement and settings.
-        here: True if the machines are like this one.
+        here: True if the machines are like this machine.
     """
     override_words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
@@ -273,40 +273,44 @@ def _is_same_candidate(first: Candidate, second: Candidate) -> bool:
 
 
 def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
-    """Runs the best candidates, and the unchanged configuration, for a few steps.
+    """Runs the best candidates and the unchanged configuration for a few steps; records the measurements and the winner.
 
-    The winner is the fastest; but the configured candidate wins if the fastest is faster by no more than equal runs differ.
+    The winner is the fastest candidate, unless the configured one is slower by no more than the spread of equal runs.
     """
     if not request.verify:
         return
     rows = record["rows"]
-    chosen_rows = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
-    for index, row in enumerate(chosen_rows):
+    rows_to_run = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
+    for index, row in enumerate(rows_to_run):
         try:
             measured_costs = runs.run(f"verify_{index}", row["overrides"])
         except RlhpcError as error:
             row["note"] = str(error).splitlines()[0]
-            say(f"verify {index + 1} of {len(chosen_rows)}: {error}")
+            say(f"verify {index + 1} of {len(rows_to_run)}: {error}")
             continue
         row["measured_step_s"] = measured_costs.step_s
         row["error"] = row["step_s"] / measured_costs.step_s - 1
         say(
-            f"verify {index + 1} of {len(chosen_rows)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
+            f"verify {index + 1} of {len(rows_to_run)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
             f"({row['error']:+.0%})"
         )
-    measured = [row for row in chosen_rows if row["measured_step_s"] is not None]
-    if measured:
-        fastest = min(measured, key=lambda row: row["measured_step_s"])
+    measured_rows = [row for row in rows_to_run if row["measured_step_s"] is not None]
+    if measured_rows:
+        fastest = min(measured_rows, key=lambda row: row["measured_step_s"])
         limit_s = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
-        configured_rows = [row for row in measured if row["configured"] and row["measured_step_s"] <= limit_s]
+        configured_rows = [row for row in measured_rows if row["configured"] and row["measured_step_s"] <= limit_s]
         record["winner"] = rows.index((configured_rows or [fastest])[0])
 
 
 def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
     """Writes tune.json, and a configuration that includes the original one and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
-    original = find_config(request.config).absolute()
-    base = os.path.relpath(original, paths.tuning) if original.is_relative_to(Path.cwd()) else str(original)
+    original_config = find_config(request.config).absolute()
+    base = (
+        os.path.relpath(original_config, paths.tuning)
+        if original_config.is_relative_to(Path.cwd())
+        else str(original_config)
+    )
     content: dict[str, Any] = {"defaults": [base]}
     for override_word in winner["overrides"]:
         key, value = override_word.split("=", 1)
@@ -322,7 +326,7 @@ def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> Non
         raise unwritten(error, paths.tuning) from error
 
 
-#: Relative spread of equal runs above which other work disturbs the machine.
+#: Relative spread of equal runs above which the output warns of other work on the machine.
 _NOISY = 0.2
 _BUSY = "that much says that others are at work on this machine: measure again when it is quiet, or with more --steps"
 
@@ -332,13 +336,21 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
 
     Args:
         record: Content of tune.json.
-        tuned: Configuration of the winner.
+        tuned: Path of the winner's configuration.
         command: Command that runs it.
     """
-    accelerators = record["hours_of"] == "accelerators"
+    has_accelerators = record["hours_of"] == "accelerators"
     is_verified = any(row["measured_step_s"] is not None for row in record["rows"])
-    head = ["", "placement", "changes", "s a step", "idle", "memory", "GPU-hours" if accelerators else "node hours"]
-    table = [[*head, *(["measured", "error"] if is_verified else [])]]
+    header = [
+        "",
+        "placement",
+        "changes",
+        "s a step",
+        "idle",
+        "memory",
+        "GPU-hours" if has_accelerators else "node hours",
+    ]
+    table = [[*header, *(["measured", "error"] if is_verified else [])]]
     for index, row in enumerate(record["rows"]):
         cells = [
             f"{index + 1}{'*' if index == record['winner'] else ''}",
@@ -346,7 +358,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
             " ".join(f"{key}={_word(value)}" for key, value in row["settings"].items()) or "-",
             f"{row['step_s']:.3g}",
             f"{row['idle']:.0%}",
-            format_bytes(row["device_memory"] if accelerators else row["memory"]),
+            format_bytes(row["device_memory"] if has_accelerators else row["memory"]),
             f"{row['hours']:.3g}",
         ]
         if is_verified:
@@ -354,7 +366,9 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
             cells += ["-", "-"] if seconds is None else [f"{seconds:.3g}", f"{error:+.0%}"]
         table.append(cells)
     machines, noise = record["machines"], record["costs"]["spread"]
-    node_text = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
+    node_text = (
+        f", {machines['accelerators']} accelerators" if has_accelerators else f", {sum(machines['cores'])} cores"
+    )
     lines = [
         f"{count_noun(machines['nodes'], 'node')}{node_text}; hours for {record['samples']} {record['unit']}"
         f"; runs of the same were up to {noise:.0%} apart",
