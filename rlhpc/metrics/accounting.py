@@ -44,7 +44,7 @@ _LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING
 
 
 class NoAccounting(RlhpcError):
-    """Error: sacct has no data; the message gives the reason."""
+    """Error raised when sacct has no data on the jobs; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class JobIds:
 
     Attributes:
         ids: Job ids, in order of discovery.
-        since: Unix time before which none of them was submitted; earlier jobs may have had the same ids.
-        submitted: Jobs that rlhpc submitted, as opposed to allocations in which it was started.
-        drivers: Known number of driver starts.
+        since: Unix time before the first submission, which excludes older jobs with the same ids; None if unknown.
+        submitted: Ids of the jobs that rlhpc submitted, as opposed to allocations in which it was started.
+        drivers: Number of recorded driver starts.
     """
 
     ids: tuple[str, ...]
@@ -66,7 +66,7 @@ class JobIds:
 
 @dataclass
 class AccountingRow:
-    """Accounting of a step, or of one start of a job's component with its `steps`."""
+    """Accounting of a job step, or of one start of a job's component with its `steps`."""
 
     job_id: str
     component: int
@@ -91,7 +91,7 @@ class AccountingRow:
 
     @property
     def measured(self) -> bool:
-        """True if the processor time is known: Slurm knows a step's time only after its end, and at some sites never."""
+        """True if the CPU time is known: Slurm records a step's CPU time only after its end, and at some sites never."""
         return not self.live and (self.cpu_time > 0 or self.max_rss is not None)
 
     @property
@@ -103,10 +103,10 @@ class AccountingRow:
 def query(
     jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
 ) -> list[AccountingRow]:
-    """Queries sacct for everything about the jobs: one command, retried a few times if it fails.
+    """Queries sacct about all jobs with one command, which is retried a few times; returns the starts (see `parse`).
 
     Raises:
-        NoAccounting: sacct or its accounting is missing, or did not answer in time.
+        NoAccounting: The run had no jobs, sacct is missing, failed or did not answer in time, or it does not know the jobs.
     """
     if not jobs.ids:
         raise NoAccounting("the run had no Slurm jobs")
@@ -135,7 +135,7 @@ def query(
 
 
 def parse(lines: Iterable[str]) -> list[AccountingRow]:
-    """Returns the starts of the jobs' components with their steps, in sacct's order: steps follow their start."""
+    """Parses lines of sacct; returns the starts of the jobs' components, in sacct's order, each with its steps."""
     starts: list[AccountingRow] = []
     for line in lines:
         row = _row(line)
@@ -153,7 +153,7 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
 
 
 def _mend(start: AccountingRow) -> None:
-    """Restores a start time from the steps: a job that was updated while being requeued has lost its start time."""
+    """Restores a missing start time from the steps: Slurm loses it if a job is updated while it is being requeued."""
     step_starts = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and step_starts:
         ends = [step.span[1] for step in start.steps]
@@ -195,12 +195,12 @@ def _seconds(text: str) -> float:
     """Parses `[days-[hours:]]minutes:seconds[.fraction]` into seconds."""
     days, _, clock = text.rpartition("-")
     try:
-        total = float(days or 0) * 86400.0
+        seconds = float(days or 0) * 86400.0
         for scale, digits in zip((1.0, 60.0, 3600.0), reversed(clock.split(":")), strict=False):
-            total += scale * float(digits)
+            seconds += scale * float(digits)
     except ValueError:
         return 0.0
-    return total
+    return seconds
 
 
 def _bytes(text: str) -> int | None:
@@ -209,7 +209,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _gpus(tres: Mapping[str, str]) -> int | None:
-    """Returns the number of GPUs; None if the site does not count them, or without GPUs."""
+    """Returns the number of allocated GPUs; None without GPUs or if the site does not count them."""
     if "gres/gpu" in tres:
         return int(tres["gres/gpu"])
     typed_counts = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
@@ -222,36 +222,40 @@ _EARLIER_S = 3600.0
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
     """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
-    submitted: dict[str, None] = {}
+    submitted_ids: dict[str, None] = {}
     timestamps: list[float] = []
     num_drivers = 0
-    files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
-    records = {path.name: record for path in files if (record := read_json_file(path)) is not None}
+    record_paths = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
+    records = {path.name: record for path in record_paths if (record := read_json_file(path)) is not None}
     for name, record in records.items():
         if record.get("executor") != "slurm" or not str(record.get("job_id", "")).isdigit():
             continue
-        submitted[str(record["job_id"])] = None
+        submitted_ids[str(record["job_id"])] = None
         timestamps += [float(record[key]) for key in ("submitted", "started") if record.get(key)]
         attempts = records.get(name.removesuffix(".json") + ".attempts.json", {})
         if attempts.get("token") == record.get("token") and "attempt" in record:
             attempt_rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
-            submitted.update((str(row["job_id"]), None) for row in attempt_rows if str(row.get("job_id", "")).isdigit())
+            submitted_ids.update(
+                (str(row["job_id"]), None) for row in attempt_rows if str(row.get("job_id", "")).isdigit()
+            )
             num_drivers += len(attempt_rows)
     provenance = read_provenance(paths) if provenance is None else provenance
-    ids = dict(submitted)
+    ids = dict(submitted_ids)
     for start in [provenance, *(provenance.get("segments") or [])]:
         slurm = start.get("slurm") or {}
         job = str(slurm.get("JOB_ID") or "")
         if job.isdecimal():
             ids[job] = None
             if str(slurm.get("JOB_NAME", "")).startswith(f"rlhpc-{paths.root.name}-"):
-                submitted[job] = None
+                submitted_ids[job] = None
             for key in ("created", "started"):
                 try:
                     timestamps.append(datetime.fromisoformat(str(start[key])).timestamp())
                 except (KeyError, ValueError):
                     continue
-    return JobIds(tuple(ids), min(timestamps) - _EARLIER_S if timestamps else None, frozenset(submitted), num_drivers)
+    return JobIds(
+        tuple(ids), min(timestamps) - _EARLIER_S if timestamps else None, frozenset(submitted_ids), num_drivers
+    )
 
 
 def account(
@@ -261,29 +265,34 @@ def account(
 
     Args:
         starts: The result of `query`.
-        placement: Placement from provenance.json, for the accelerators of each group: its Slurm step has all of a node's.
+        placement: Last placement from provenance.json. It gives the accelerators of each group, because a group's Slurm step
+            has all accelerators of its nodes.
         jobs: The run's jobs.
-        of_starts: Placements of the run's starts, which may differ from the last one.
+        of_starts: The run's starts with their placements, which may differ from the last one.
     """
-    started = [start for start in starts if start.elapsed > 0]
-    ranks = {id(start): _node_ranks(start, started) for start in started}
+    started_components = [start for start in starts if start.elapsed > 0]
+    ranks = {id(start): _node_ranks(start, started_components) for start in started_components}
     roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
-    for start in started:
+    for start in started_components:
         for step in start.steps:
             step_placement = _placement_of(step, placement, of_starts)
             role = _role(step, step_placement)
             if role is not None:
                 roles.setdefault(role, []).append((step, _accelerators(step, role, step_placement, ranks[id(start)])))
-    components = {start.component: [s for s in started if s.component == start.component] for start in started}
+    component_starts = {
+        start.component: [s for s in started_components if s.component == start.component]
+        for start in started_components
+    }
     role_names = [
         *(name for name in placement if name in roles),
         *(name for name in sorted(roles) if name not in placement),
     ]
-    keys = {id(step): accelerators for rows in roles.values() for step, accelerators in rows}
+    keys_by_step = {id(step): accelerators for rows in roles.values() for step, accelerators in rows}
     placements = [placement, *(start.placement for start in of_starts)]
     rank_entries = [entry for groups in placements for entries in groups.values() for entry in entries]
     first_components = {
-        start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started
+        start.job_id: min(s.component for s in started_components if s.job_id == start.job_id)
+        for start in started_components
     }
     return {
         "format": 1,
@@ -291,17 +300,19 @@ def account(
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "jobs": list(jobs.ids),
         "allocations": [job for job in jobs.ids if job not in jobs.submitted],
-        "complete": not any(row.live for start in started for row in (start, *start.steps)),
-        "requeues": sum(s.component == first_components[s.job_id] for s in started) - len(first_components),
+        "complete": not any(row.live for start in started_components for row in (start, *start.steps)),
+        "requeues": sum(s.component == first_components[s.job_id] for s in started_components) - len(first_components),
         "driver_starts": jobs.drivers,
         "roles": {name: _of_role(roles[name]) for name in role_names},
-        "components": [_of_component(k, components[k], keys, rank_entries, ranks) for k in sorted(components)],
+        "components": [
+            _of_component(k, component_starts[k], keys_by_step, rank_entries, ranks) for k in sorted(component_starts)
+        ],
     }
 
 
 def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[PlacedStart]) -> Placement:
-    """Returns the placement of the start that a step belongs to: the last start in its job before the step. A start without
-    a recorded placement has that of the last one.
+    """Returns the placement of the start that a step belongs to: the last start in its job before the step. Returns `last`
+    if no start in the job has a recorded placement.
     """
     in_job = [start for start in of_starts if start.job == step.job_id]
     earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
@@ -309,7 +320,7 @@ def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[Plac
 
 
 def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
-    """Returns the group that a step runs, or the driver; None for steps that are not rlhpc's."""
+    """Returns the name of the group that a step runs, or `DRIVER`; None for steps that are not rlhpc's."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):
@@ -318,15 +329,15 @@ def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
 
 
 def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[int]:
-    """Returns the ranks of a component's nodes in the run's cluster, where components follow one another."""
+    """Returns the ranks of a component's nodes in the run's cluster, whose nodes are ordered by component."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
     first_rank = sum(size for component, size in sizes.items() if component < start.component)
     return list(range(first_rank, first_rank + len(start.nodes)))
 
 
 def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
-    """Returns the accelerators that a step held, under names that are common to groups that share them;
-    a driver holds none.
+    """Returns the accelerators that a step used, as keys that are equal for groups that share an accelerator; none for the
+    driver.
     """
     if role == DRIVER:
         return set()
@@ -342,11 +353,11 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals."""
-    total, covered_until = 0.0, float("-inf")
+    length_s, covered_until = 0.0, float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, covered_until))
+        length_s += max(0.0, end - max(start, covered_until))
         covered_until = max(covered_until, end)
-    return total
+    return length_s
 
 
 def _hours(seconds: float) -> float:
@@ -401,7 +412,7 @@ def _of_component(
         if int(rank_entry.get("node_rank", 0)) in component_ranks
     )
     gpu_seconds = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
-    counts_gpus = bool(gpu_seconds) or not has_planned_gpus  # some sites do not
+    counts_gpus = bool(gpu_seconds) or not has_planned_gpus  # some sites do not count them
     steps = [step for start in starts for step in start.steps]
     return {
         "component": index,
@@ -423,7 +434,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
 
     Returns:
         The written record; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
-        has the cause; numbers of an earlier report are retained, with `reason` added to them.
+        gives the cause; or, if an earlier record of the same jobs has numbers, that record with `reason` added.
     """
     provenance = read_provenance(paths)
     jobs = job_ids(paths, provenance)

@@ -17,23 +17,23 @@ from html import escape
 Size = tuple[int, int]
 #: Size of a chart: the width of a phone, or a third of a page elsewhere.
 CHART: Size = (364, 240)
-#: Size of a chart as wide as two and the space between them, with letters of the same size.
+#: Size of a chart that is as wide as two charts and the gap between them; its font size is the same.
 WIDE: Size = (766, 330)
 #: Size of a chart next to a wide one.
 TALL: Size = (CHART[0], WIDE[1])
-#: Values that differ by less, absolutely or relative to the largest, are one value: float32 rounds more than that.
+#: Differences, absolute and relative to the largest value, below which values count as equal; float32 rounds by more.
 _NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
 _LEFT_MARGIN, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
-#: Size of the widest letters that a page may use (`STYLE`); the layout leaves room for them.
+#: Largest font size that a page may use (`STYLE`); the layout leaves room for it.
 _LETTERS = 12.5
 _BOLD = 1.12 * _LETTERS
 _LINE = 17
-#: Opening tags of a chart, of one without data, and of one that is a sentence.
+#: Opening tags of a chart with data, of an empty chart, and of a chart that is a sentence.
 _CHART = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
 _STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
-#: Number of stretches of the x axis, each with a tooltip.
+#: Number of sections of the x axis, each with its own tooltip.
 _STRIPS = 32
 
 STYLE = """
@@ -61,7 +61,7 @@ class Line:
         smooth: Draw the points faintly, with their running mean on top.
         markers: Draw a dot at each point.
         band: Fill between `low` and `high` instead of drawing error bars.
-        hollow: True for dots that are drawn as rings.
+        hollow: For each point, whether its dot is drawn as a ring.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass
 class Frame:
-    """Plot area of a chart: the ranges of its axes, and their location in the drawing.
+    """Plot area of a chart: the ranges of its axes and its location in the drawing.
 
     Attributes:
         x0, x1, y0, y1: Ends of the axes.
@@ -113,7 +113,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Returns round numbers from at or below `low` to at or above `high`."""
+    """Returns about `about` round tick values; the first is at or below `low`, the last at or above `high`."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -157,7 +157,7 @@ def _decimals(step: float) -> int:
 
 
 def text_width(text: str, letters: float = _LETTERS) -> float:
-    """Estimates the width of a text, rather too large than too small, because the font depends on the reader."""
+    """Estimates the width of a text in pixels, on the large side because the font depends on the reader's machine."""
     num_narrow, num_wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
     num_capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
     return letters * (
@@ -171,7 +171,7 @@ def text_width(text: str, letters: float = _LETTERS) -> float:
 def line_chart(
     title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, key: bool = False
 ) -> str:
-    """Draws lines, or a note if nothing was logged or no line ever changes (`statement`).
+    """Draws a line chart; draws a note instead if nothing was logged, and a sentence if no line changes (`statement`).
 
     With `key`, even a single line has a key.
     """
@@ -182,8 +182,8 @@ def line_chart(
         return stated_chart(title, "; ".join(_in_words(line, x_label) for line in lines), size)
     xs = [x for line in lines for x in line.x]
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
-    dots = any(line.markers or len(line.x) == 1 for line in lines)
-    frame = Frame(*span(xs, 0.04 if dots else 0.0, dots), *span(ys, 0.06), size)
+    has_dots = any(line.markers or len(line.x) == 1 for line in lines)
+    frame = Frame(*span(xs, 0.04 if has_dots else 0.0, has_dots), *span(ys, 0.06), size)
     heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if key else 2)
     axes(frame, x_label)
     for line in lines:
@@ -214,7 +214,7 @@ def _in_words(line: Line, x_label: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """Makes a drawing usable as a separate file."""
+    """Returns a drawing as the content of an SVG file, with its size, `STYLE` and a background."""
     start = svg.index(">") + 1
     width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
     return (
@@ -225,7 +225,7 @@ def standalone(svg: str) -> str:
 
 
 def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
-    """Combines several drawings into one, in rows."""
+    """Combines drawings of one size into one drawing, in rows of `columns`."""
     columns = min(columns, len(charts))
     width, height = size
     frame = Frame(0, 1, 0, 1, (columns * width, -(-len(charts) // columns) * height))
@@ -241,9 +241,7 @@ def is_empty(svg: str) -> bool:
 
 
 def statement(svg: str) -> str | None:
-    """Returns the sentence of a chart without a curve, as HTML, because a number that never changes needs no axes; None for
-    other charts.
-    """
+    """Returns the sentence of a chart whose values never change, as HTML for a page; None for other charts."""
     if not svg.startswith(_STATED):
         return None
     return svg.split('aria-label="', 1)[1].split('"', 1)[0]
@@ -273,7 +271,7 @@ def _draw(frame: Frame, line: Line) -> None:
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
-    """Yields tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
+    """Yields transparent strips of the plot, each with a tooltip of the lines' values at its x."""
     xs = sorted({x for line in lines for x in line.x})
     positions = xs[:: math.ceil(len(xs) / _STRIPS)]
     if positions[-1] != xs[-1]:
@@ -304,8 +302,8 @@ def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, widt
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Thins to at most about `_MAX_POINTS` points; each stretch keeps its lowest and highest point, so that spikes stay
-    visible.
+    """Reduces a curve to at most about `_MAX_POINTS` points; keeps the lowest and highest point of each stretch, so that
+    spikes stay visible.
     """
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
@@ -324,8 +322,8 @@ def running_mean(y: Sequence[float]) -> list[float]:
 
 
 def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
-    """Returns the ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the
-    margin.
+    """Returns the ends of an axis: the range of the values plus a margin of `pad` times its width at each end. If the values
+    are not negative and start near zero, the axis starts at zero, unless `both` is set.
     """
     lowest, highest = min(values), max(values)
     if lowest == highest:
@@ -338,7 +336,7 @@ def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float
 def heading(
     frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
 ) -> None:
-    """Draws the title, the y axis's label below it, and the key: next to them if there is room, else in separate rows.
+    """Draws the title, the y axis's label below it, and the key, which is to their right if it fits, else in rows below.
 
     Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `min_names` names is omitted.
     """
@@ -378,7 +376,7 @@ def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tu
 
 
 def axes(frame: Frame, x_label: str) -> None:
-    """Draws grid, ticks and their numbers; sets `frame.left` by the widest number."""
+    """Draws the grid, the ticks and their numbers; sets `frame.plot_left` to fit the widest number."""
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
     y_labels = tick_labels(y_ticks)
     frame.plot_left = max(34.0, 12 + max(map(text_width, y_labels)))
@@ -421,7 +419,7 @@ def empty_chart(title: str, text: str, size: Size) -> str:
 
 
 def drawing(title: str, frame: Frame, tag: str = _CHART) -> str:
-    """Returns the frame's complete drawing."""
+    """Returns the complete SVG element of a frame; `title` is its accessible label."""
     return (
         f'{tag} viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
         f'aria-label="{escape(title, quote=True)}">' + "".join(frame.elements) + "</svg>"
@@ -439,20 +437,22 @@ def stacked_bars(
     bins: Sequence[tuple[float, float]],
     stacks: Sequence[tuple[str, Sequence[float]]],
 ) -> str:
-    """Draws stacked bars over x intervals; each named layer has a colour, from the bottom up."""
+    """Draws a stacked bar over each x interval of `bins`; `stacks` has the name and the heights of each layer, from the
+    bottom up.
+    """
     if not bins or not stacks:
         return empty_chart(title, "nothing logged yet", CHART)
     heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
     frame = Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, CHART)
     heading(frame, title, y_label, [(name, color) for color, (name, _) in enumerate(stacks)])
     axes(frame, x_label)
-    base = [0.0] * len(bins)
+    stack_heights = [0.0] * len(bins)
     for color, (name, values) in enumerate(stacks):
         for i, (start, end) in enumerate(bins):
             x_left, x_right = frame.px(start), frame.px(end)
             gap = min(1.0, (x_right - x_left) * 0.15)
-            top, bottom = frame.py(base[i] + values[i]), frame.py(base[i])
-            base[i] += values[i]
+            top, bottom = frame.py(stack_heights[i] + values[i]), frame.py(stack_heights[i])
+            stack_heights[i] += values[i]
             if bottom - top > 0.05:
                 frame.elements.append(
                     f'<rect x="{x_left + gap / 2:.1f}" y="{top:.1f}" width="{max(x_right - x_left - gap, 0.5):.1f}" '
@@ -525,7 +525,7 @@ class ChartRow:
     Attributes:
         name: Name of the row.
         value, low, high: The number, and the ends of its interval.
-        dots: Single values that it summarises, drawn faintly.
+        dots: Individual values that the row summarizes, drawn as small rings.
         color: Index into the palette.
     """
 
@@ -538,16 +538,16 @@ class ChartRow:
 
 
 def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
-    """Draws a dot and an interval for each row, under its name."""
-    extent = [x_value for row in rows for x_value in (row.value, row.low, row.high, *row.dots)]
-    if is_constant(extent):
-        return stated_chart(title, f"{number(extent[0])} of all")
+    """Draws a dot and an interval for each row, next to the row's name or, if names are long, below it."""
+    axis_values = [x_value for row in rows for x_value in (row.value, row.low, row.high, *row.dots)]
+    if is_constant(axis_values):
+        return stated_chart(title, f"{number(axis_values[0])} of all")
     width = CHART[0]
-    frame = Frame(*span(extent, 0.04, both=True), 0, 1, (width, 0))
+    frame = Frame(*span(axis_values, 0.04, both=True), 0, 1, (width, 0))
     heading(frame, title, "")
-    widest = 16 + max(text_width(row.name) for row in rows)
-    names_above = widest > 0.45 * width  # long names stand above their rows
-    frame.plot_left = 16.0 if names_above else widest
+    max_name_width = 16 + max(text_width(row.name) for row in rows)
+    names_above = max_name_width > 0.45 * width  # long names stand above their rows
+    frame.plot_left = 16.0 if names_above else max_name_width
     y, row_drawings = frame.top + 6, []
     for row in rows:
         color = f"var(--c{row.color % 8})"

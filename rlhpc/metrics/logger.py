@@ -1,8 +1,8 @@
 """Metric rows of a run: metrics.jsonl (one row per step, the public format), the loggers that receive the same rows, and the
 progress display.
 
-All values of a row are a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
-was killed and resumed writes the same rows as a run that was never killed.
+Seeds and configuration determine all values of a row except those in the namespace `time/`. Apart from these, a run that was
+killed and resumed writes the same rows as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
 
-#: Largest metrics.jsonl that is read.
+#: Maximum size of a metrics.jsonl that can be read.
 _MAX_BYTES = 2 << 30
 
 #: Default loggers of a run.
@@ -55,8 +55,8 @@ class MetricLogger:
         Args:
             paths: Files of the run.
             backends: Names of loggers, see `rlhpc.metrics.loggers`.
-            resume_step: Step from which the run continues; rows of later steps are dropped. None for a fresh run; existing
-                rows are moved to `metrics.<n>.jsonl`.
+            resume_step: Step from which the run continues; rows of later steps are dropped. None for a fresh run, which moves
+                existing rows to `metrics.<n>.jsonl`.
             kwargs: Name of a logger → its keyword arguments.
             config: The run's configuration without secrets, for the loggers.
 
@@ -84,7 +84,7 @@ class MetricLogger:
             self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Adds metrics to the row of `step`; readers see them when this returns, and they are durable after `commit`.
+        """Adds metrics to the row of `step`. Readers see them once this returns; they are durable after `commit`.
 
         Args:
             step: Global step, never smaller than the last one.
@@ -148,7 +148,9 @@ class MetricLogger:
         self._file.flush()
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
-        """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
+        """Drops incomplete rows and rows after `resume_step`; returns the remaining (step, row). If a step occurs twice, its
+        last row wins.
+        """
         file_bytes = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(file_bytes) if step <= resume_step}
         kept_bytes = b"".join(_line(step, rows[step]) for step in sorted(rows))
@@ -163,7 +165,7 @@ class MetricLogger:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns failures of a block that writes into errors that name the file."""
+        """Converts an OSError of the block into an error that names the metrics file."""
         try:
             yield
         except OSError as error:
@@ -171,12 +173,12 @@ class MetricLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl, by step; torn or foreign lines are omitted. NaN and infinite values are None.
+    """Returns the rows of a metrics.jsonl, sorted by step, without incomplete or invalid lines; [] if the file is missing.
 
-    A missing file has no rows.
+    NaN and infinite values are None.
 
     Raises:
-        ConfigError: It cannot be read, is not a regular file, or is too large for metrics.
+        ConfigError: The file cannot be read, is not a regular file, or is larger than 2 GiB.
     """
     try:
         file_bytes = read_file(Path(path), _MAX_BYTES)
@@ -188,7 +190,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """Returns the rows at the end of a metrics.jsonl, in the form of `read_metrics`; none from an unreadable file.
+    """Returns the rows at the end of a metrics.jsonl, in the form of `read_metrics`; [] if the file cannot be read.
 
     Args:
         path: The file.
@@ -207,7 +209,7 @@ def _rows(raw: bytes) -> list[dict[str, Any]]:
     return [{"step": step, **_rename_metrics(rows[step])} for step in sorted(rows)]
 
 
-#: Names that earlier versions gave to metrics.
+#: Metric names of earlier versions → current names.
 _FORMER_NAMES = {
     "train/success_rate": "train/success_once",
     "rollout/success_rate": "rollout/success_once",
@@ -216,7 +218,7 @@ _FORMER_NAMES = {
 
 
 def _rename_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row under the current names."""
+    """Returns a row whose metrics of earlier versions have their current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row
     return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
@@ -236,12 +238,12 @@ def _has(row: Mapping[str, Any], name: str) -> bool:
 def _plain(value: SupportsFloat) -> int | float | None:
     if isinstance(value, (bool, int)):
         return int(value)
-    converted = float(value)
-    return converted if math.isfinite(converted) else None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a row for loggers: non-finite values are NaN; non-numbers in a foreign row are omitted."""
+    """Returns the numbers of a row for loggers: None (a non-finite value) becomes NaN, other types are dropped."""
     row = {name: math.nan if value is None else value for name, value in values.items()}
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
@@ -283,10 +285,10 @@ def quiet_terminal() -> Iterator[None]:
     try:
         fd = sys.stdin.fileno()
         terminal_settings = termios.tcgetattr(fd)
-        foreground = os.tcgetpgrp(fd) == os.getpgrp()
+        in_foreground = os.tcgetpgrp(fd) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
-        foreground = False
-    if not foreground:  # setting it from the background would stop the process
+        in_foreground = False
+    if not in_foreground:  # changing terminal settings from the background would stop the process
         yield
         return
     quiet_settings = list(terminal_settings)
@@ -302,7 +304,7 @@ def quiet_terminal() -> Iterator[None]:
 
 #: Displayed facts of a step, in this order.
 _ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
-#: Fact, metric, text. Of two metrics of a fact, the later one counts.
+#: (fact, metric, text format). If a row has two metrics of a fact, the later one is displayed.
 _FACTS = (
     ("return", "train/episode_return", "return {:.1f}"),
     ("eval", "eval/return_mean", "eval {:.1f}"),
@@ -336,8 +338,8 @@ class ProgressBar:
         """Starts the bar.
 
         Args:
-            total: Steps of the run.
-            initial: Steps already done before a resume.
+            total: Number of steps of the run.
+            initial: Number of steps done before a resume.
             name: Label in front of the bar.
             unit: Unit of the count.
             stream: Output stream; stderr by default.
@@ -369,7 +371,7 @@ class ProgressBar:
 
         Args:
             step: Global step.
-            metrics: The step's row; train/episode_return, time/env_steps_per_s and eval/return_mean are shown.
+            metrics: The step's row; the metrics in `_FACTS` are shown.
         """
         facts = self._facts | _facts(metrics or {})
         self._facts = {name: facts[name] for name in _ORDER if name in facts}
@@ -425,7 +427,7 @@ def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
         if value is not None and (value == value or name not in _NAN_BEFORE_FIRST_EPISODE)
     }
     if "reward" in texts:
-        texts.pop("loss", None)  # a language model's row has both: the reward says more
+        texts.pop("loss", None)  # a language model's row has both, and the reward is more informative
     if failed := metrics.get("rollout/failed_rewards"):
         texts["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
     return texts

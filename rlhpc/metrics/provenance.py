@@ -1,7 +1,7 @@
 """Provenance of a run's numbers: provenance.json and the results of evaluations.
 
-Facts about the first start are at the top; `segments` has one entry per start, so a resume on another node or from
-another commit is visible.
+In provenance.json, the facts about the first start are at the top level. `segments` has one entry for each start, so that a
+resume on another node or from another commit is visible.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class PlacedStart(NamedTuple):
 
 
 def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
-    """Adds this start to the record of the run; a later start appends to `segments` and leaves the remainder unchanged.
+    """Adds this start to the run's provenance record; starts after the first only append to `segments`.
 
     Args:
         paths: The run.
-        cfg: Resolved configuration (DictConfig or dict), of which the checksum is recorded.
-        command: Command line, as argv or as typed.
+        cfg: Resolved configuration (DictConfig or dict); its checksum is recorded.
+        command: Command line, as argv or as text.
 
     Returns:
         The complete record.
@@ -103,7 +103,7 @@ def update_provenance(paths: RunPaths, **facts: Any) -> None:
 
 
 def record_placement(paths: RunPaths, placement: Placement) -> None:
-    """Adds the placement of the ranks of the last written start: to its entry of `segments`, and at the top.
+    """Records the placement of the current start's ranks, in the last entry of `segments` and at the top level.
 
     Args:
         paths: The run.
@@ -116,7 +116,7 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
 
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
-    """Returns the starts of a run in Slurm jobs that have recorded their placement, in order."""
+    """Returns the run's starts in Slurm jobs for which a placement is recorded, in order."""
     slurm_starts = []
     for start in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -126,7 +126,7 @@ def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
-    """Returns the record; empty if it does not exist or cannot be read."""
+    """Returns the run's provenance record; {} if the file is missing or invalid."""
     try:
         record = read_json(read_file(paths.provenance))
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 
 
 def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
+    """Returns a record without fields of a wrong type, because the file may come from another program."""
     types: dict[str, type] = {"segments": list, **dict.fromkeys(("git", "versions", "slurm", "placement"), dict)}
     typed_fields: dict[str, Any] = {
         name: value for name, value in record.items() if isinstance(value, types.get(name, object))
@@ -150,7 +150,7 @@ def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_group(ranks: Any) -> bool:
-    """Returns whether the value is a placement of a group's ranks."""
+    """Returns whether a value is a valid list of a group's rank entries."""
     return isinstance(ranks, list) and all(
         isinstance(rank, dict) and is_count(rank.get("rank", 0)) and is_count(rank.get("node_rank", 0))
         and isinstance(rank.get("accelerators", []), list)
@@ -210,20 +210,20 @@ Result = TypeVar("Result", bound=Mapping[str, Any])
 #: Placeholder for the metric of the largest available k, such as `pass_at_4`.
 PASS_AT_K = "pass_at_k"
 _PASS_AT = re.compile(r"pass_at_(\d+)")
-#: Names under which evaluations count their problems or episodes.
+#: Keys of the number of problems or episodes in an evaluation's result.
 _COUNTS = ("n", "problems", "episodes", "rows")
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Number of one evaluation.
+    """Value of one metric in one evaluation.
 
     Attributes:
         step: Global step.
-        value: The number.
-        low, high: Ends of its 95 % interval; the number itself if the evaluation has no interval.
+        value: Value of the metric.
+        low, high: Ends of its 95 % interval; both are `value` if the evaluation has no interval.
         count: Number of episodes or problems; 0 if unknown.
-        in_training: True for an evaluation during training, rather than of a checkpoint.
+        in_training: True for an evaluation during training, False for one of a checkpoint.
     """
 
     step: int
@@ -278,20 +278,21 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
-    """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
+    """Returns the evaluation results that have metric `figure`, sorted by suite and step, without fields of a wrong type."""
     results = [result | {figure: float(result[figure])} for result in read_all_results(paths) if figure in result]
     return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
 
 
 def left_out(paths: RunPaths) -> list[str]:
-    """Lists the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
+    """Returns a text for each evaluation result that has fields of a wrong type: `global_step_2/default.json: n, accuracy`."""
     mistyped_by_path = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
     return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in mistyped_by_path if names]
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
-    """Returns the step of the best checkpoint or, for a run that tracks none, the step at which its last finished segment
-    ended; its evaluation; and that evaluation as text ("" without one).
+    """Returns (step, evaluation, evaluation as text) of the best checkpoint or, for a run that tracks none, of the end of its
+    last finished segment. The step is 0 if no segment has finished; the evaluation is {} and its text "" if the step was not
+    evaluated.
     """
     finished_segments = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
     steps = [record["global_step"] for record in finished_segments if is_count(record.get("global_step"))]
@@ -301,12 +302,12 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
 
 
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
-    """Returns the readable results of a suite, by step."""
+    """Returns the readable results of a suite, sorted by step."""
     return of_suite(read_all_results(paths), suite)
 
 
 def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
+    """Returns the readable results of all suites, sorted by step: the contents of `eval/global_step_<N>/<suite>.json`."""
     all_results = []
     for path in paths.eval_results():
         evaluation, _ = typed_result(read_json_file(path) or {})
@@ -317,11 +318,11 @@ def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
 
 def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a result with its pass@k under the metrics' names: `pass_at_4`, `pass_at_4_ci95`."""
-    renamed = dict(result)
+    renamed_metrics = dict(result)
     for key in (PASS_AT_K, f"{PASS_AT_K}_ci95"):
         if isinstance(values := result.get(key), Mapping):
-            renamed |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
-    return renamed
+            renamed_metrics |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
+    return renamed_metrics
 
 
 def largest_pass_at(names: Iterable[str]) -> str | None:
@@ -331,14 +332,16 @@ def largest_pass_at(names: Iterable[str]) -> str | None:
 
 
 def metric_title(name: str) -> str:
-    """Returns the last part of a metric's name in written form: pass@4, success once."""
+    """Returns the last part of a metric's name as text for a reader: pass@4, success once."""
     last_part = name.rpartition("/")[2]
     return _PASS_AT.sub(r"pass@\1", last_part) if _PASS_AT.fullmatch(last_part) else last_part.replace("_", " ")
 
 
 def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Returns the 95 % interval of a number in an evaluation: the recorded one, or one computed from the standard deviation
-    of the returns, or from a share and the number of episodes or problems; the number twice if none is available.
+    """Returns the 95 % interval of metric `name` in an evaluation's result.
+
+    It is the recorded interval, or computed from the standard deviation for a mean return, or by Wilson's formula for a
+    share; if none is available, both ends are the metric's value.
     """
     estimate = float(result[name])
     base_name = name.removesuffix("_mean")
@@ -358,29 +361,29 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def is_share(name: str) -> bool:
-    """Returns whether a result is a share of episodes or problems, by its name."""
+    """Returns whether the metric of this name is a share of episodes or problems."""
     return name in ("accuracy", "majority", "truncated") or name.startswith(("success_", "pass_at_"))
 
 
 def evaluations_of(
     rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str, prefix: str = "eval"
 ) -> list[Evaluated]:
-    """Returns a number of all evaluations of one suite, by step. A checkpoint's evaluation replaces that of its step in
-    training: both have the same weights, and the former has its interval.
+    """Returns metric `name` of all evaluations of one suite, sorted by step. A checkpoint's evaluation replaces the
+    evaluation at its step during training: both have the same weights, and the former has an interval.
 
     Args:
-        rows: Metrics.
+        rows: Metric rows of the run.
         results: Evaluations of checkpoints on the suite.
-        name: Name of the number, such as `accuracy`.
-        prefix: Prefix of the suite's metrics in rows.
+        name: Name of the metric, such as `accuracy`.
+        prefix: Prefix of the suite's metrics in `rows`.
     """
     by_step: dict[int, Evaluated] = {}
     for row in rows:
         if _is_number(row.get(f"{prefix}/{name}")):
-            logged = {
+            logged_metrics = {
                 key.removeprefix(f"{prefix}/"): metric for key, metric in row.items() if key.startswith(f"{prefix}/")
             }
-            by_step[int(row["step"])] = _evaluated(logged, name, int(row["step"]), in_training=True)
+            by_step[int(row["step"])] = _evaluated(logged_metrics, name, int(row["step"]), in_training=True)
     for evaluation in results:
         if _is_number(evaluation.get(name)):
             step = int(evaluation["global_step"])
@@ -391,52 +394,52 @@ def evaluations_of(
 def evaluations_by_suite(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, list[Evaluated]]:
-    """Returns a number of all evaluations, during training and of checkpoints, by suite.
+    """Returns metric `name` of all evaluations, during training and of checkpoints, keyed by suite.
 
     Args:
         paths: Files of the run, whose configuration names the suite of the metrics `eval/<name>`.
-        rows: Metrics.
+        rows: Metric rows of the run.
         results: Evaluations of checkpoints.
-        name: Name of the number, such as `accuracy`.
+        name: Name of the metric, such as `accuracy`.
     """
-    logged = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
-    prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged) if key.count("/") > 1}
-    if f"eval/{name}" in logged:
+    logged_names = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
+    prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged_names) if key.count("/") > 1}
+    if f"eval/{name}" in logged_names:
         prefixes = {_find_trained_suite(paths): "eval", **prefixes}
     suites = dict.fromkeys([*(str(evaluation["suite"]) for evaluation in results), *prefixes])
     by_suite = {s: evaluations_of(rows, of_suite(results, s), name, prefixes.get(s, f"eval/{s}")) for s in suites}
-    return {suite: evaluated for suite, evaluated in by_suite.items() if evaluated}
+    return {suite: evaluations for suite, evaluations in by_suite.items() if evaluations}
 
 
 def judged_results(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], suite: str, name: str
 ) -> list[dict[str, Any]]:
-    """Returns all results of a suite that have a number, by step: those of checkpoints, and those logged during training at
-    steps whose checkpoint was not evaluated.
+    """Returns all results of a suite that have metric `name`, sorted by step: evaluations of checkpoints and, at other steps,
+    evaluations during training.
     """
-    checkpoints = {
+    checkpoint_results = {
         int(evaluation["global_step"]): dict(evaluation)
         for evaluation in of_suite(results, suite)
         if name in evaluation
     }
     prefix = "eval/" if suite == _find_trained_suite(paths) else f"eval/{suite}/"
-    logged = {
+    logged_results = {
         int(row["step"]): {"suite": suite, "global_step": int(row["step"])}
         | {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
         for row in rows
         if _is_number(row.get(f"{prefix}{name}"))
     }
-    by_step = logged | checkpoints
+    by_step = logged_results | checkpoint_results
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _find_trained_suite(paths: RunPaths) -> str:
-    """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or `default` for robots."""
+    """Returns the suite that training logs as `eval/<name>`: the first of `data.eval`, or `default` for robots."""
     return _configured_suite(paths, "data", "eval", 0, "name")
 
 
 def _configured_suite(paths: RunPaths, *keys: str | int) -> str:
-    """Returns the suite at the end of a path of keys in the run's configuration, or `default` without one."""
+    """Returns the suite's name at a path of keys in the run's configuration; `default` if the path does not exist."""
     try:
         return str(functools.reduce(operator.getitem, keys, read_yaml(read_file(paths.config))))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
@@ -457,8 +460,8 @@ def _is_number(value: Any) -> bool:
 
 
 def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the suite by which a run is judged: the first of `workflow.eval_suites`, or the first of the results' suites if
-    they do not have it.
+    """Returns the suite by which a run is judged: the first of `workflow.eval_suites` or, if no result is of that suite, the
+    suite of the first result.
     """
     configured_suite = _configured_suite(paths, "workflow", "eval_suites", 0)
     suites = [str(evaluation["suite"]) for evaluation in results]
@@ -471,7 +474,7 @@ def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
 
 
 def describe_result(result: dict[str, Any]) -> str:
-    """Formats an evaluation in a few words, with its interval."""
+    """Formats an evaluation's result in a few words, with its 95 % interval; "" without a mean return or an accuracy."""
     if "return_mean" in result:
         description = f"mean return {result['return_mean']:.1f}" + in_parentheses(
             result.get("return_ci95"), ".1f", "95 % interval "
@@ -489,9 +492,7 @@ def describe_result(result: dict[str, Any]) -> str:
 
 
 def describe_samples(result: Mapping[str, Any]) -> str:
-    """Formats the statistics over several samples of each problem, as `, pass@4 70.0%, majority 55.0%`;
-    "" for one sample.
-    """
+    """Formats the metrics over several samples per problem, as `, pass@4 70.0%, majority 55.0%`; "" with one sample."""
     name = largest_pass_at(with_names := with_pass_at(result))
     if name is None:
         return ""
