@@ -1,6 +1,6 @@
 """Vector environment of any `gymnasium.make` environment, in this process and with little overhead.
 
-The step limit is counted here instead of by a wrapper; gymnasium's checkers are off; buffers are reused.
+This class counts the step limit itself instead of using a wrapper, and gymnasium's checkers are off.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
-#: Errors of numpy and dicts for an observation that does not fit its buffer.
+#: Errors that numpy and dicts raise for an observation that does not fit its buffer.
 _MISFITS = (ValueError, TypeError, KeyError)
 
 
 def choose_renderer() -> None:
-    """Makes MuJoCo render by EGL where only EGL is available. It reads the setting when a simulator is imported."""
+    """Makes MuJoCo render with EGL on Linux without a display, if libEGL is installed and `MUJOCO_GL` is not set.
+
+    Call it before importing a simulator, because MuJoCo reads the setting at import.
+    """
     if sys.platform == "linux" and not os.environ.get("DISPLAY") and "MUJOCO_GL" not in os.environ:
         with contextlib.suppress(OSError):
             ctypes.CDLL("libEGL.so.1")
@@ -50,10 +53,10 @@ def choose_renderer() -> None:
 
 
 def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
-    """Builds one environment of a section; returns it and its step limit (0 for none).
+    """Builds one environment of a configuration section; returns it and its step limit (0 for none).
 
     Raises:
-        ConfigError: Unknown id, missing extra, or arguments that the environment refuses.
+        ConfigError: The id is unknown, an extra is missing, or the environment does not accept its arguments.
     """
     env_id, kwargs = cfg.env_id, dict(cfg.kwargs or {})
     choose_renderer()
@@ -77,23 +80,25 @@ def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
     while isinstance(env, _STRIPPED):
         env = env.env
     if env.unwrapped.spec is not None:
-        env.unwrapped.spec.max_episode_steps = limit or None  # wrappers such as `time` ask for it
+        env.unwrapped.spec.max_episode_steps = limit or None  # wrappers such as `time` read it
     return wrap(env, cfg.wrappers), int(limit or 0)
 
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
-    """Returns the wrapper that counts returns, if any. Its returns are before changes of the reward by outer wrappers."""
+    """Returns the wrapper that counts returns, or None. Its returns exclude changes of the reward by outer wrappers."""
     return next((layer for layer in _layers(env) if isinstance(layer, RecordEpisodeStatistics)), None)
 
 
 def _control_hz(env: Any) -> float | None:
-    """Returns the actions a second of an environment: by its time step `dt`, or by its render rate."""
+    """Returns an environment's control rate in actions per second, from its time step `dt` or its render rate and its frame
+    skip; None if unknown.
+    """
     *wrappers, env = _layers(env)
     skips = [wrapper._skip for wrapper in wrappers if isinstance(wrapper, MaxAndSkipObservation)]
     skips += [wrapper.frame_skip for wrapper in wrappers if isinstance(wrapper, AtariPreprocessing)]
-    step, rate = getattr(env, "dt", None), (env.metadata or {}).get("render_fps")
-    if isinstance(step, int | float) and step > 0:
-        rate = 1.0 / step
+    time_step, rate = getattr(env, "dt", None), (env.metadata or {}).get("render_fps")
+    if isinstance(time_step, int | float) and time_step > 0:
+        rate = 1.0 / time_step
     return float(rate) / math.prod(skips) if isinstance(rate, int | float) and rate > 0 else None
 
 
@@ -105,10 +110,10 @@ def _unsupported_space(env_id: str, space: Any) -> ConfigError:
 
 
 def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
-    """Writes an observation into its row.
+    """Writes an observation into row `i`.
 
     Raises:
-        ValueError, TypeError: It has another shape, or numbers that the row's type cannot represent.
+        ValueError, TypeError: The observation does not fit the row's shape, or the row's type cannot represent its numbers.
     """
     observed = np.asarray(observed)
     converts = observed.dtype == rows.dtype or observed.dtype.kind == rows.dtype.kind == "f"
@@ -123,17 +128,19 @@ def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
 
 
 def _row_spec(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
-    """Returns shape and dtype of the observations of `count` slots."""
+    """Returns the shape and dtype of a buffer for the observations of `count` slots; float64 becomes float32."""
     return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
 
 
 class GymnasiumVectorEnv(VectorEnv):
-    """N independent environments; slot i of the run is seeded by (seed, i), or by its group where `group_size` > 1.
+    """Vector environment of N independent Gymnasium environments.
+
+    Slot i of the run is seeded by (seed, i), or by (seed, its group) with `group_size` > 1.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: Slots here.
-        slot_offset: Global number of the first.
+        num_envs: Number of slots in this environment.
+        slot_offset: Global number of its first slot.
         seed: Seed of the run.
     """
 
@@ -170,15 +177,15 @@ class GymnasiumVectorEnv(VectorEnv):
         self._episodes = [0] * num_envs
         self._seed = seed
         self._seeds_reset = True
-        #: For simulators that cannot be pickled but can be replayed: seed or generator state of each slot's episode,
-        #: and its actions.
+        #: For simulators that are saved as replays: for each slot, the seed or generator state at the start of its episode,
+        #: and the actions since; None for others.
         self._replay_logs: list[tuple[Any, list[Any]]] | None = None
         if is_replayed(self.envs[0]):
             self._replay_logs = [(None, []) for _ in range(num_envs)]
         self.supports_state = can_save(self.envs[0], self._replay_log(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
-        """Builds the space of a dict of observations; texts are encoded."""
+        """Returns the Dict observation space with a box for each text, and records the lengths of the encoded texts."""
         boxes: dict[str, spaces.Space[Any]] = {}
         for key, space in self.observation_space.spaces.items():
             if is_text(space):
@@ -197,10 +204,10 @@ class GymnasiumVectorEnv(VectorEnv):
         return np.zeros(*self._row_specs[""])
 
     def _write(self, rows: Any, i: int, observed: Any) -> None:
-        """Writes a slot's observation into its rows.
+        """Writes the observation of slot `i` into its row of each buffer.
 
         Raises:
-            ConfigError: It is outside the environment's observation space.
+            ConfigError: The observation is outside the environment's observation space.
         """
         try:
             if not self._has_dict:
@@ -217,7 +224,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
         def form(value: Any) -> str:
             if isinstance(value, dict):
-                return "{" + ", ".join(f"{key}: {form(entry)}" for key, entry in value.items()) + "}"
+                return "{" + ", ".join(f"{key}: {form(item)}" for key, item in value.items()) + "}"
             if hasattr(value, "shape") and hasattr(value, "dtype"):
                 return f"shape {tuple(value.shape)}, type {value.dtype}"
             return f"type {type(value).__name__}"
@@ -254,8 +261,8 @@ class GymnasiumVectorEnv(VectorEnv):
         return self._advance(actions, range(self.num_envs), None)
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits at the first observation of the
-        next.
+        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ends within the chunk is reset at once and takes no
+        more actions of the chunk.
         """
         obs, rewards, terminations, truncations, infos = self.step(actions[:, 0])
         count = actions.shape[1]
@@ -278,7 +285,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return obs, rewards, terminations, truncations, infos
 
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
-        """Steps the slots of `slots`; the other slots keep their row of `obs` and get no reward."""
+        """Steps the slots in `slots`; other slots keep their row of `obs` and get reward 0."""
         n = self.num_envs
         if self._discrete:
             env_actions: Any = (actions.reshape(-1) + int(self._start)).tolist()
@@ -337,8 +344,8 @@ class GymnasiumVectorEnv(VectorEnv):
             }
         self._write(infos["final_obs"], i, final)
         episode, wrapper_statistics = infos["episode"], self._statistics[i]
-        total = self._returns[i] if wrapper_statistics is None else wrapper_statistics.episode_returns
-        episode["return"][i] = np.asarray(total).item()  # some environments' rewards are arrays of one number
+        episode_return = self._returns[i] if wrapper_statistics is None else wrapper_statistics.episode_returns
+        episode["return"][i] = np.asarray(episode_return).item()  # some environments' rewards are arrays of one number
         episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
         if (success := success_of(self._env_id, info)) is not None:
             for key, is_success in (("success_once", self._succeeded[i]), ("success_at_end", success)):
@@ -387,7 +394,7 @@ class GymnasiumVectorEnv(VectorEnv):
         for i in range(self.num_envs) if slots is None else slots:
             env: Any = self.envs[i].unwrapped
             if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
-                env.render_mode = "rgb_array"  # it is read when a picture is drawn, not before
+                env.render_mode = "rgb_array"  # environments read it only when they render
             frames.append(self.envs[i].render())
         return np.stack(frames).astype(np.uint8) if all(isinstance(frame, np.ndarray) for frame in frames) else None
 
@@ -399,29 +406,34 @@ class GymnasiumVectorEnv(VectorEnv):
 
 _MUJOCO = ("model", "data", "mujoco_renderer")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
-#: Simulators whose state cannot be read, or is large, but whose resets leave nothing behind: classes, and packages.
-#: (BipedalWalker keeps its Box2D world.)
+#: Classes and packages of simulators whose state cannot be read or is large, but whose resets clear all earlier state, so
+#: that a replay is exact. (BipedalWalker is not one of them: it keeps its Box2D world.)
 _REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
 
 
 def is_replayed(env: Any) -> bool:
-    """Returns whether a resume replays the current episode."""
+    """Returns whether a resume restores the environment by replaying its current episode."""
     env_class = type(env.unwrapped)
     return env_class.__name__ in _REPLAYED or env_class.__module__.partition(".")[0] in _REPLAYED
 
 
 def generator_state(env: Any) -> Any:
-    """Returns the state of the random generator from which the next episode is drawn."""
-    random = env.unwrapped.np_random
-    return random.get_state(legacy=False) if isinstance(random, np.random.RandomState) else random.bit_generator.state
+    """Returns the state of the environment's random generator, which determines the next episode."""
+    generator = env.unwrapped.np_random
+    return (
+        generator.get_state(legacy=False)
+        if isinstance(generator, np.random.RandomState)
+        else generator.bit_generator.state
+    )
 
 
 def save_simulator(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bytes:
     """Serializes an environment to bytes.
 
     Args:
-        env: With its wrappers.
-        replay_log: For a replayed environment, its seed or generator's state at its last reset, and the actions since.
+        env: Environment with its wrappers.
+        replay_log: For a replayed environment, the seed or generator state at its last reset, and the actions since; None
+            for others.
     """
     if replay_log is not None:
         return pickle.dumps((*replay_log, [_attributes(layer) for layer in _layers(env) if layer is not env.unwrapped]))
@@ -432,13 +444,13 @@ def can_save(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bool:
     """Returns whether `save_simulator` can serialize the environment."""
     try:
         save_simulator(env, replay_log)
-    except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
+    except Exception:  # simulators hold handles of many kinds, and pickling them can raise any error
         return False
     return True
 
 
 def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
-    """Restores an environment's state; returns the replay log of one that was replayed."""
+    """Restores an environment from the bytes of `save_simulator`; returns its replay log, or None if it is not replayed."""
     state = pickle.loads(saved)
     if isinstance(state, list):
         _take_over(env, state)
@@ -446,11 +458,11 @@ def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
     start, actions, *wrappers = state
     seed = start if isinstance(start, int) else None
     if seed is None:
-        random = env.unwrapped.np_random
-        if isinstance(random, np.random.RandomState):
-            random.set_state(start)
+        generator = env.unwrapped.np_random
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(start)
         else:
-            random.bit_generator.state = start
+            generator.bit_generator.state = start
     name = str(getattr(env.unwrapped.spec, "id", env.unwrapped))
     reset_env(env, name, seed=seed)
     for action in actions:
@@ -460,7 +472,7 @@ def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """Yields the wrappers from the outermost in, then the environment inside them."""
+    """Yields the wrappers of an environment from the outermost to the innermost, then the environment itself."""
     while env is not env.unwrapped and isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
@@ -468,7 +480,7 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Returns the attributes of a wrapper or an environment, without renderers, spaces and code."""
+    """Returns the attributes that are the state of a wrapper or environment, without renderers, spaces and code."""
     attributes = {
         name: attribute for name, attribute in vars(layer).items() if name != "env" and not name.endswith(_NOT_STATE)
     }
@@ -497,8 +509,8 @@ def _take_over(env: Any, saved: list[dict[str, Any]]) -> None:
 
 
 def _mujoco_arrays(data: Any) -> dict[str, Any]:
-    """Returns everything that an `MjData` holds, including derived quantities, which after a step are those of the
-    previous substep.
+    """Returns all arrays and floats of an `MjData`. Derived quantities are included because, after a step, they are those of
+    the previous substep.
     """
     names = (name for name in dir(data) if not name.startswith("_"))
     attributes = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
@@ -510,7 +522,7 @@ def _mujoco_arrays(data: Any) -> dict[str, Any]:
 
 
 def _set_mujoco(data: Any, name: str, value: Any) -> None:
-    """Restores one `MjData` value; the next step rebuilds arrays whose size varies with the contacts."""
+    """Restores one `MjData` value. Skips arrays whose size varies with the contacts, because the next step rebuilds them."""
     if not isinstance(value, np.ndarray):
         setattr(data, name, value)
     elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:

@@ -1,5 +1,5 @@
-"""Vector environment of ManiSkill 3 tasks: batched in this process on the CPU (see `maniskill_physx`), by ManiSkill's
-simulation on a GPU.
+"""Vector environment of ManiSkill 3 tasks. On a CPU, `maniskill_physx` batches the slots in this process; on a GPU,
+ManiSkill's own simulation does.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ if TYPE_CHECKING:
 
 
 class ActionLog:
-    """Action log: each slot's actions since its reset, stored by step, because appending to thousands of lists takes as
-    long as simulating.
+    """Log of each slot's actions since its reset. Actions are stored by step, because appending to thousands of lists takes
+    as long as simulating.
 
     Args:
-        num_envs: Slots.
-        width: Numbers of an action.
+        num_envs: Number of slots.
+        width: Number of values of an action.
     """
 
     def __init__(self, num_envs: int, width: int) -> None:
         self._steps: list[np.ndarray] = []
         self._dropped = 0
-        #: Number of the step, of all that there were, that is the first of each slot's episode.
+        #: First step of each slot's episode, counted from the creation of the log.
         self._since = np.zeros(num_envs, np.int64)
         self._none = np.zeros((0, width), np.float32)
 
     def begin(self, slots: np.ndarray) -> None:
-        """Starts the episodes of these slots: drops their earlier actions."""
+        """Starts new episodes of these slots and drops their earlier actions."""
         self._since[slots] = self._dropped + len(self._steps)
         num_expired = int(self._since.min()) - self._dropped
         del self._steps[:num_expired]
         self._dropped += num_expired
 
     def add(self, actions: np.ndarray) -> None:
-        """Adds a step of all slots, `[N, width]`. Actions between the end of a slot's episode and its next `begin` have
-        no effect."""
+        """Adds a step's actions of all slots, `[N, width]`. Actions between the end of a slot's episode and its next `begin`
+        are dropped by that `begin`.
+        """
         self._steps.append(np.array(actions, np.float32))
 
     def of(self, slot: int) -> np.ndarray:
@@ -76,7 +77,7 @@ _ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
 
 class _NoMaterial:
-    """Substitute for a render material where no renderer can be loaded; nothing reads it then."""
+    """Substitute for SAPIEN's render material where no renderer can be loaded; in that case nothing reads it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(self).update(kwargs)
@@ -86,13 +87,13 @@ _REQUIREMENT = ("env_type maniskill needs ManiSkill", "embodied")
 
 
 def load_maniskill() -> bool:
-    """Imports ManiSkill, also without Vulkan.
+    """Imports ManiSkill, even on a machine without Vulkan.
 
     Returns:
-        True if SAPIEN can render here.
+        True if SAPIEN can render on this machine.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: ManiSkill is not installed.
     """
     required("sapien.render", *_REQUIREMENT)
     import sapien
@@ -103,7 +104,7 @@ def load_maniskill() -> bool:
         except RuntimeError:
             material_class = sapien.render.RenderMaterial
             for module in list(sys.modules.values()):
-                # Also where it has been imported from already, such as SAPIEN's loader of robots.
+                # Also in modules that have already imported it, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is material_class:
                     vars(module)["RenderMaterial"] = _NoMaterial
     required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
@@ -114,7 +115,7 @@ def find_task(env_id: str) -> Any:
     """Returns ManiSkill's registry entry of a task.
 
     Raises:
-        ConfigError: Unknown, or its assets are not downloaded.
+        ConfigError: The task is unknown, or its assets are not downloaded.
     """
     load_maniskill()
     from mani_skill.utils import assets
@@ -136,24 +137,23 @@ def find_task(env_id: str) -> Any:
 
 
 class ManiSkillVectorEnv(VectorEnv):
-    """Vector environment of N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
+    """Vector environment of N slots of a ManiSkill task; `env.train.kwargs` are the arguments of `gym.make`.
 
     obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
-    `state` (what the task lets the policy know), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in metres.
-    sim_backend and render_backend `auto` (default) take a GPU where torch sees one. An episode of a slot follows from
-    (seed, slot, number of the episode); on a GPU, where ManiSkill draws for all slots that reset together, only with
-    `group_size` over 1 or fixed reset states.
+    `state` (the part that the task reveals to the policy), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in
+    metres. sim_backend and render_backend `auto` (default) use a GPU if torch sees one. (seed, slot, number of the episode)
+    determine an episode; on a GPU, where ManiSkill draws jointly for all slots that reset together, they do so only with
+    `group_size` > 1 or fixed reset states.
 
-    A slot retains the values that its task draws when it is built (the size of a peg), except with
-    `reconfiguration_freq`.
+    A slot keeps the values that its task draws at construction (the size of a peg), except with `reconfiguration_freq`.
 
-    A saved slot is its episode's number and actions; loading replays them. On the CPU that is exact: every reset first
-    clears PhysX's caches of contacts, which outlive a reset and are in no state of ManiSkill.
+    The saved state of a slot is its episode's number and actions, and loading replays them. On the CPU the replay is exact:
+    every reset first clears PhysX's contact caches, which outlive a reset and are not part of ManiSkill's state.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: Slots here.
-        slot_offset: Global number of the first.
+        num_envs: Number of slots in this environment.
+        slot_offset: Global number of its first slot.
         seed: Seed of the run.
     """
 
@@ -177,12 +177,12 @@ class ManiSkillVectorEnv(VectorEnv):
         spec = find_task(self._env_id)
         self._kwargs = {**spec.default_kwargs, **_arguments(cfg, spec)}
         self._gpu = self._kwargs["sim_backend"] not in _ON_CPU
-        visual = _visual(self._kwargs["obs_mode"])
+        has_images = _visual(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         draws_jointly = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
-        # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
-        self._is_separate = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
+        # On the CPU, image observations and scenes that are rebuilt for every episode need a simulation per slot.
+        self._is_separate = not self._gpu and (has_images or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
         self._simulations = self._build(spec, seeded=not draws_jointly)
         self._spec = spec
@@ -199,7 +199,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self._action_log = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
     def _build(self, spec: Any, seeded: bool) -> list[Any]:
-        """Builds a simulation of each slot, or one of all."""
+        """Builds one simulation per slot (`_is_separate`), or one for all slots."""
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
 
         is_batched, simulations = not self._gpu and not self._is_separate, []
@@ -224,7 +224,7 @@ class ManiSkillVectorEnv(VectorEnv):
         return self._begin(np.arange(self.num_envs)), {}
 
     def _begin(self, slots: np.ndarray) -> Any:
-        """Resets slots; returns the observation of all."""
+        """Resets these slots; returns the observations of all slots."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
         self._action_log.begin(slots)
         observations = []
@@ -286,8 +286,8 @@ class ManiSkillVectorEnv(VectorEnv):
         return obs, chunk_rewards.sum(1), terminations, truncations, infos
 
     def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` where the
-        task knows it.
+        """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` or, if the task
+        does not report it, None.
         """
         obs, rewards, failed, success = [], [], [], []
         for start, simulation in self._starts():
@@ -299,8 +299,8 @@ class ManiSkillVectorEnv(VectorEnv):
             simulation_obs, reward, _, _, info = simulation.step(joint_actions)
             obs.append(convert(simulation_obs, self.on_device))
             flag_names = [name for name in ("fail", "success") if name in info]
-            reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], simulation.num_envs)
-            flags = dict(zip(flag_names, ends, strict=True))
+            reward_row, *flag_rows = flat([reward, *(info[name] for name in flag_names)], simulation.num_envs)
+            flags = dict(zip(flag_names, flag_rows, strict=True))
             rewards.append(reward_row)
             failed.append(flags.get("fail", np.zeros(simulation.num_envs, bool)))
             if "success" in flags:
@@ -321,14 +321,14 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
-        """Replays the current episodes; the slots start one after the other, so that all end in the same step."""
+        """Restores the slots by replaying their episodes. Longer episodes start first, so that all end in the same step."""
         slots = self.slots_of(state)
         if self._gpu:
             log.warning(
                 "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id
             )
-        played = [np.asarray(slot["actions"], np.float32) for slot in slots]
-        lengths = np.array([len(actions) for actions in played])
+        saved_actions = [np.asarray(slot["actions"], np.float32) for slot in slots]
+        lengths = np.array([len(actions) for actions in saved_actions])
         for i, slot in enumerate(slots):
             self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
@@ -340,7 +340,7 @@ class ManiSkillVectorEnv(VectorEnv):
                 return
             active = lengths >= remaining
             for slot in np.flatnonzero(active).tolist():
-                actions[slot] = played[slot][lengths[slot] - remaining]
+                actions[slot] = saved_actions[slot][lengths[slot] - remaining]
             self._action_log.add(actions)
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
@@ -353,8 +353,8 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def render(self, slots: Any = None) -> np.ndarray | None:
-        """Renders slots (`VectorEnv.render`). A separate environment with a renderer shows slots that are simulated
-        without one.
+        """Renders slots (`VectorEnv.render`). Slots that are simulated without a renderer are shown by a separate
+        environment that has one.
         """
         rendered_slots = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._is_separate and self._kwargs["render_backend"] != "none":
@@ -387,15 +387,14 @@ class ManiSkillVectorEnv(VectorEnv):
         return True
 
     def close(self) -> None:
-        """Frees the scenes."""
+        """Frees the simulations."""
         for env in [*self._simulations, *([self._camera] if self._camera else [])]:
             env.close()
         self._simulations, self._camera = [], None
 
 
 def build_seed(seed: int, group: int) -> int:
-    """Returns the seed of the values that a slot's task draws at construction; it differs from the seeds of
-    episodes."""
+    """Returns the seed of the values that a slot's task draws at construction, which differs from the seeds of episodes."""
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
@@ -404,17 +403,17 @@ def _visual(obs_mode: str) -> bool:
 
 
 def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str | None, str | None]:
-    """Returns simulation and render backend; `auto` is replaced by the best backend of this process."""
-    gpu = "auto" in (sim, render) and accelerator() == "cuda"
+    """Returns the simulation and the render backend, with `auto` replaced by the best backend of this process."""
+    use_gpu = "auto" in (sim, render) and accelerator() == "cuda"
     if sim == "auto":
-        sim = "physx_cuda" if gpu else "physx_cpu"
+        sim = "physx_cuda" if use_gpu else "physx_cpu"
     if render == "auto":
-        render = ("gpu" if gpu else "cpu") if _visual(obs_mode) else "none"
+        render = ("gpu" if use_gpu else "cpu") if _visual(obs_mode) else "none"
     return sim, render
 
 
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
-    """Returns `kwargs` with this adapter's defaults, checked as far as possible without building anything."""
+    """Returns `cfg.kwargs` with this adapter's defaults, checked as far as possible without building the task."""
     # A copy, because ManiSkill changes nested values.
     user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
     kwargs: dict[str, Any] = dict(user_kwargs or {})

@@ -1,4 +1,6 @@
-"""Vector environment of simulator processes, which uses all cores and loses only an episode in a crash or hang."""
+"""Vector environment whose slots run in simulator processes: it uses all cores, and a crash or hang of a simulator costs only
+the current episodes of its slots.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 log = logging.getLogger(__name__)
-#: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
+#: Maximum seconds until a simulator is ready: importing one may take a minute on a cold filesystem.
 _START_S = 600.0
-#: Seconds in which a process must have ended, once its hardware is closed.
+#: Maximum seconds from the closing of a process's hardware to the end of the process.
 _EXIT_S = 3.0
-#: Times in a row that a simulator may fail without a step in between.
+#: Maximum number of failures of a simulator in a row, without a step in between.
 _FAILURES = 3
 
 
 class SimulatorFailed(Exception):
-    """Failure of a simulator process that died, hung or raised; the message says which."""
+    """Error raised when a simulator process has died, hung or raised; the message says which."""
 
 
 class _Simulator:
@@ -51,7 +53,7 @@ class _Simulator:
         self._timeout_s = _START_S
 
     def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
-        """Starts the process, by default with this Python; `answer` then returns the environment's properties."""
+        """Starts the process, with this Python if `python` is None; `answer` then returns the environment's properties."""
         sock, child_sock = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         try:
@@ -81,10 +83,10 @@ class _Simulator:
         self._exchange(send, self._sock, (name, args), self._deadline)
 
     def answer(self) -> Any:
-        """Returns the result of the last call. The deadline does not run while a robot waits for a person.
+        """Waits for the result of the last call and returns it. While a robot waits for a person, the deadline moves on.
 
         Raises:
-            SimulatorFailed: It died, hung or raised.
+            SimulatorFailed: The process died, hung or raised.
             ConfigError: The environment cannot be built as configured.
         """
         message_type, payload = self._exchange(receive, self._sock, self._deadline)
@@ -112,7 +114,7 @@ class _Simulator:
             raise SimulatorFailed(f"died ({cause})") from None
 
     def stop(self) -> None:
-        """Ends the process, whatever its state. Hardware is stopped and closed first."""
+        """Ends the process, whatever its state. A process with hardware first gets time to stop and close it."""
         if hasattr(self, "process"):
             os.close(self._lifeline)
             if self.holds_hardware:
@@ -129,17 +131,17 @@ class _Simulator:
 
 
 class ProcessVectorEnv(VectorEnv):
-    """Vector environment whose slots live in several processes, neighbours in the same one.
+    """Vector environment whose slots are divided among several processes; each process has a range of slots.
 
-    A process that dies, hangs or raises is restarted: its slots' episodes end as truncated at the last observation,
-    with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
+    A process that dies, hangs or raises is restarted. The episodes of its slots end as truncated at the last observation,
+    with reward 0 and without episode statistics; `infos["lost"]` marks the slots, and `restarts` counts the restarts.
 
     Args:
-        factory: Builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+        factory: Builds the environment of one process: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
         cfg: Section `env.train` or `env.eval`.
         num_envs, slot_offset, seed: Arguments of `make_env`.
         processes: Number of processes.
-        stage: For factories that take it (`VectorEnv.takes_stage`).
+        stage: "train" or "eval" for a factory that takes it (`VectorEnv.takes_stage`), otherwise None.
     """
 
     def __init__(
@@ -153,14 +155,14 @@ class ProcessVectorEnv(VectorEnv):
         stage: str | None = None,
     ) -> None:
         self._stage = {} if stage is None else {"stage": stage}
-        #: Episodes of each slot that were reported.
+        #: Number of reported episodes of each slot.
         self._reported = np.zeros(num_envs, np.int64)
         self.num_envs = num_envs
         self._offset = slot_offset
         self._seed = seed
         from rlhpc.config.typed import alone
 
-        cfg = alone(cfg)  # values that refer to other sections are looked up here, where those are
+        cfg = alone(cfg)  # resolves references to other sections, which the processes do not receive
         self._factory = factory
         self._cfg = cfg
         self._timeout_s = cfg.simulator_timeout_s
@@ -181,7 +183,7 @@ class ProcessVectorEnv(VectorEnv):
             self.timing = Timing()
 
     def _start(self, simulator: _Simulator) -> None:
-        # A restarted simulator gets episodes that it has not had, lest it die of the same one again.
+        # A restarted simulator gets new episodes, because the same episode could make it fail again.
         seed = self._seed
         if self.restarts:
             seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
@@ -201,7 +203,7 @@ class ProcessVectorEnv(VectorEnv):
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
 
     def _wait(self, reason: str) -> None:
-        """Writes to the log that a robot waits for a person, and checks the run; called repeatedly."""
+        """Writes to the log, once per reason, that a robot waits for a person; then checks the run. Called repeatedly."""
         if reason != self._waits_because:
             self._waits_because = reason
             log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
@@ -230,14 +232,14 @@ class ProcessVectorEnv(VectorEnv):
         answers: list[Any] = self._ask(
             name, lambda share: (actions[share.start : share.stop],), recover=lambda obs: obs
         )
-        failed = np.zeros(self.num_envs, bool)
+        failed_slots = np.zeros(self.num_envs, bool)
         for i, simulator in enumerate(self._simulators):
             if isinstance(answers[i], tuple):
                 simulator.failures = 0
                 self._count_reported(simulator.share, answers[i][4])
                 continue
             n, env_slots = len(simulator.share), simulator.share
-            failed[env_slots.start : env_slots.stop] = True
+            failed_slots[env_slots.start : env_slots.stop] = True
             infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
             if actions.shape[1:2] != (1,) and name == "chunk_step":
                 infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
@@ -248,8 +250,8 @@ class ProcessVectorEnv(VectorEnv):
             if (timing := answer[4].pop("timing", None)) is not None and self.timing is not None:
                 self.timing.add(timing)
         infos = _merge([answer[4] for answer in answers], [len(sim.share) for sim in self._simulators])
-        if failed.any():
-            infos["lost"] = failed
+        if failed_slots.any():
+            infos["lost"] = failed_slots
             infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
             infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
         obs, rewards, terminations, truncations = (
@@ -258,7 +260,7 @@ class ProcessVectorEnv(VectorEnv):
         return obs, rewards, terminations, truncations, infos
 
     def refresh(self) -> Any:
-        """Returns observations as of now (`VectorEnv.refresh`)."""
+        """Returns the current observations of hardware, or None for simulators (`VectorEnv.refresh`)."""
         if not self.holds_hardware:
             return None
         self._last_obs = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
@@ -266,8 +268,8 @@ class ProcessVectorEnv(VectorEnv):
 
     @property
     def _repeats_episodes(self) -> bool:
-        """True if a restarted simulator repeats the failed episodes, because an evaluation that enumerates episodes
-        plays all of them.
+        """True in an evaluation that enumerates its episodes: a restarted simulator repeats the failed ones, so that all are
+        played.
         """
         return self._stage.get("stage") == "eval"
 
@@ -277,27 +279,27 @@ class ProcessVectorEnv(VectorEnv):
             self._reported[share.start : share.stop] += np.asarray(infos["episode"]["mask"], bool)
 
     def _ask(self, name: str, args: Any, recover: Any) -> list[Any]:
-        """Calls all simulators at once.
+        """Calls a method of all simulators in parallel, restarts those that fail, and returns their answers.
 
         Args:
-            name: Method.
-            args: Its arguments, from a simulator's share of the slots.
+            name: Name of the method.
+            args: Returns the method's arguments for a simulator's range of slots.
             recover: Computes the answer of a restarted simulator from its first observation.
         """
-        failed: dict[int, SimulatorFailed] = {}
+        failures: dict[int, SimulatorFailed] = {}
         for i, simulator in enumerate(self._simulators):
             if i not in self._restarted_obs:
                 try:
                     simulator.call(name, *args(simulator.share), timeout_s=self._timeout_s)
                 except SimulatorFailed as failure:
-                    failed[i] = failure
+                    failures[i] = failure
         answers: list[Any] = []
         for i, simulator in enumerate(self._simulators):
             try:
                 if i in self._restarted_obs:
                     answers.append(recover(self._restarted_obs.pop(i)))
-                elif i in failed:
-                    raise failed[i]
+                elif i in failures:
+                    raise failures[i]
                 else:
                     answers.append(simulator.answer())
             except SimulatorFailed as failure:
@@ -305,7 +307,11 @@ class ProcessVectorEnv(VectorEnv):
         return answers
 
     def _restart(self, simulator: _Simulator, failure: SimulatorFailed) -> Any:
-        """Restarts a simulator; returns its first observations."""
+        """Restarts a simulator until it is ready; returns its first observations.
+
+        Raises:
+            RlhpcError: It has failed too many times in a row.
+        """
         while True:
             simulator.failures += 1
             env_slots = simulator.share
@@ -330,9 +336,7 @@ class ProcessVectorEnv(VectorEnv):
     # -- state and pictures -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`); it does not depend on the number of
-        processes.
-        """
+        """Returns the slots' state for a checkpoint (`VectorEnv.state_dict`), which another number of processes can load."""
         while True:
             restarted_before = set(self._restarted_obs)
             states = [self._call_between(i, "save") for i in range(len(self._simulators))]
@@ -340,7 +344,9 @@ class ProcessVectorEnv(VectorEnv):
                 return {"slots": [slot for simulator_state in states for slot in simulator_state]}
 
     def _call_between(self, index: int, name: str, *args: Any) -> Any:
-        """Calls a simulator between steps; returns None if it fails, and its episodes then end at the next step."""
+        """Calls a simulator between steps and returns its answer. If it fails, restarts it and returns None; its episodes then
+        end in the next step.
+        """
         simulator = self._simulators[index]
         try:
             simulator.call(name, *args, timeout_s=self._timeout_s)
@@ -353,7 +359,7 @@ class ProcessVectorEnv(VectorEnv):
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
         slots = self.slots_of(state)
         for simulator in self._simulators:
-            # Playing an episode again takes as long as it took.
+            # Replaying an episode takes as long as the episode did.
             slot_states = slots[simulator.share.start : simulator.share.stop]
             simulator.call("load", slot_states, timeout_s=max(self._timeout_s, _START_S))
         for simulator in self._simulators:
@@ -381,10 +387,10 @@ def _no_start(python: str | None, reason: str | None) -> ConfigError:
 
 
 def require_python(python: str) -> None:
-    """Refuses a missing interpreter of simulators; starts nothing.
+    """Checks that the simulators' interpreter exists and is executable, without starting it.
 
     Raises:
-        ConfigError: The file does not exist or may not be executed.
+        ConfigError: The file does not exist or is not executable.
     """
     if shutil.which(python) is None:
         is_file = Path(python).exists()
@@ -397,31 +403,31 @@ def moves_hardware(factory: Any) -> bool:
 
 
 def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
-    """Returns the number of processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
+    """Returns the number of processes for an environment's slots (`env.train.simulators`); 0 runs them in this process."""
     processes = cfg.simulators
-    # A robot is stopped by its own process, however this one ends.
+    # A robot gets its own process, which stops it however this one ends.
     if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
         return 1
     if processes is None:
         is_env = isinstance(factory, type) and issubclass(factory, VectorEnv)
         if not is_env or not factory.gains_by_processes or factory.uses_accelerator(cfg):
             return 0
-        # The launcher's limit for this rank; the affinity of a shared machine does not have it.
+        # OMP_NUM_THREADS is the launcher's limit for this rank, which CPU affinity does not show on a shared machine.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
         processes = cores if cores > 1 else 0
     return min(processes, num_envs)
 
 
 def _merge(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Merges infos of neighbouring slots; rows of simulators without an entry are 0."""
+    """Concatenates the infos of the simulators; rows of a simulator that lacks a key are 0."""
     merged: dict[str, Any] = {}
     for name in {name: None for infos in infos_by_simulator for name in infos}:
         values = [infos.get(name) for infos in infos_by_simulator]
-        first_array = next(value for value in values if value is not None)
-        if isinstance(first_array, dict):
+        first_value = next(value for value in values if value is not None)
+        if isinstance(first_value, dict):
             merged[name] = _merge([value or {} for value in values], sizes)
         else:
-            zero_arrays = [np.zeros((n, *np.shape(first_array)[1:]), np.asarray(first_array).dtype) for n in sizes]
+            zero_arrays = [np.zeros((n, *np.shape(first_value)[1:]), np.asarray(first_value).dtype) for n in sizes]
             merged[name] = np.concatenate(
                 [zeros if array is None else array for array, zeros in zip(values, zero_arrays, strict=True)]
             )
