@@ -1,10 +1,9 @@
 """Journal of a segment: its submission, its attempts, its end, and the job that owns it.
 
-Two guards prevent two races. `SegmentJournal.submit_lock` lets one process at a time check and submit. `Claim` is taken by the
-job itself when it starts: claims are numbered files that are created exclusively and never removed, the next number may only
-be taken once the holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without
-knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at
-once.
+Two guards prevent two races. `SegmentJournal.submit_lock` lets one process at a time check and submit. A job takes a `Claim`
+when it starts. Claims are numbered files, created exclusively and never removed. A job may take the next number only once the
+holder of the last one is dead, and the highest number owns the segment. So two jobs never train at once, even if they were
+submitted without knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted).
 """
 
 from __future__ import annotations
@@ -40,35 +39,35 @@ class SegmentJournal:
 
     @property
     def record(self) -> Path:
-        """The submitted job: id, process, command, log paths."""
+        """File with the record of the submitted job (`JobRecord`)."""
         return self.paths.submit / f"{self._name}.json"
 
     @property
     def config(self) -> Path:
-        """The configuration that the job reads."""
+        """File with the configuration that the job reads."""
         return self.paths.submit / f"{self._name}.yaml"
 
     @property
     def exit(self) -> Path:
-        """Record of how the driver ended, if it did so without finishing the segment."""
+        """File with the record of a driver's end, if it ended without finishing the segment (`ExitRecord`)."""
         return self.paths.submit / f"{self._name}.exit.json"
 
     @property
     def attempts(self) -> Path:
-        """Record of every start of the job's driver (`Attempts`)."""
+        """File with the record of every start of the job's driver (`Attempts`)."""
         return self.paths.submit / f"{self._name}.attempts.json"
 
     @property
     def cancel(self) -> Path:
-        """Marker of a job that was ended for good; without it, the end would look like a preemption."""
+        """Marker file of a cancelled job; without it, the job's end would look like a preemption."""
         return self.paths.submit / f"{self._name}.cancel.json"
 
     def result(self) -> dict[str, Any] | None:
-        """Returns the result that the driver wrote when it finished the segment; None while it has not."""
+        """Returns the result that the driver wrote when it finished the segment; None if it has not finished."""
         return read_json_file(self.marker)
 
     def exit_of(self, token: str) -> ExitRecord | None:
-        """Returns how the driver of the submission with this token ended without finishing; None if it has not."""
+        """Returns the exit record of this token's submission; None if its driver has not ended without finishing."""
         content = read_json_file(self.exit)
         return ExitRecord.from_json(content) if content is not None and content.get("token") == token else None
 
@@ -85,14 +84,14 @@ class SegmentJournal:
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     def submit_lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
-        """Returns the lock on submitting the segment: one process at a time checks whether a job exists, and starts it if
-        not. The folder `submit/` must exist.
+        """Returns a lock under which one process at a time checks whether the segment has a job, and submits one if not. The
+        folder `submit/` must exist.
         """
         return lease_lock(self.lease, f"segment {self.segment}", timeout_s)
 
     @property
     def lease(self) -> Path:
-        """Lease of the process that is submitting the segment."""
+        """Lease file of the process that is submitting the segment."""
         return self.paths.submit / f"{self._name}.lease"
 
     def claim(self, number: int) -> Path:
@@ -187,9 +186,9 @@ class ExitRecord:
         token: Token of its submission.
         attempt: Number of its last attempt.
         signal: Name of the signal that ended it; "" without one.
-        cancelled: Whether its job was ended on purpose.
+        cancelled: Whether its job was cancelled.
         message: Its first error.
-        end_time: Unix time.
+        end_time: Unix time of its end.
     """
 
     token: str
@@ -203,7 +202,7 @@ class ExitRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ExitRecord:
-        """Reads the content of the file, which another version or a person may have written."""
+        """Reads the file's content; invalid values become defaults, because another version may have written the file."""
         end_time = value.get("ended", 0.0)
         return cls(
             token=str(value.get("token", "")),
@@ -225,7 +224,7 @@ class ExitRecord:
 
 @dataclass(frozen=True)
 class Claim:
-    """A job's ownership of a segment, kept in a file that only this job writes.
+    """Ownership of a segment by a job, recorded in a file that only this job writes.
 
     Attributes:
         number: Number of the claim; the highest one owns the segment.
@@ -236,8 +235,8 @@ class Claim:
         driver: The driver, once started.
         started: Unix time, for display.
         err_offset: Size of driver.err when this attempt started; everything before it belongs to earlier attempts.
-        released: Whether the job ended in an orderly way.
-        lease: Renews the claim for other hosts, in the process that has taken it.
+        released: Whether the job released the claim at its end.
+        lease: Renews the file, so that other hosts see that the job is alive; None except in the job's own process.
     """
 
     files: SegmentJournal = field(repr=False)
@@ -285,17 +284,17 @@ class Claim:
         cls, files: SegmentJournal, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
         """Claims the segment for this process; returns None if another live job has it."""
-        latest = files.newest_claim()
+        last_number = files.newest_claim()
         newest_claim = cls.newest(files)
-        if newest_claim is not None and newest_claim.number > latest:
+        if newest_claim is not None and newest_claim.number > last_number:
             return None  # another job was faster
-        # a requeued Slurm job finds the claim of its own earlier attempt, which is over
+        # a requeued Slurm job finds the claim of its own earlier start, which has ended
         is_earlier_start = newest_claim is not None and executor == "slurm" and newest_claim.job_id == job_id
         if newest_claim is not None and not is_earlier_start and newest_claim.alive(probe):
             return None
         claim = cls(
             files=files,
-            number=latest + 1,
+            number=last_number + 1,
             token=token,
             job_id=job_id,
             executor=executor,
@@ -307,7 +306,7 @@ class Claim:
         return replace(claim, lease=lease) if lease.take() else None  # otherwise another job was faster
 
     def alive(self, probe: JobProbe | None = None) -> bool:
-        """Returns whether the job or its driver is alive: by pid on this host, by scheduler or renewals elsewhere."""
+        """Returns whether the job or its driver is alive, by pid on this host and by the scheduler or renewals on others."""
         alive_here = self.alive_here()
         if alive_here is not None:
             return alive_here
@@ -320,19 +319,19 @@ class Claim:
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
-        """Returns the same as `alive`, by the pids alone; None if they belong to another host."""
+        """Returns whether the job or its driver is alive, by their pids alone; None if these belong to another host."""
         if self.released:
             return False
         liveness = [p.alive() for p in (self.job, self.driver) if p is not None]
         return True if True in liveness else None if None in liveness else False
 
     def owns(self) -> bool:
-        """Returns whether no later job has taken over."""
+        """Returns whether the claim still owns the segment: its file exists, and no later claim does."""
         look_again(self.path.parent)
         return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
     def update(self, **changes: Any) -> Claim:
-        """Changes fields of the claim, and writes it to its file."""
+        """Returns the claim with changed fields, and writes it to its file if it still owns the segment."""
         changed_claim = replace(self, **changes)
         if changed_claim.released and self.lease is not None:
             self.lease.end_renewal()
@@ -358,10 +357,10 @@ _MAX_ATTEMPTS = 100
 
 
 class Attempts:
-    """Attempts of one submission; a new submission starts a new count.
+    """Record of a submission's attempts, which are starts of its driver; a new submission counts from 0 again.
 
     Args:
-        files: The segment's files.
+        files: The segment's journal.
         token: The submission's token.
     """
 
@@ -377,7 +376,7 @@ class Attempts:
 
     @property
     def last_end(self) -> str:
-        """Description of how the last attempt ended; "" while it is running, or without one."""
+        """Description of how the last attempt ended; "" if it is still running or if there was no attempt."""
         return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
 
     def begin(self, step: int, job_id: str) -> None:
@@ -400,7 +399,7 @@ class Attempts:
             self._write()
 
     def idle(self, newest: int) -> int:
-        """Returns the number of attempts in a row that began at checkpoint `newest` and so have added no checkpoint."""
+        """Returns the number of last attempts in a row that began at checkpoint `newest`, and thus added no checkpoint."""
         return sum(1 for _ in itertools.takewhile(lambda row: row.get("step") == newest, reversed(self._rows)))
 
     def blames(self, node: str) -> bool:

@@ -1,8 +1,9 @@
 """Submission of a segment's driver through submitit, with a wait that survives a kill of the waiting process.
 
-The job and the waiter share nothing but the run folder: `submit/segment_<k>.json` names the started job,
-`submit/segment_<k>.claim.<n>.json` the job that owns the segment, `submit/segment_<k>.exit.json` how a driver failed, and
-`segments/<k>.json`, which the driver writes last, marks the segment as finished. A waiter can be killed at any moment.
+The job and the waiter share only the run folder: `submit/segment_<k>.json` names the submitted job,
+`submit/segment_<k>.claim.<n>.json` names the job that owns the segment, `submit/segment_<k>.exit.json` records how a driver
+failed, and `segments/<k>.json`, which the driver writes last, marks the segment as finished. A waiter can be killed at any
+moment.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ __all__ = [
 ]
 
 EXECUTORS = ("auto", "local", "slurm")
-#: submitit counts timeouts and gives up; here, progress between attempts decides instead (`DriverJob.max_stalled`).
+#: submitit gives up after this many timeouts; here, progress between attempts decides instead (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
-#: A job lost within this time after it was found was already ending when it was found.
+#: A job that is lost within this many seconds after it was found was already ending when it was found.
 DYING_S = 10.0
 
 
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int | None = 0) -> list[str]:
-    """Returns the argv of the driver: the command to train without submitting; `segment` None trains the whole run."""
+    """Returns the driver's argv: `rlhpc train` for one segment, or for the whole run if `segment` is None."""
     config = str(expand_home(config_path).absolute())
     segment_option = [] if segment is None else ["--segment", str(segment)]
     return run_module("rlhpc.cli", "train", config, *segment_option, *overrides)
@@ -87,11 +88,11 @@ class SubmitRequest:
         executor: "local", "slurm", or "auto": Slurm if sbatch exists and this process is not inside a job.
         environment: Variables to set for the driver.
         slurm: submitit's Slurm parameters (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
-        save_grace_s: Maximum time for the driver to save when its job must end.
+        save_grace_s: Maximum seconds for the driver to save when its job must end.
         max_restarts: Maximum number of restarts of a killed driver in a row, without a new checkpoint in between.
-        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a cancelled job.
-        on_decision: Called under the submission's lock, with whether a live job exists, before a job is submitted or
-            attached to; an exception from it ends the submission.
+        attempt: Number of the workflow engine's attempt, from 1. A retry (2 and more) does not restart a cancelled job.
+        on_decision: Called under the submit lock before this submission attaches to a live job (True) or submits a new one
+            (False); an exception from it ends the submission.
     """
 
     run_root: Path
@@ -114,11 +115,11 @@ class WaitOptions:
         enabled: False returns as soon as the job is submitted.
         poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
-        deadline_s: Waiting longer than this is an error; the job goes on.
+        deadline_s: Maximum seconds to wait, after which the wait ends with an error; the job goes on.
         patient: Wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow` instead.
-        requester: Waiting ends when this process has ended; the job goes on.
-        hand_over: Called once, when only the wait for this job remains; may have another process do the waiting,
-            and then does not return.
+        requester: Process whose end ends the wait as well; the job goes on.
+        hand_over: Called once, when only the wait for this job remains. It may let another process wait instead, and then
+            does not return.
         stream: Stream for progress; None for stderr.
     """
 
@@ -138,7 +139,7 @@ class _Job:
 
     Attributes:
         record: Its record.
-        attached_at: When it was found, in monotonic seconds; None if this submission has started it.
+        attached_at: Time at which the job was found, in monotonic seconds; None if this submission started it.
     """
 
     record: JobRecord
@@ -150,19 +151,19 @@ class _Job:
 
     @property
     def is_new(self) -> bool:
-        """True while the job, if it ends now, was probably ending already when it was found."""
+        """True shortly after the job was found: if it ends now, it was probably already ending when it was found."""
         return self.attached_at is not None and time.monotonic() - self.attached_at <= DYING_S
 
 
 class Submission:
     """Start of a segment's driver as a job, or attachment to the job that is running, and the wait for it.
 
-    It is always safe to submit again: a finished segment returns at once, a live job is waited for, and a dead one is followed
-    by a new job, which resumes. Two concurrent submissions start only one job.
+    It is always safe to submit again: if the segment has finished, `run` returns at once; if its job is alive, `run` waits for
+    it; and if the job is dead, a new one resumes. Two concurrent submissions start only one job.
 
     Args:
-        request: What to run.
-        wait: How to wait.
+        request: Command and resources of the job.
+        wait: Options of the wait.
 
     Raises:
         SubmitError: The executor does not exist.
@@ -191,7 +192,7 @@ class Submission:
             DriverRejected: The driver found the configuration wrong.
             DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if it was cancelled.
             WaitInterrupted: Ctrl-C, or the requester has ended.
-            DeadlineExceeded: The deadline is over.
+            DeadlineExceeded: The deadline has passed.
         """
         files, segment = self.files, self.request.segment
         if (segment_result := files.result()) is not None:
@@ -216,7 +217,7 @@ class Submission:
                     raise
 
     def _submit_or_attach(self) -> dict[str, Any] | NotNow | _Job:
-        """Decides under the submit lock, so that two submissions start only one job.
+        """Finds the live job or submits a new one, under the submit lock, so that two submissions start only one job.
 
         Returns:
             The result of a segment that has finished, the refusal if no job can be submitted at present, or the job to wait
@@ -253,7 +254,7 @@ class Submission:
     # -- the wait -------------------------------------------------------------------------------------------------
 
     def _wait(self, job: _Job) -> dict[str, Any]:
-        """Waits for the job; returns the answer for a finished segment."""
+        """Waits for the job to finish the segment; returns the result of `run`."""
         options = self.wait
         elapsed_s = time.monotonic() - self._began
         waiter = Waiter(
@@ -271,7 +272,9 @@ class Submission:
             raise WaitInterrupted(interruption_text(self.files, owner_of(self.files, job.record))) from None
 
     def _hand_over(self, job: _Job, waiter: Waiter) -> None:
-        """Hands the wait over once it is certain that no other job has to be submitted for one that was ending."""
+        """Calls `WaitOptions.hand_over` once it is certain that the job was not already ending when it was found, so that no
+        other job has to follow it.
+        """
         cancelled_before = self._cancel_mark is not None and self._cancel_mark.get("token") == waiter.record.token
         if self._handed_over or job.is_new or (job.attached_at is not None and cancelled_before):
             return
@@ -279,8 +282,8 @@ class Submission:
         self.wait.hand_over(waiter)
 
     def _was_ending_when_found(self, job: _Job, error: JobLost | JobCancelled) -> bool:
-        """Returns whether another job is to follow: the job that was found was already ending, as after a kill and restart of
-        the run, or it was cancelled before this command started.
+        """Returns whether to submit another job, because the job was already ending when it was found (as after a kill and
+        restart of the run), or because it was cancelled before this command started.
         """
         if isinstance(error, JobLost):
             return job.is_new
@@ -293,7 +296,7 @@ class Submission:
     # -- the job --------------------------------------------------------------------------------------------------
 
     def _start_job(self) -> JobRecord:
-        """Submits a `DriverJob` through submitit; the caller holds the lock."""
+        """Submits a `DriverJob` through submitit and returns its record; the caller holds the submit lock."""
         files, request, command = self.files, self.request, list(self.request.command)
         previous_record = JobRecord.read(files)
         record = JobRecord(
@@ -335,7 +338,7 @@ class Submission:
         return record
 
     def _explain_refusal(self, record: JobRecord, error: Exception) -> SubmitError:
-        """Returns the error for a job that was not accepted, `NotNow` if waiting may help; the record then says why."""
+        """Returns the error for a job that was not accepted, `NotNow` if waiting may help; writes the reason to the record."""
         files = self.files
         refusal = not_now(files.segment, str(error)) if self.executor == "slurm" else None
         if refusal is None:
@@ -388,7 +391,9 @@ def _make_folders(files: SegmentJournal) -> None:
 
 
 def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
-    """Waits for a driver whose job was killed: it saves and ends by itself, and the next driver must not start before that."""
+    """Waits until a driver whose job was killed has saved and ended, because the next driver must not start before; kills it
+    after `grace_s` seconds.
+    """
     deadline = time.monotonic() + grace_s
     is_reported = False
     while (claim := Claim.newest(files)) is not None and claim.driver is not None:

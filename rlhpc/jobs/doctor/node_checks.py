@@ -1,4 +1,4 @@
-"""Checks of the nodes' reports. They send no queries."""
+"""Checks of the nodes' reports and of this host: each turns facts already collected into findings and runs no command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def started(jobs: Iterable[ProbeJob]) -> Iterator[Finding]:
 
 
 def shared_folder(probed: Probed) -> Iterator[Finding]:
-    """Checks that every node sees files written here, and this side sees files of every node."""
+    """Checks that every node sees files written on this host, and that this host sees files written on every node."""
     subject, folder = "shared folder", probed.folder
     if probed.folder_error:
         yield Finding("fail", subject, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")
@@ -77,7 +77,7 @@ def shared_folder(probed: Probed) -> Iterator[Finding]:
 
 
 def _connections(probed: Probed) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns the connections between different nodes, by both names."""
+    """Returns the connections between different nodes, keyed by (node, peer)."""
     return {
         (node, peer): connection
         for node, report in probed.peers.items()
@@ -87,15 +87,15 @@ def _connections(probed: Probed) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def interface(probed: Probed, site: Site) -> Iterator[Finding]:
-    """Checks the interface between the nodes: the site's, on every node, or the default one."""
+    """Checks that every node has the site's network interface or, if the site names none, which interface the route uses."""
     subject, hellos = "interface", probed.hellos
     if site.interface and hellos:
         missing_nodes = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
-        available = sorted({name for node in missing_nodes for name in hellos[node]["interfaces"]})
+        available_interfaces = sorted({name for node in missing_nodes for name in hellos[node]["interfaces"]})
         yield decide(
             subject, f"{site.interface}, on every node looked at",
             (missing_nodes, "fail", f"{site.interface} has no address on {names(missing_nodes)}; there are: "
-             f"{', '.join(available)}", "correct interface in the site file"),
+             f"{', '.join(available_interfaces)}", "correct interface in the site file"),
         )  # fmt: skip
         return
     nodes_by_interface: dict[str, set[str]] = {}
@@ -117,7 +117,7 @@ def interface(probed: Probed, site: Site) -> Iterator[Finding]:
 
 
 def ports(probed: Probed) -> Iterator[Finding]:
-    """Checks that nodes reach one another on ports that the kernel picks, both ways."""
+    """Checks that nodes can connect to one another, in both directions, on ports that the kernel picks."""
     connections = _connections(probed)
     errors = [(*pair, connection["error"]) for pair, connection in connections.items() if "error" in connection]
     slowest_ms = max((connection.get("ms", 0.0) for connection in connections.values()), default=0.0)
@@ -133,29 +133,29 @@ def ports(probed: Probed) -> Iterator[Finding]:
 
 
 def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks that each node's mask names as many GPUs as the job requested."""
+    """Checks that CUDA_VISIBLE_DEVICES on each node names as many GPUs as the job requested."""
     problems: dict[str, list[str]] = {}
     correct_nodes: list[str] = []
-    unmasked: list[str] = []
-    stale = environ.get("CUDA_VISIBLE_DEVICES")
+    unmasked_nodes: list[str] = []
+    shell_mask = environ.get("CUDA_VISIBLE_DEVICES")
     for job in probed.jobs:
         for node, report in job.hello.items():
             mask = report["mask"]
             count = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
             if job.gpus and count is None:
-                unmasked.append(node)
+                unmasked_nodes.append(node)
             elif (count or 0) == job.gpus:
                 correct_nodes.append(node)
             else:
                 problem = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
-                problems.setdefault(problem + (" (it is this shell's)" if mask == stale else ""), []).append(node)
-    advice = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
+                problems.setdefault(problem + (" (it is this shell's)" if mask == shell_mask else ""), []).append(node)
+    advice = "unset CUDA_VISIBLE_DEVICES before submitting" if shell_mask is not None else (
         "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
     )  # fmt: skip
     for problem, nodes in problems.items():
         yield Finding("fail", "GPU mask", f"stale on {names(nodes)}: {problem}", advice)
-    if unmasked:
-        yield Finding("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
+    if unmasked_nodes:
+        yield Finding("warn", "GPU mask", f"none on {names(unmasked_nodes)}, though a GPU was asked for",
                  "ask for whole nodes (sbatch: [--exclusive]), or for File= in gres.conf")  # fmt: skip
     if correct_nodes and not problems:
         yield Finding("pass", "GPU mask", f"as asked for on {names(correct_nodes)}")
@@ -285,7 +285,7 @@ def node_disks(probed: Probed, site: Site) -> list[Finding]:
 
 
 def simulators(probed: Probed) -> list[Finding]:
-    """Checks that Vulkan works, on the nodes where a GPU was requested or, without any, on all."""
+    """Checks that nodes have Vulkan and a driver for it: the nodes where a GPU was requested or, if none was, all nodes."""
     hellos = {node: report for job in probed.jobs if job.gpus for node, report in job.hello.items()} or probed.hellos
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
@@ -346,7 +346,7 @@ def _check_nodes(
     passed: str,
     hellos: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Returns a finding for each problem that some nodes have, or one that all nodes passed."""
+    """Returns a finding for each problem that some nodes have; without problems, one `pass`; [] without reports."""
     nodes_by_problem: dict[str, list[str]] = {}
     hellos = probed.hellos if hellos is None else hellos
     for node, report in hellos.items():
@@ -361,7 +361,7 @@ _LEAST_INODES = 20_000
 
 
 def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks variables of this shell that a job would inherit and should not."""
+    """Checks for variables of this shell that a job would inherit but should not."""
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and "SLURM_JOB_ID" not in environ:
         yield Finding("warn", "this shell's GPU mask", f"CUDA_VISIBLE_DEVICES={mask!r} goes along with every job",
@@ -375,7 +375,7 @@ _MIN_VERSIONS = {"snakemake": (9,), "submitit": (1, 5), "snakemake-executor-plug
 
 
 def packages(versions: Mapping[str, str | None], conf: str | None) -> Iterator[Finding]:
-    """Checks versions of the packages that submit; `conf` is the path of slurm.conf if it is not the usual one."""
+    """Checks the versions of the packages that submit jobs; `conf` is the path of slurm.conf if it is not the default one."""
     for name, version_text in versions.items():
         installed_version = tuple(int(digits) for digits in re.findall(r"\d+", version_text or "")[:3])
         required_version = _MIN_VERSIONS.get(name, ())
@@ -393,7 +393,7 @@ def packages(versions: Mapping[str, str | None], conf: str | None) -> Iterator[F
 
 
 def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
-    """Checks space and inodes of a filesystem, as `node_probe.space` reports them."""
+    """Checks the free space and inodes of a filesystem, as `node_probe.space` reports them."""
     if "error" in status:
         return Finding("fail", subject, f"{path}: {status['error']}", "make the folder, or name another")
     summary = f"{path}: {format_bytes(status['free'], 0)} of {format_bytes(status['total'], 0)} free"
@@ -407,7 +407,7 @@ def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
 
 
 def quotas(text: str) -> Iterator[Finding]:
-    """Checks the output of `quota -wp` (with raw times): used and limits of blocks and of files."""
+    """Checks the quotas of blocks and files in the output of `quota -wp`: more than 90 % of a limit is a warning."""
     for row in text.splitlines():
         cells = [cell.rstrip("*") for cell in row.split()]
         if len(cells) < 9 or not all(cell.isdigit() for cell in cells[1:]):
@@ -424,5 +424,5 @@ def quotas(text: str) -> Iterator[Finding]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the folder, or its nearest parent that exists."""
+    """Returns the folder itself or, if it does not exist, its nearest existing parent."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
