@@ -1,10 +1,10 @@
-"""Remote procedure calls on ranks: the transport of calls and results, the client, and the handles of results.
+"""Remote procedure calls on ranks: transport of calls and results, server, client, and handles of results.
 
-Calls travel over UNIX sockets within a host, over ZeroMQ between hosts. No thread stands between a call and its sockets: the
-thread that waits for a result reads them itself. Data that a socket does not take at once is sent by a short-lived thread, so
-that neither side waits for the other to read. The driver and any worker that attaches to another group use the same client.
+Calls travel over UNIX sockets within a host and over ZeroMQ between hosts. The thread that waits for a result reads the
+sockets itself. Data that a socket does not take at once is sent by a short-lived thread, so that neither side waits for the
+other to read. The driver and any worker that attaches to another group use the same client.
 
-A rank imports this module after its fork: ZeroMQ's threads must not start in the fork server.
+A rank imports this module after its fork, because ZeroMQ's threads must not start in the fork server.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 _numbers = itertools.count()
-#: Seconds between checks for an open connection while unsent data waits for a socket.
+#: Milliseconds between checks that a connection is still open while data waits to be sent.
 _LOOK_MS = 1000
 
 
 class _CallConnection:
-    """A connection whose messages are sent in order and never block the sender."""
+    """Connection whose messages are sent in order and without blocking the sender."""
 
     def __init__(self, connection: unix_sockets.UnixConnection) -> None:
         self.connection = connection
@@ -71,7 +71,7 @@ class _CallConnection:
         poller = select.poll()
         poller.register(self.connection.sock, select.POLLOUT)
         while True:
-            poller.poll(_LOOK_MS)  # the close of a socket in the meantime does not end it
+            poller.poll(_LOOK_MS)  # closing the socket during the poll does not end the poll
             with self._lock:
                 if self.connection.closed or not self.connection.flush():
                     self._flushing = False
@@ -83,7 +83,7 @@ class _CallConnection:
 
 
 class _CallSockets:
-    """Sockets of one side of remote calls: connections within this host, and a ROUTER socket for other hosts."""
+    """Sockets of one side of remote calls: UNIX connections within this host, and a ROUTER socket for other hosts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -94,7 +94,7 @@ class _CallSockets:
         self._router: zmq.Socket[Any] | None = None
 
     def interrupt(self) -> None:
-        """Wakes a thread that waits for messages; called on another thread, or in a signal handler."""
+        """Wakes a thread that waits for messages; callable on another thread or in a signal handler."""
         os.eventfd_write(self._wake, 1)
 
     def _open_router(self, server: bool) -> zmq.Socket[Any]:
@@ -109,7 +109,7 @@ class _CallSockets:
         return self._connections[fd]
 
     def _receive(self, fd: int) -> list[list[bytes]]:
-        """Returns messages that have arrived over a connection, which is closed at its end."""
+        """Returns the messages that have arrived over a connection; removes the connection if the other side has closed it."""
         caller = self._connections[fd]
         messages = caller.connection.receive()
         if caller.connection.closed:
@@ -119,7 +119,7 @@ class _CallSockets:
         return messages
 
     def _receive_remote(self) -> list[list[bytes]]:
-        """Returns all messages that have arrived from other hosts, each after the name of its sender."""
+        """Returns the messages that have arrived from other hosts, each preceded by the sender's routing id."""
         messages: list[list[bytes]] = []
         while self._router is not None:
             try:
@@ -131,10 +131,10 @@ class _CallSockets:
 
 
 class CallReceiver(_CallSockets):
-    """Endpoint at which a rank receives its calls.
+    """Receiver of a rank's calls.
 
     Attributes:
-        record: The endpoints to publish: host, ipc, tcp.
+        record: Endpoints to publish: host, ipc, tcp.
     """
 
     def __init__(self, service: Service, tcp_address: str | None) -> None:
@@ -152,7 +152,7 @@ class CallReceiver(_CallSockets):
     def next(self) -> tuple[_CallConnection | bytes, list[bytes]] | None:
         """Waits for a call; returns the caller and its message, or None if it was interrupted."""
         while not self._calls:
-            # ZeroMQ's descriptor only signals changes: read the messages that have arrived before waiting.
+            # ZeroMQ's descriptor only signals changes, so read the messages that have already arrived before waiting.
             self._calls += [(caller, message) for caller, *message in self._receive_remote()]
             for fd, _ in () if self._calls else self._epoll.poll():
                 if fd == self._wake:
@@ -166,7 +166,7 @@ class CallReceiver(_CallSockets):
         return self._calls.pop(0)
 
     def answer(self, caller: _CallConnection | bytes, frames: list[Any]) -> None:
-        """Sends the answer to a call; does nothing if the caller is gone."""
+        """Sends the answer to a call; does nothing if the caller has closed its connection."""
         if isinstance(caller, _CallConnection):
             if not caller.connection.closed:
                 caller.send(frames)
@@ -176,7 +176,7 @@ class CallReceiver(_CallSockets):
 
 
 class CallSender(_CallSockets):
-    """The caller's connections to the ranks that it has called; used by one thread at a time."""
+    """Connections of a caller to the ranks that it has called; used by one thread at a time."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -184,8 +184,10 @@ class CallSender(_CallSockets):
         self._routes: dict[str, bytes] = {}
 
     def send(self, record: dict[str, str], frames: list[Any]) -> bool:
-        """Sends to the rank whose `CallReceiver` published `record`; returns False if it is known to have ended, which others
-        report.
+        """Sends a call to the rank whose `CallReceiver` published `record`; returns False if that rank is known to have ended.
+
+        Raises:
+            RlhpcError: The connection cannot be opened for another reason.
         """
         endpoint = choose(record)
         if not endpoint.startswith("ipc://"):
@@ -216,7 +218,7 @@ class CallSender(_CallSockets):
         router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
-        """Returns answers that have arrived, or that arrive within `timeout_ms`."""
+        """Returns the answers that have arrived; if there are none, waits up to `timeout_ms` for some."""
         messages = [message for _, *message in self._receive_remote()]
         for fd, _ in self._epoll.poll(0 if messages else timeout_ms / 1000):
             if fd == self._wake:
@@ -235,7 +237,7 @@ class CallSender(_CallSockets):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Returns the report of an exception to the driver: text, traceback, exit code, and the exception itself if it pickles."""
+    """Returns an exception's text, traceback and exit code, and the pickled exception if it can be pickled, for the caller."""
     error = explained(error, "this rank")
     try:
         pickled_error = pickle.dumps(error)
@@ -255,23 +257,23 @@ class CallServer:
 
     Args:
         context: Context of this process.
-        receiver: Endpoint at which the calls arrive.
-        instance: The user's object, whose methods are called.
+        receiver: Receiver of the calls.
+        instance: The user's object whose methods are called.
     """
 
     def __init__(self, context: Context, receiver: CallReceiver, instance: Any) -> None:
         self._context, self._service, self._receiver, self._instance = context, context.service, receiver, instance
 
     def run(self) -> int:
-        """Executes calls until the rank ends; returns its exit status."""
+        """Executes calls until the rank has to end; returns its exit status."""
         graceful_leave = self._context.graceful_leave
         while True:
             if graceful_leave.has_notice:
                 graceful_leave.say()
             if graceful_leave.over:
-                return 1  # its run continues: a status different from an end that the driver requested
+                return 1  # the run continues, so the status differs from that of an end which the driver requested
             call = self._receiver.next()
-            if call is None:  # it has just got a notice to leave
+            if call is None:  # the rank has just received a notice to leave
                 continue
             caller, (call_id, method, *frames) = call
             name, _, epoch = method.decode().partition(" ")
@@ -287,21 +289,21 @@ class CallServer:
             self._receiver.answer(caller, [call_id, status, b"%.9f" % seconds, *packed.frames()])
 
     def _resume(self, frames: list[bytes]) -> None:
-        """Drops the messages from before a recovery, which has ended."""
+        """Drops the unread messages from before a recovery, and accepts calls again now that it has ended."""
         (recovery,), _ = self._service.unpack(frames)
         p2p.clear_inbox(self._service)
         self._service.resume(recovery)
 
     def _execute(self, name: str, frames: list[bytes]) -> tuple[bytes, float, Packed]:
-        """Executes one call; returns its status, its seconds, and its result or the report of its error."""
+        """Executes one call; returns its status, its duration in seconds, and its result or the report of its error."""
         started = time.perf_counter()
         try:
             self._service.check()
             args, kwargs = self._service.unpack(frames)
-            returned = getattr(self._instance, name)(*args, **kwargs)
+            result = getattr(self._instance, name)(*args, **kwargs)
             args = kwargs = None
             self._service.peers.confirm(self._context.wait_deadline)
-            status, packed = b"ok", self._service.pack(returned)
+            status, packed = b"ok", self._service.pack(result)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -312,12 +314,12 @@ class CallServer:
         return status, time.perf_counter() - started, packed
 
 
-#: Seconds for all ranks together to say where they are.
+#: Seconds that all ranks together have to report their stacks.
 PATIENCE_S = 1.0
 _HERE = Path(__file__).resolve()
-#: A rank with one of these among its innermost frames waits for other ranks.
+#: Paths of code that waits for other ranks; a rank with such code among its innermost frames is waiting.
 _WAITS = (f"{_HERE.parent}/comm/", str(_HERE), "/torch/distributed/")
-#: Functions of this module that run a rank's own work, and do not wait.
+#: Functions of this module that run a rank's own work and do not wait for other ranks.
 _SERVING = (CallServer.run.__name__, CallServer._execute.__name__)
 _INNERMOST = 12
 
@@ -325,7 +327,7 @@ Frame = tuple[str, int, str]
 
 
 def main_stack() -> list[Frame]:
-    """Returns file, line and function of the main thread's innermost calls, the innermost last."""
+    """Returns file, line and function of the main thread's innermost frames, the innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[Frame] = []
     while frame is not None and len(frames) < _INNERMOST:
@@ -335,17 +337,18 @@ def main_stack() -> list[Frame]:
 
 
 def _waits(file: str, function: str) -> bool:
-    """Returns whether a call of this function waits for other ranks."""
+    """Returns whether a frame of this function means that the rank waits for other ranks."""
     return any(path in file for path in _WAITS) and not (file == str(_HERE) and function in _SERVING)
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
-    """Returns a sentence for each rank that is in a call and not waiting for other ranks: its present position in the code.
+    """Asks ranks for their stacks; returns for each rank that is not waiting for other ranks a sentence with its position in
+    the code.
 
     Args:
-        service: The service of this process.
-        calls: Records of ranks, with the method that each is in.
-        seconds: Seconds that the wait has lasted.
+        service: Service of this process.
+        calls: Records of ranks, each with the method that the rank executes.
+        seconds: Duration of the wait so far.
     """
     requests, deadline = [], time.monotonic() + PATIENCE_S
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
@@ -354,7 +357,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
             limit = max(0.01, deadline - time.monotonic())
             requests.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], purpose, limit)))
         except (RlhpcError, OSError):
-            continue  # it has ended, which others report
+            continue  # the rank has ended, which is reported elsewhere
     sentences = []
     for record, method, pending in requests:
         rank = f"{record['group']}[{record['rank']}] on node {record['node']}"
@@ -381,7 +384,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     origin = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     message = f"{error['text']}\n  {origin}\n{error['traceback'].rstrip()}"
-    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message has all that helps
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # a traceback would not help
         message = f"{cause}\n  {origin}"
     failure = WorkerFailed(
         message,
@@ -397,7 +400,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
 
 
 class Handle:
-    """A call that is running on the ranks of a group."""
+    """Handle of a call on the ranks of a group."""
 
     def __init__(self, client: RpcClient, group: str, method: str, ranks: Sequence[int]) -> None:
         self._client, self.group, self.method, self.ranks = client, group, method, list(ranks)
@@ -406,7 +409,7 @@ class Handle:
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Returns whether every rank has answered, or one has failed."""
+        """Returns whether all ranks have answered or one has failed."""
         if not self._complete():
             self._client.pump(0)
         return self._complete()
@@ -418,9 +421,9 @@ class Handle:
         """Blocks until all ranks have answered; returns their results in rank order.
 
         Raises:
-            WorkerFailed: A rank of any group of this driver raised or died; the first one to do so.
-            DeadlineExceeded: After `timeout` seconds (default: the session's wait deadline); names the ranks that are late,
-                and those that they wait for.
+            WorkerFailed: A rank of any group of this driver raised an exception or died; the first such failure.
+            DeadlineExceeded: Not all ranks answered within `timeout` seconds (default: the session's wait deadline). The
+                message names the missing ranks, and first the ranks that are busy and not waiting for other ranks.
         """
         limit = self._client.context.wait_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -438,8 +441,13 @@ class Handle:
         return await asyncio.to_thread(self.wait, timeout)
 
     def consume_durations(self, reduction: str = "max") -> dict[str, float]:
-        """Returns the seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then
-        clears.
+        """Waits for the call, then returns and clears its duration on the ranks.
+
+        Args:
+            reduction: "max", "min" or "mean" over the ranks.
+
+        Returns:
+            The seconds by method name; empty if the durations were consumed before.
         """
         self.wait()
         seconds, self._seconds = list(self._seconds.values()), {}
@@ -449,7 +457,7 @@ class Handle:
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
     def _leave(self, rank: int) -> None:
-        """Removes a rank that will not answer: its group continues without it."""
+        """Removes a rank that will not answer, because its group continues without it."""
         self.ranks.remove(rank)
 
     def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
@@ -465,7 +473,8 @@ class RpcClient:
 
     Args:
         context: This process's context.
-        on_failure: Called with each exception that a rank reports; stops the run, or has the rank leave (`leave`).
+        on_failure: Called with each exception that a rank reports; stops the run, or registers that the rank has left
+            (`leave`).
         check: Raises when the run has failed for another reason.
     """
 
@@ -480,13 +489,11 @@ class RpcClient:
         self._leavers = collections.deque[tuple[str, int, str]]()
 
     def interrupt(self) -> None:
-        """Wakes a thread in `pump`: the run has failed, or another thread has to send."""
+        """Wakes a thread in `pump`, because the run has failed or another thread has to send."""
         self._sender.interrupt()
 
     def leave(self, record: dict[str, Any]) -> None:
-        """Registers that a rank has left its group, which continues: its answers are not awaited, and it gets no further
-        call.
-        """
+        """Registers that a rank has left its group, which continues; pending calls no longer wait for the rank's answers."""
         self._departed.add(_identity(record))
         self._leavers.append(_identity(record))
         self.interrupt()
@@ -498,10 +505,10 @@ class RpcClient:
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Handle:
-        """Starts `method` on the members of `records`; returns a handle at once."""
+        """Sends a call of `method` to the ranks of `records`; returns a handle at once."""
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
-        # By the number a rank notices that ranks have come or gone before it runs the call, which may be about them.
+        # The epoch tells a rank of membership changes before it runs the call, which may depend on them.
         name = f"{method} {service.epoch}".encode()
         holders = [process_key(record["data"]) for record in records]
         packed = service.pack((args, kwargs), len(records), holders=holders)
@@ -510,14 +517,16 @@ class RpcClient:
             for index, record in enumerate(records):
                 call_id = next(self._numbers).to_bytes(8, "big")
                 self._pending[call_id] = (handle, record["rank"], record)
-                if self.has_left(record):  # since the caller last looked
+                if self.has_left(record):  # the rank has left since the caller checked
                     self._leavers.append(_identity(record))
                 if not self._sender.send(record["rpc"], [call_id, name, *packed.frames(index)]):
                     packed.discard(index, index + 1)
         return handle
 
     def overdue_error(self, handle: Handle, seconds: float) -> DeadlineExceeded:
-        """Returns the error for a call that took too long. It first names the rank that is busy, possibly in another call."""
+        """Returns the error for a call that took too long. Its message first names the ranks that are busy, possibly in other
+        calls.
+        """
         missing_ranks = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
@@ -526,7 +535,7 @@ class RpcClient:
         return DeadlineExceeded("\n  ".join([*busy_ranks, wait_text]))
 
     def pump(self, timeout_ms: int) -> None:
-        """Waits up to `timeout_ms` for answers and hands them to their handles.
+        """Waits up to `timeout_ms` for answers and passes them to their handles.
 
         Raises:
             WorkerFailed: The run has failed.
@@ -536,24 +545,24 @@ class RpcClient:
         for call_id, status, seconds, *frames in messages:
             pending_call = self._pending.pop(call_id, None)
             if pending_call is None:
-                continue  # the group has ended and been forgotten in the meantime
+                continue  # the group has ended since the call was sent
             handle, rank, record = pending_call
-            returned = self.context.service.unpack(frames)
+            result = self.context.service.unpack(frames)
             if status == b"error":
-                error = worker_failed(returned, f"{record['group']}[{rank}].{handle.method}()", record)
+                error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
                 self._on_failure(error)
                 if self.has_left(record):
                     handle._leave(rank)
                 else:
                     handle._answer(rank, float(seconds), None, error)
             else:
-                handle._answer(rank, float(seconds), returned, None)
+                handle._answer(rank, float(seconds), result, None)
         if self._leavers:
             self._drop_calls_of_leavers()
         self._check()
 
     def _drop_calls_of_leavers(self) -> None:
-        """Ends the pending calls of each rank that has left; its earlier answers have been received."""
+        """Removes ranks that have left from their pending calls; all their earlier answers have been received."""
         leavers = set[tuple[str, int, str]]()
         while self._leavers:
             leavers.add(self._leavers.popleft())
@@ -565,7 +574,7 @@ class RpcClient:
             handle._leave(rank)
 
     def forget(self, group: str) -> None:
-        """Drops the connections to a group that has ended."""
+        """Drops the pending calls of a group that has ended."""
         with self._lock:
             self._pending = {n: p for n, p in self._pending.items() if p[0].group != group}
 

@@ -1,6 +1,6 @@
-"""Operations that run in the background, in order within a lane, in threads that end when nothing is left to do.
+"""Background operations: each named queue has a thread that runs its operations in order and ends when it is idle.
 
-The threads are daemons, so a script that ends does not wait for operations it has begun: its session ends, and they with it.
+The threads are daemons, so a script that ends does not wait for unfinished operations: they end with its session.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from rlhpc.runtime.comm.context import installed
 
-#: How long a thread waits for another operation of its lane, in seconds.
+#: Seconds that a thread waits for another operation of its queue before it ends.
 LINGER_S = 5.0
 
 
 class AsyncWork:
-    """A channel, send or recv operation that runs in the background."""
+    """Channel, send or recv operation that runs in the background."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -42,10 +42,10 @@ _lanes_lock = threading.Lock()
 
 
 def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
-    """Runs `function` on the lane's single thread: operations of one lane keep their order.
+    """Runs `function` on the single thread of the queue named `lane`, so that operations of one queue keep their order.
 
-    `function` must return only once the other side has confirmed the operation: the next one may use another thread and
-    connection.
+    `function` must return only once the other side has confirmed the operation, because the next operation may use another
+    thread and connection.
     """
     future: Future[Any] = Future()
     with _lanes_lock:
@@ -73,7 +73,7 @@ def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
 
 
 def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
-    """Returns the lane's next operation; removes the lane and returns None if no operation arrives for a while."""
+    """Returns the queue's next operation; if none arrives for `LINGER_S` seconds, removes the queue and returns None."""
     try:
         return work.get(timeout=LINGER_S)
     except queue.Empty:

@@ -1,18 +1,18 @@
-"""Bulk data between hosts: a plain TCP connection from the memory of one host into the memory of the other.
+"""Bulk data transfer between hosts, over plain TCP from the memory of one process into the memory of another.
 
-CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the kernel reads
-from the owner's segment, or from its tensors, and writes directly into memory that the receiver has allocated.
+CURVE encrypts about one gigabyte per second and core, and ZeroMQ copies a message three times. Here the kernel reads from the
+owner's segment or tensors and writes directly into memory that the receiver has allocated.
 
-Both sides first prove to one another that they know the generation's secret: each answers the other's random challenge with
-an HMAC. The requests and the heads of replies carry an HMAC under the connection's key and a count, so nothing can be
-forged, replayed or omitted. The bytes of the segments follow in clear. They are buffers of arrays and tensors, never a
-pickle: pickles stay in the encrypted messages.
+Both sides first prove that they know the generation's secret: each answers the other's random challenge with an HMAC. Each
+request and each reply's header carries an HMAC of its content and a message count under the connection's key, so that none
+can be forged, replayed or omitted. The bytes of the segments follow unencrypted. They are buffers of arrays and tensors,
+never a pickle; pickles are only sent in encrypted messages.
 
     server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
     client: size, request, HMAC         server: size, reply, HMAC, the requested bytes
 
-A request for bytes is b"F" with their range and a path, or b"O" with their range and the name of data that this process
-forwards. A request without a reply is b"R" with a reader's number and a path: the reader is done with it.
+A request for bytes is b"F" with a range and a segment's path, or b"O" with a range and the name of data that the server
+forwards. b"R" with a reader's number and a path has no reply: it says that the reader no longer needs the data.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
 
 PROOF = 32
 SIZE = struct.Struct("!H")
-#: A transfer without a sign of life from the other host for this long is over, as a silent rank is (`leases.LOST_S`).
+#: Seconds without any packet from the other host after which a transfer fails.
 LOST_S = 180
-#: How often a waiting receiver checks whether the run has failed.
+#: Seconds between a waiting receiver's checks whether the run has failed.
 LOOK_S = 0.2
-#: Bytes per system call: few enough that the receiver can check the run in between.
+#: Maximum bytes per system call, so that the receiver can check the run between calls.
 CHUNK = 8 << 20
 
 
 class BulkConnection:
-    """Authenticated connection for messages with an HMAC under the connection's key, and for raw bytes."""
+    """Connection for messages with an HMAC under the connection's key, and for raw bytes."""
 
     def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
         self.sock = sock
@@ -69,10 +69,10 @@ class BulkConnection:
         self.sock.sendall(SIZE.pack(len(body)) + body + self._mac(0, body))
 
     def hear(self, check: Callable[[], None]) -> bytes:
-        """Receives the next message.
+        """Receives the next message and returns it without its HMAC.
 
         Raises:
-            ConnectionError: The other side has closed the connection, or the message is forged.
+            ConnectionError: The other side has closed the connection, or the message's HMAC is wrong.
         """
         (size,) = SIZE.unpack(self.exactly(SIZE.size, check))
         message = self.exactly(size + PROOF, check)
@@ -89,13 +89,13 @@ class BulkConnection:
         """Receives until `target` is full.
 
         Raises:
-            ConnectionError: The connection ended before; the message has the number of bytes received.
+            ConnectionError: The connection ended too early; the message has the number of bytes received.
         """
         num_received = 0
         while num_received < len(target):
             try:
                 count = self.sock.recv_into(target[num_received : num_received + CHUNK], 0, socket.MSG_WAITALL)
-            except BlockingIOError:  # nothing came for the socket's timeout
+            except BlockingIOError:  # nothing arrived within the socket's timeout
                 check()
                 continue
             except OSError as error:
@@ -106,19 +106,23 @@ class BulkConnection:
 
 
 def tune(sock: socket.socket) -> None:
-    """Sets socket options. Buffer sizes stay the kernel's, which grows them as the path needs; a size set here is capped."""
+    """Sets the socket's options: no delay, keep-alive, timeouts. Leaves the buffer sizes to the kernel, which grows them as
+    needed, whereas sizes set here would be capped.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 9)
     wake_every(sock, LOOK_S)
-    # A peer that reads nothing must not block a sender forever.
+    # A peer that does not read must not block a sender forever.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
 
 
 def wake_every(sock: socket.socket, seconds: float) -> None:
-    """Sets the kernel's own timeout: with Python's the socket would not block, and each piece would cost one more call."""
+    """Sets the kernel's receive timeout. Python's timeout would make the socket non-blocking, and every receive would need one
+    more system call.
+    """
     floor_s = int(seconds)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", floor_s, int((seconds - floor_s) * 1e6)))
 
@@ -132,10 +136,10 @@ _FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
 _OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
 #: Seconds that a request waits for data that is not offered yet, before it gets a negative reply.
 _OFFER_S = 0.5
-#: Most handshakes at a time.
+#: Maximum number of concurrent handshakes.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
-#: Maximum of concurrent transfers of a process; further ones wait, which costs nothing: the wire is full.
+#: Maximum number of concurrent transfers of a process; further ones wait, which costs nothing because the network is busy.
 MOST_TRANSFERS = 8
 
 
@@ -143,18 +147,20 @@ MOST_TRANSFERS = 8
 
 
 class BulkServer:
-    """Serves this process's segments to other hosts, with one thread per connection.
+    """Server of this process's segments for other hosts, with one thread per connection.
 
     Args:
         name: Name of this process, for the other side's messages.
         keys: Keys of the generation.
         address: Address to listen on.
-        folders: The folders of segments; nothing else is served.
-        lender: Buffers that this process lends.
+        folders: Folders with segments; no other file is served.
+        lender: Zero-copy buffers of this process.
         forwarded_data: Data that this process forwards.
 
     Attributes:
-        sent: Bytes of data that were sent or are about to be sent: bytes that a receiver has are always counted.
+        sent: Number of bytes of data sent. They are counted before they are sent, so that bytes that a receiver has are
+            always included.
+        refused: Number of connections that failed to authenticate.
     """
 
     def __init__(
@@ -185,7 +191,7 @@ class BulkServer:
         self.refused = 0
 
     def accept(self) -> None:
-        """Accepts connections; call when the socket is readable."""
+        """Accepts the waiting connections; call it when the socket is readable."""
         for sock in self._listener.accept():
             with self._lock:
                 if (oldest := self._strangers.add(sock, host_of(sock))) is not None:
@@ -208,7 +214,7 @@ class BulkServer:
             finally:
                 with self._lock:
                     self._strangers.remove(sock)
-            wake_every(sock, 0)  # 0: never; an idle connection costs nothing
+            wake_every(sock, 0)  # 0 means no timeout; an idle connection costs nothing
             while True:
                 self._answer(connection, connection.hear(lambda: None))
         except (OSError, struct.error) as error:
@@ -247,16 +253,16 @@ class BulkServer:
         if operation == _OFFERED:
             self._send_offer(link, path, start, count)
             return
-        lent = self._lender.find(path)
-        if lent is None:
+        lent_buffers = self._lender.find(path)
+        if lent_buffers is None:
             self._send_file(link, path, start, count)
             return
-        with lent.reading() as views:
+        with lent_buffers.reading() as views:
             if views is not None:
                 with self._begin_transfer(link, count):
-                    send_all(link.sock, lent.pieces(views, start, count))
+                    send_all(link.sock, lent_buffers.pieces(views, start, count))
         if views is None:
-            self._send_file(link, str(lent.segment), start, count)
+            self._send_file(link, str(lent_buffers.segment), start, count)
 
     def _send_offer(self, link: BulkConnection, name: str, start: int, count: int) -> None:
         try:
@@ -275,7 +281,9 @@ class BulkServer:
 
     @contextlib.contextmanager
     def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
-        """Announces data, which the block sends, and adds it to `sent`; waits while there are many transfers."""
+        """Sends the header of a reply whose data the block sends, and adds `count` to `sent`; waits while there are
+        `MOST_TRANSFERS` other transfers.
+        """
         with self._turns:
             with self._lock:
                 self.sent += count
@@ -298,7 +306,7 @@ class BulkServer:
             memory = self._lender.memory(path)
             with self._begin_transfer(link, count):
                 if memory is not None:
-                    # quicker than sendfile, which hands over one small page at a time: half the time between namespaces
+                    # faster than sendfile, which passes one small page at a time: half the time between namespaces
                     link.sock.sendall(memoryview(memory)[start : start + count])
                     return
                 end = start + count
@@ -309,7 +317,7 @@ class BulkServer:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wakes the thread that waits on the socket; that thread closes it."""
+    """Shuts the socket down, which wakes the thread that waits on it; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -318,17 +326,17 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 class BulkClient:
-    """A connection to the process that owns segments on another host; for one thread.
+    """Connection to the `BulkServer` of a process on another host; for one thread.
 
     Args:
-        endpoint: As the server publishes it.
+        endpoint: The server's published endpoint.
         keys: Keys of the generation.
         check: Called while waiting; raises when the run has failed.
 
     Attributes:
         peer: The other process's name.
-        in_step: Whether the next request may be sent: the previous one has its complete reply.
-        is_receiving: Whether bytes of the reply were arriving when the connection failed.
+        in_step: Whether the last reply was received completely, so that the next request may be sent.
+        is_receiving: Whether the connection is receiving the data of a reply, or failed while it did.
 
     Raises:
         ChannelError: The process cannot be reached, or failed to authenticate.
@@ -379,20 +387,20 @@ class BulkClient:
         return connection
 
     def fetch(self, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
-        """Fills `target` with the bytes of a segment from `start` on.
+        """Fills `target` with bytes of a segment, or of data that the process forwards.
 
         Args:
-            path: The segment, or the name of the offered data.
-            start: Offset.
+            path: Path of the segment, or name of the forwarded data.
+            start: Offset of the first byte.
             target: Memory of this process.
-            forwarded: Request offered data rather than a segment.
+            forwarded: Fetch forwarded data rather than a segment.
 
         Returns:
-            Whether the data was there; an offer may not have been made yet.
+            False if the process does not have the forwarded data yet.
 
         Raises:
             Withdrawn: The data is no longer offered.
-            ChannelError: The segment is gone, or the path is not a segment.
+            ChannelError: The segment no longer exists, or the path is not a segment.
             ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False
@@ -411,7 +419,7 @@ class BulkClient:
         return True
 
     def release(self, path: str, reader: int) -> None:
-        """Notifies the owner that this reader is done."""
+        """Notifies the owner that a reader no longer needs a segment."""
         self._link.say(_RELEASE + _READER.pack(reader) + os.fsencode(path))
 
     def close(self) -> None:

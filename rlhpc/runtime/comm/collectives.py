@@ -1,4 +1,6 @@
-"""Collectives inside one worker group, over torch.distributed: gloo on CPU, NCCL on GPUs; formed when first used."""
+"""Collectives within a worker group, over torch.distributed: gloo on CPU, NCCL on GPUs. The process group is created when
+first used.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Collectives:
-    """The group's process group, with the few operations that worker classes use.
+    """Collectives of a worker group, or of neighbouring ranks of it, over torch's default process group.
 
     Args:
-        group: Worker group.
-        rank: This rank's number among the ranks of the process group.
-        world_size: Number of these ranks.
-        spec: This process's specification.
-        first: Rank in the worker group of the first rank if the process group is some neighbouring ranks; None for the whole
-            group.
+        group: Name of the worker group.
+        rank: This rank's index in the process group.
+        world_size: Number of ranks of the process group.
+        spec: Specification of this process's rank.
+        first: Rank, in the worker group, of the first rank of the process group; None if the process group is the whole
+            worker group.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Collectives:
         self._ready = False
 
     def process_group(self) -> Any:
-        """Forms torch's default process group; None where the group has one rank."""
+        """Returns torch's default process group, and creates it in the first call; None for a single rank."""
         if self.world_size == 1:
             return None
         if not self._ready:
@@ -48,7 +50,7 @@ class Collectives:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
-            # Some ranks of a group may have joined one by one, with separate names.
+            # Ranks that have joined one by one have different incarnations, so neighbouring ranks use their first rank's.
             first_rank = self._first or 0
             name = (
                 self._spec.incarnation if self._first is None else context.member(self.group, first_rank)["incarnation"]
@@ -64,7 +66,7 @@ class Collectives:
         return dist.group.WORLD
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Reduces a tensor in place; "mean" divides the sum by the world size."""
+        """Reduces a tensor in place and returns it; `op` is "sum", "mean", "max" or "min"."""
         if self.process_group() is None:
             return tensor
         reduce = {
@@ -79,8 +81,8 @@ class Collectives:
         return tensor.div_(self.world_size) if op == "mean" else tensor
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects the ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle data
-        from any sender.
+        """Returns the ranks' objects in rank order. Sends them through the authenticated inboxes, because torch.distributed
+        would unpickle data from any sender.
         """
         from rlhpc.runtime.comm import p2p
 
@@ -92,31 +94,31 @@ class Collectives:
         else:
             p2p.send(obj, self.group, self.rank, self.group, 0, tag="g")
         ranks = list(range(self.world_size))
-        gathered: list[Any] = p2p.broadcast(
+        all_objects: list[Any] = p2p.broadcast(
             objects_by_rank, self.group, self.rank, [(self.group, ranks)], (self.group, 0)
         )
-        return gathered
+        return all_objects
 
     def barrier(self) -> None:
         if self.process_group() is not None:
             dist.barrier()
 
 
-#: How often a rank that holds the store and waits checks whether the run has failed.
+#: Seconds between checks whether the run has failed, while the rank that holds the store waits for a key.
 _LOOK_S = 0.2
-#: torch keeps only the C++ half of a store: without a reference here, the Python object would lose its methods.
+#: torch keeps only the C++ part of a store; without a reference here, the Python object and its methods would be lost.
 _alive: list[ServiceStore] = []
 
 
 class ServiceStore(dist.Store):
-    """Keys and values of one process group.
+    """torch store of a process group, whose keys and values are in the service of one of its ranks.
 
     Args:
         context: This process's context.
-        group: Worker group; one of its ranks holds the store.
+        group: Name of the worker group.
         name: Name that distinguishes the stores of one holder.
         timeout_s: Seconds to wait for a key that another rank sets.
-        holder: The rank that holds it.
+        holder: Rank whose service stores the keys.
     """
 
     def __init__(self, context: Context, group: str, name: str, timeout_s: float, holder: int = 0) -> None:
@@ -126,7 +128,7 @@ class ServiceStore(dist.Store):
         _alive.append(self)
 
     def _request(self, op: bytes, key: str, *arguments: bytes, timeout: float | None = None) -> bytes:
-        """Has the holder execute an operation (`KeyValueStore.execute`, or "wait"); returns its result."""
+        """Executes an operation (`KeyValueStore.execute`, or "wait") in the holder's service; returns its result."""
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
             return service.store.execute(op, self._full(key), *arguments)
@@ -143,10 +145,10 @@ class ServiceStore(dist.Store):
         return f"{self._name}/{key}".encode()
 
     def _value(self, key: str, deadline: float) -> bytes:
-        """Returns the value of a key, once a rank has set it.
+        """Waits until a rank has set a key; returns its value.
 
         Raises:
-            DeadlineExceeded: No rank has set it in time.
+            DeadlineExceeded: No rank has set the key before the deadline.
         """
         limit = max(0.0, deadline - time.monotonic())
         if self._holder() is not None:
@@ -196,5 +198,5 @@ class ServiceStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def clone(self) -> ServiceStore:
-        """Returns a second handle on the same store, from which torch makes a subgroup's store."""
+        """Returns another handle on the same store, from which torch makes a subgroup's store."""
         return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)

@@ -1,4 +1,4 @@
-"""Context of a process of a run: its name, the registry, its service thread. Each process has one."""
+"""Context of a process of a run: its name, the registry, its service. Each process has one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 class GracefulLeave:
     """Graceful leave of a rank: the steps between the notice to leave and the rank's end.
 
-    The notice arrives on a thread, or in a signal handler, and must not wait for the main thread; so it takes no lock.
+    The notice arrives on another thread or in a signal handler and must not wait for the main thread, so no method takes a
+    lock.
 
     Attributes:
-        has_notice: Whether the rank has to leave.
-        wake: Called with the notice, to wake a main thread that waits for calls.
+        has_notice: Whether the rank has received a notice to leave.
+        wake: Called when the notice arrives, to wake a main thread that waits for calls.
         announce: Tells the driver that the rank has to leave.
     """
 
@@ -35,24 +36,23 @@ class GracefulLeave:
         self._leaves = False
 
     def first(self, act: Callable[[], None] | None) -> None:
-        """Sets the action to run before the rank ends; with None the rank may end at any moment."""
+        """Sets the action that runs before the rank ends; with None the rank may end at any moment."""
         self._first, self._stays = act, False
 
     def stay(self) -> None:
-        """Makes the rank tell the driver before it ends, and take calls until `first` changes this."""
+        """Makes the rank report a notice to the driver, and take calls after it until `first` is called."""
         self._first, self._stays = self.announce, True
 
     @property
     def over(self) -> bool:
-        """True if the rank has to leave and takes no further call."""
+        """True if the rank has to leave and takes no further calls."""
         return self.has_notice and not self._stays
 
     def tell(self) -> bool:
-        """Gives notice to leave. It may arrive more than once, as from Slurm and from the process that started this one.
+        """Gives notice to leave. May be called more than once, for example by Slurm's signal and by the parent process.
 
         Returns:
-            Whether the main thread has an action to run first, and ends the rank afterwards. Otherwise the rank may end at
-            once.
+            Whether the main thread first runs an action and then ends the rank. If not, the caller may end the rank at once.
         """
         self.has_notice = True
         self._leaves = self._leaves or self._first is not None
@@ -61,18 +61,18 @@ class GracefulLeave:
         return self._leaves
 
     def say(self) -> None:
-        """Runs the action before leaving; called on the main thread."""
+        """Runs the action before leaving, once; called on the main thread."""
         action, self._first = self._first, None
         if action is not None:
             action()
 
 
-#: How often a process looks whether another one that it waits for has ended.
+#: Seconds between a process's checks whether another process that it waits for has ended.
 _LOOK_S = 1.0
 
 
 def default_wait_deadline_s() -> float:
-    """Returns the seconds after which any wait gives up: `RLHPC_WAIT_DEADLINE_S`, or half an hour."""
+    """Returns the seconds after which any wait gives up: `RLHPC_WAIT_DEADLINE_S`, by default 1800."""
     return float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
 
 
@@ -86,8 +86,9 @@ class Context:
         service: This process's data plane.
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
+        host: Host id of this process.
         graceful_leave: Graceful leave of this process.
-        tell_driver: Sends the driver a note about a member: event, name, incarnation.
+        tell_driver: Sends the driver a note about a member, given its event, name and incarnation.
     """
 
     name: str
@@ -111,13 +112,15 @@ class Context:
         return int(record["world_size"])
 
     def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
-        """Returns the record that a member published: endpoints, node, pid, log files. Waits for the member to arrive.
+        """Waits until a rank has published its record; returns it: endpoints, node, pid, log files.
 
-        A record is read again once ranks have come or gone (`Service.epoch`), and then by opening its file: a network
-        filesystem may answer other requests for it from a cache for up to a minute.
+        Records are cached until the run's membership changes (`Service.epoch`). A record is read by opening its file, because
+        a network filesystem may answer other requests from a cache for up to a minute.
 
         Raises:
-            RendezvousTimeout: The member did not arrive; the message names it.
+            RendezvousTimeout: The rank has not published its record within `timeout` seconds (default: 300); the message
+                names it.
+            StaleGeneration: The generation's registry has been removed.
         """
         name = f"{group}-{rank}"
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
@@ -130,9 +133,9 @@ class Context:
                 self._members[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
-                self.registry.check_current()  # if the whole registry is gone, no member will ever arrive
+                self.registry.check_current()  # if the whole registry is gone, no rank can publish a record
                 if cached:
-                    return cached[1]  # old generations' folders were removed, and this one's with them
+                    return cached[1]  # this generation's folder was removed, but it is still the current one
                 raise StaleGeneration(self.registry.removal_message())
             self.check()
             if time.monotonic() > deadline:
@@ -141,8 +144,8 @@ class Context:
             pause = min(pause * 1.5, 0.25)
 
     def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
-        """Returns whether the driver has declared that a member's group continues without it; waits up to `patience_s` seconds
-        for that.
+        """Returns whether the driver has recorded that a rank's group continues without it; waits up to `patience_s` seconds
+        for this record.
         """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
@@ -158,7 +161,7 @@ class Context:
             time.sleep(0.02)
 
     def _look_after(self, name: str, record: dict[str, Any]) -> None:
-        """Reports to the driver a member of this host that has ended, if no other process may be able to."""
+        """Tells the driver if a rank on this host has ended, because the driver may not notice. Checks once per second."""
         if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
             return
         self._looked[name] = time.monotonic()
@@ -170,19 +173,19 @@ _current: Context | None = None
 
 
 def install(context: Context | None) -> None:
-    """Makes `context` the context of this process."""
+    """Sets this process's context."""
     global _current
     _current = context
 
 
 def installed() -> Context | None:
-    """Returns this process's context, or None if it has none yet."""
+    """Returns this process's context; None if it has none."""
     return _current
 
 
 def check_run(reason: str = "") -> None:
-    """Raises if the run that this process belongs to has failed; does nothing outside a run. For waits without a deadline;
-    `reason` is their cause.
+    """Raises if this process's run has failed; does nothing outside a run. Called in waits without a deadline, with the wait's
+    `reason`, which is not used.
     """
     del reason
     if _current is not None:

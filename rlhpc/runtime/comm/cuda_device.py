@@ -1,6 +1,6 @@
-"""CUDA implementation of the device channel (`device_memory`): memory and events by torch's IPC handles.
+"""CUDA implementation of the device channel (`device_memory`): memory and events shared by torch's IPC handles.
 
-This module imports torch; it is imported once this process has initialized a CUDA device.
+This module imports torch; it is imported only after this process has initialized a CUDA device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-#: Of the device's memory, for messages on their way.
+#: Fraction 1/32 of the device's memory may be used by messages in transit.
 _SHARE = 32
-#: In place of the file with torch's reference counter: leases count the readers.
+#: Placeholders for torch's reference-counter file and event, which are not used: leases count the readers.
 _NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
 
 
@@ -43,23 +43,22 @@ class CudaEvent:
 
 
 def _address(number: int) -> str:
-    """Returns the address of the device with an index in this process."""
+    """Returns the address (`_Device.address`) of the device with index `number` in this process."""
     properties: Any = torch.cuda.get_device_properties(number)
     pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
-    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+    # MIG instances of one GPU differ only in the UUID. Leases identify processes by pids, which depend on the PID namespace.
     return f"{pci_address} {properties.uuid} {os.readlink('/proc/self/ns/pid')}"
 
 
 class CudaDevice:
-    """The device that is current when this is made; see `Device`."""
+    """CUDA device that is current when this object is created; implements `_Device`."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
         index = self._device.index
         self.address = _address(index)
-        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
-        # those alone that this process sees.
+        # Torch opens memory of a peer in this device's address space. Only devices visible to this process can be queried.
         peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
         self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
 
@@ -79,7 +78,7 @@ class CudaDevice:
         return pickle.dumps((handle, size, offset))
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """Implements `Device.open`. The device's index is that of this process."""
+        """Implements `Device.open`, with the device's index in this process."""
         storage: Any = torch.UntypedStorage._new_shared_cuda(
             self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
         )
@@ -87,7 +86,7 @@ class CudaDevice:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def empty(self, size: int) -> torch.Tensor:
-        """Implements `Device.empty`; the memory may be written to inside and outside inference mode."""
+        """Implements `Device.empty`; the memory may be written inside and outside inference mode."""
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 

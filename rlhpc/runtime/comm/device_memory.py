@@ -1,7 +1,7 @@
-"""Device channel: accelerator memory and events that another process of the same host can open.
+"""Device channel: accelerator buffers and events that another process of the same host can open.
 
-`cuda_device` has the implementation for CUDA. Nothing here initializes a driver: this process has no device until other code
-has initialized one.
+`cuda_device` implements it for CUDA. This module never initializes a driver: the process has no device until other code has
+initialized one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _DeviceEvent(Protocol):
-    """A point in the order of a device's operations."""
+    """Event in the order of a device's operations."""
 
     @property
     def handle(self) -> bytes:
@@ -52,7 +52,7 @@ class _DeviceEvent(Protocol):
         """Records this event after all operations that this process has enqueued on the device so far."""
 
     def wait(self) -> None:
-        """Makes later operations of this process wait for the event on the device, whichever process recorded it. Does not
+        """Makes later operations of this process wait on the device for the event, whichever process recorded it. Does not
         block the host.
         """
 
@@ -61,12 +61,12 @@ class _DeviceEvent(Protocol):
 
 
 class _Device(Protocol):
-    """An accelerator as this process sees it. It runs the enqueued operations in order, asynchronously.
+    """Accelerator of this process. It runs enqueued operations in order, asynchronously.
 
     Attributes:
-        address: Identity of the accelerator on the host, whatever its index is in this process.
-        budget: Bytes of its memory that messages in transit may use, for each sending process.
-        reads: Addresses of accelerators whose memory can be opened here: this one and its peers.
+        address: Identity of the accelerator on the host, independent of its index in this process.
+        budget: Bytes of device memory that messages in transit may use, per sending process.
+        reads: Addresses of the accelerators whose memory this process can open: this one and its peers.
     """
 
     address: str
@@ -74,33 +74,33 @@ class _Device(Protocol):
     reads: tuple[str, ...]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor lies in the device's memory."""
+        """Returns whether a tensor is in the device's memory."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Allocates memory that can be exported, uint8."""
+        """Allocates memory that can be exported; returns a uint8 tensor."""
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Returns the handle with which another process opens memory from `allocate`.
 
         Raises:
-            RuntimeError: The device cannot share it.
+            RuntimeError: The device cannot share memory.
         """
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """Opens another process's memory, uint8; it is closed when nothing refers to it.
+        """Opens another process's memory; returns a uint8 tensor. The memory is closed when nothing refers to the tensor.
 
         Raises:
-            RuntimeError: It cannot be opened here.
+            RuntimeError: This process cannot open it.
         """
 
     def empty(self, size: int) -> torch.Tensor:
-        """Allocates memory for this process alone, uint8."""
+        """Allocates memory for this process alone; returns a uint8 tensor."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy between two tensors in its memory."""
+        """Enqueues a copy of `source` into `into`."""
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the host, complete on return."""
+        """Returns a copy on the host; blocks until the copy is complete."""
 
     def event(self) -> _DeviceEvent:
         """Creates an event."""
@@ -109,7 +109,7 @@ class _Device(Protocol):
         """Opens another process's event.
 
         Raises:
-            RuntimeError: It cannot be opened here.
+            RuntimeError: This process cannot open it.
         """
 
 
@@ -117,7 +117,7 @@ _current_device: _Device | None = None
 
 
 def use(device: _Device | None) -> None:
-    """Sets the device of this process, for device types that torch does not call `cuda`."""
+    """Sets the device of this process, for device types other than `cuda`."""
     global _current_device
     _current_device = device
 
@@ -135,17 +135,17 @@ def current_device() -> _Device | None:
 
 
 def address() -> str:
-    """Returns the address of the accelerator that this process computes on; empty for none."""
+    """Returns the address of the accelerator that this process computes on; empty if there is none."""
     device = current_device()
     return "" if device is None else device.address
 
 
-#: Most readers of a message.
+#: Maximum number of readers of a message.
 _MAX_READERS = MAX_TRACKED
 
 
 class TensorView(NamedTuple):
-    """Offset, dtype and shape of a tensor in a buffer."""
+    """Offset, dtype, shape and size in bytes of a tensor in a buffer."""
 
     offset: int
     dtype: str
@@ -157,13 +157,13 @@ class DeviceMessage(NamedTuple):
     """Descriptor of tensors in a buffer on the sender's accelerator.
 
     Attributes:
-        endpoint: The sender's service.
-        path: Path of the buffer's lease, which identifies the buffer.
-        address: The accelerator.
+        endpoint: Endpoints of the sender's service.
+        path: Path of the buffer's lease file, which identifies the buffer.
+        address: Address of the accelerator.
         memory: Handle of the buffer.
-        event: Handle of the event after which the tensors are written.
-        size: Bytes.
-        parts: The tensors.
+        event: Handle of the event that the device reaches once the tensors have been written.
+        size: Bytes of the tensors, with padding.
+        parts: The tensors' positions in the buffer.
     """
 
     endpoint: dict[str, str]
@@ -181,7 +181,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
-    """Returns the position of each tensor (dtype, shape, bytes of an element) in a buffer, and their total size."""
+    """Returns the position of each tensor (dtype, shape, bytes per element) in a buffer, and the total size in bytes."""
     views, offset = [], 0
     for dtype, shape, itemsize in tensors:
         nbytes = math.prod(shape) * itemsize
@@ -191,7 +191,7 @@ def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[lis
 
 
 def _make_lease(path: str) -> mmap.mmap:
-    """Creates a lease."""
+    """Creates and maps a lease file: one page with the readers' states, laid out as the first page of a segment."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, HEADER)
@@ -203,14 +203,16 @@ def _make_lease(path: str) -> mmap.mmap:
         os.close(fd)
 
 
-#: Seconds that enqueued copies on the accelerator may take.
+#: Maximum seconds to wait for enqueued copies on the accelerator.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.0005
 _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
 class NotReadable(Exception):
-    """This process cannot read the buffer: its accelerator is no peer or, if there is a message, cannot open the buffer."""
+    """Error: this process cannot read the buffer. Without a message, its accelerator is no peer of the sender's; with one, it
+    could not open the buffer.
+    """
 
 
 class _Opened:
@@ -218,18 +220,18 @@ class _Opened:
         self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
 
 
-#: Memory and event of a buffer that is this process's own.
+#: Path of a buffer -> its memory and event if this process created it, else None.
 _Local = Callable[[str], tuple[Any, _DeviceEvent] | None]
 
 
 class DeviceMappings:
-    """The buffers of other processes that this one has opened. Any thread may call any method.
+    """Buffers of other processes that this process has opened. Any thread may call any method.
 
     Args:
         local: See `DevicePool.local`.
 
     Attributes:
-        reading: Buffers that are still copied from.
+        reading: Buffers with unfinished copies out of them, each with the reader's number.
     """
 
     def __init__(self, local: _Local = lambda path: None) -> None:
@@ -242,8 +244,8 @@ class DeviceMappings:
         """Returns copies of a message's tensors on this process's accelerator.
 
         Raises:
-            NotReadable: The buffer cannot be read here.
-            SegmentGone: Its sender has ended, or has forgotten the message.
+            NotReadable: This process cannot read the buffer.
+            SegmentGone: The sender has ended or has dropped the message.
         """
         import torch
 
@@ -253,26 +255,26 @@ class DeviceMappings:
         self.settle()
         with self._lock:
             mapping = self._open(device, device_message)
-            if mapping.lease[reader : reader + 1] == FREE:  # its sender no longer waits for this reader
+            if mapping.lease[reader : reader + 1] == FREE:  # the sender no longer waits for this reader
                 raise SegmentGone(device_message.path)
             begin_use(mapping.lease, reader)
             try:
-                arrived = device.empty(device_message.size)
+                copy = device.empty(device_message.size)
                 mapping.written.wait()
-                device.copy(arrived, mapping.memory[: device_message.size])
+                device.copy(copy, mapping.memory[: device_message.size])
                 mapping.read.record()
-            except BaseException:  # of a device that is full, say
+            except BaseException:  # for example, the device's memory is full
                 end_use(mapping.lease, reader)
                 raise
             self.reading.append((mapping, reader))
         return [
-            arrived[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
+            copy[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
             for view in device_message.parts
         ]
 
     def _open(self, device: _Device, device_message: DeviceMessage) -> _Opened:
         sender = _PROCESS.search(device_message.path)
-        # An event of a process that has ended must not be waited for.
+        # Never wait for an event of a process that has ended.
         if sender is not None and has_ended(sender[1]):
             raise SegmentGone(device_message.path)
         if device_message.path in self._opened:
@@ -289,18 +291,18 @@ class DeviceMappings:
         return mapping
 
     def settle(self) -> None:
-        """Releases the buffers whose copies are complete."""
+        """Frees, for this reader, the buffers whose copies are complete."""
         with self._lock:
-            pending = []
+            pending_reads = []
             for mapping, reader in self.reading:
                 if mapping.read.done():
                     end_use(mapping.lease, reader)
                 else:
-                    pending.append((mapping, reader))
-            self.reading = pending
+                    pending_reads.append((mapping, reader))
+            self.reading = pending_reads
 
     def park(self) -> None:
-        """Closes all buffers, once the pending copies are complete."""
+        """Closes all buffers once the pending copies are complete, or after `_PATIENCE_S` seconds."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.reading and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -318,13 +320,13 @@ class DeviceMappings:
 
 log = logging.getLogger(__name__)
 
-#: Buffers of a process; beyond them messages take the host's road.
+#: Maximum number of buffers per process; without a free buffer a message's tensors are copied through the host.
 _MAX_BUFFERS = 64
 _counter = itertools.count()
 
 
 class _SentBuffer:
-    """A buffer as its sender knows it."""
+    """Buffer of the sender, with its lease file."""
 
     def __init__(self, device: _Device, path: str, memory: Any, exported: bytes, event: _DeviceEvent) -> None:
         self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
@@ -338,21 +340,21 @@ class _SentBuffer:
         return int(self.memory.numel())
 
     def free(self) -> bool:
-        """Returns whether no reader is left. Releases data that ended readers had in use."""
+        """Returns whether all readers have finished; first frees the buffer for readers whose processes have ended."""
         if self.lease[: self.readers] != FREE * self.readers:
             free_ended(self.lease, self.readers)
         return self.lease[: self.readers] == FREE * self.readers
 
 
 class DevicePool:
-    """The buffers that this process writes. Any thread may call any method.
+    """Pool of the accelerator buffers that this process writes. Any thread may call any method.
 
     Args:
         scratch: The session's folders on this host.
-        endpoint: This process's service.
+        endpoint: Endpoints of this process's service.
 
     Attributes:
-        num_device_messages: Messages whose tensors stayed on the accelerator.
+        num_device_messages: Number of messages whose tensors stayed on the accelerator.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str]) -> None:
@@ -364,19 +366,26 @@ class DevicePool:
 
     @property
     def bytes(self) -> int:
-        """Device memory that the buffers take."""
+        """Bytes of device memory that the buffers use."""
         return sum(buffer.capacity for buffer in list(self._buffers.values()))
 
     def reaches(self, host: str, address: str) -> bool:
-        """Returns whether this process can send tensors to a process of that host that computes on that accelerator."""
+        """Returns whether this process can send tensors on its accelerator to a process with this host and accelerator
+        address.
+        """
         device = None if self._shut or not address or host != self._endpoint["host"] else current_device()
         return device is not None and device.address == address
 
     def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> DeviceMessage | None:
-        """Enqueues copies of this process's tensors into a buffer, and lends it to readers, numbered from 0.
+        """Enqueues copies of tensors into a buffer for readers numbered from 0.
+
+        Args:
+            tensors: Tensors on this process's accelerator.
+            readers: Number of readers.
+            holders: For each reader, the process whose end frees the buffer; see `shared_memory.ShmSegment`.
 
         Returns:
-            None if there is no capacity: all buffers are lent, or the budget is spent.
+            Descriptor of the tensors; None if all buffers are in use or the budget is exhausted.
         """
         device = current_device()
         if device is None or readers > _MAX_READERS:
@@ -400,26 +409,28 @@ class DevicePool:
         return DeviceMessage(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a buffer whether it is still awaited; empty for an unknown buffer."""
+        """Returns for each reader of a buffer whether it has not opened it yet; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else awaited_readers(buffer.lease, buffer.readers)
 
     def local(self, path: str) -> tuple[Any, _DeviceEvent] | None:
-        """Returns memory and event of a buffer of this process: a process cannot open what it exported itself."""
+        """Returns memory and event of a buffer of this process, which cannot open its own exported handles; None if the buffer
+        is unknown.
+        """
         buffer = self._buffers.get(path)
         return None if buffer is None else (buffer.memory, buffer.event)
 
     def to_host(self, path: str, reader: int, why: str) -> Any:
-        """Returns a copy on the host, uint8, for a reader that cannot read the buffer, and ends the reader's lease.
+        """Returns a uint8 copy on the host for a reader that cannot read the buffer, and frees the buffer for that reader.
 
         Args:
-            path: The buffer.
+            path: Path of the buffer's lease.
             reader: Number of the reader.
-            why: Reason why the reader cannot open the buffer; empty if it is on another accelerator. With a reason, no later
-                message is sent to any reader this way.
+            why: Reason why the reader cannot open the buffer; empty if it computes on an accelerator that is no peer. With a
+                reason, later messages no longer use accelerator buffers.
 
         Raises:
-            ChannelError: The message was forgotten.
+            ChannelError: The message was dropped.
         """
         with self._lock:
             buffer = self._buffers.get(path)
@@ -433,7 +444,7 @@ class DevicePool:
         return host_copy
 
     def forget_process(self, process: str) -> None:
-        """Ends the buffers that were lent to a process that has ended (`host.process_key`) and to no other."""
+        """Frees buffers for a process that has ended (`host.process_key`), and drops those that it alone was reading."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
@@ -443,7 +454,7 @@ class DevicePool:
                     self._drop(buffer)
 
     def park(self) -> int:
-        """Frees device memory; returns the bytes that are still lent and remain."""
+        """Frees buffers that no reader uses; returns the bytes of the remaining ones."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 if buffer.free():
@@ -451,18 +462,18 @@ class DevicePool:
         return self.bytes
 
     def forget(self) -> None:
-        """Ends all buffers, also those whose readers have not come; for messages that are no longer valid."""
+        """Drops all buffers, including unread ones, because their messages are no longer valid."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 self._drop(buffer)
 
-    # -- finding one ----------------------------------------------------------------------------------------------
+    # -- getting a buffer -----------------------------------------------------------------------------------------
 
     def _take(self, device: _Device, size: int) -> _SentBuffer | None:
         free_buffers = [buffer for buffer in self._buffers.values() if buffer.free()]
-        fitting = [buffer for buffer in free_buffers if size <= buffer.capacity <= 2 * size]
-        if fitting:
-            return min(fitting, key=lambda buffer: buffer.capacity)
+        fitting_buffers = [buffer for buffer in free_buffers if size <= buffer.capacity <= 2 * size]
+        if fitting_buffers:
+            return min(fitting_buffers, key=lambda buffer: buffer.capacity)
         capacity = capacity_of(size)
         while free_buffers and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
             self._drop(free_buffers.pop(0))
@@ -473,15 +484,15 @@ class DevicePool:
     def _make(self, device: _Device, capacity: int) -> _SentBuffer | None:
         try:
             memory, event = device.allocate(capacity), device.event()
-        except RuntimeError:  # its memory is full
+        except RuntimeError:  # the device's memory is full
             return None
         try:
-            exported = device.export(memory)
+            handle = device.export(memory)
         except RuntimeError as error:
             self._give_up(str(error))
             return None
         path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
-        buffer = self._buffers[path] = _SentBuffer(device, path, memory, exported, event)
+        buffer = self._buffers[path] = _SentBuffer(device, path, memory, handle, event)
         return buffer
 
     def _drop(self, buffer: _SentBuffer) -> None:

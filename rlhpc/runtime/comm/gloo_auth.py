@@ -1,16 +1,16 @@
-"""Authentication of gloo's sockets, which accept any connection to a port listed in /proc/net/tcp.
+"""Authentication of gloo's connections, because gloo itself accepts a connection from any process.
 
 gloo connects each pair of a group's ranks while the group is created, and does not need its listening socket afterwards. But
-it keeps the socket, and ends the process when accepting fails, as it does when a stranger's connections have used up the
-descriptors. Therefore each group that is created in a rank, by rlhpc, by a library or by the worker class itself:
+it keeps the socket, and ends the process if accepting a connection fails, for example when foreign connections have used up
+the file descriptors. Therefore each process group that is created in a rank, by rlhpc, a library or the worker class:
 
 1. waits for all its ranks before any of them listens, so that the ports are open for milliseconds, not for as long as the
-   slowest rank takes;
+   slowest rank takes to start;
 2. closes its listening socket as soon as this rank's connections are established;
 3. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
 
-gloo takes the first connection with the right number, so a stranger who connects during steps 1 and 2 can replace a rank;
-step 3 then ends the start.
+gloo accepts the first connection with the right pair number, so a foreign process that connects before step 2 can take a
+rank's place; step 3 then fails, and the group is not used.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from rlhpc.runtime.torch_adapter import wrap_gloo_constructor
 
 log = logging.getLogger(__name__)
 
-#: After so long without a rank's proof it is none: all ranks have been there a moment before. A paused one may come back.
+#: Seconds to wait for a rank's proof. All ranks were alive just before; this is long enough for a paused one to continue.
 PROOF_S = 60.0
 _PROOF_BYTES = 32
-#: A tag that no worker class would choose for its messages; these end before the group is in use.
+#: Message tag of the proofs, which no worker class is likely to use; they are exchanged before the group is in use.
 _TAG = 0x7268_7063
 
 
 def guard() -> None:
-    """Guards the groups that this process will make; with torch not imported yet, from its import on."""
+    """Makes all gloo groups that this process creates authenticate their connections, even if torch is not imported yet."""
     wrap_gloo_constructor(_guard_constructor)
 
 
 def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
-    """Returns gloo's constructor, which all ways from Python to a gloo group call, wrapped in the three steps."""
+    """Returns gloo's constructor wrapped in the three steps; every gloo group made in Python is created by it."""
 
     @functools.wraps(make)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
         context = installed()
         if context is None or options or not isinstance(timeout, datetime.timedelta | None):
-            # no rank of a run, or the caller has created the sockets
+            # this process is no rank of a run, or the caller has created the sockets itself
             make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
             return
         token = _meet(store, size)
-        settings, listening = kind._Options(), []
+        settings, listeners = kind._Options(), []
         if timeout is not None:
             settings._timeout = timeout
         devices = []
         for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
             with _record_listeners() as sockets:
-                # lazy ones connect at a pair's first message, and would need their ports for good
+                # lazy devices connect at a pair's first message, so they would always need their ports
                 devices.append(
                     kind.create_device(interface=interface, lazy_init=False)
                     if interface
@@ -72,7 +72,7 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
                 )
             if not sockets:
                 log.warning("cannot tell which socket gloo listens on: its port stays open")
-            listening += sockets
+            listeners += sockets
         settings._devices, settings._threads = devices, 2 * len(devices)
         try:
             make(self, store, rank, size, settings)
@@ -83,9 +83,9 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
                 f"took a rank's place while the group was formed. Nothing of it was used; start again"
             ) from error
         finally:
-            for descriptor in listening:
+            for descriptor in listeners:
                 _close(descriptor)
-        # A split of this group would reuse the sockets, and wait forever; without them torch refuses it.
+        # A split of this group would reuse the closed sockets and wait forever; without devices torch refuses to split it.
         settings._devices = []
         if size > 1:
             _prove(self, rank, size, token, context)
@@ -94,48 +94,51 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
 
 
 def _meet(store: Any, size: int) -> bytes:
-    """Waits for all ranks of the group; returns a random number that all of them share."""
+    """Waits for all ranks of the group; returns a random token that they share, empty for a single rank."""
     if size == 1:
         return b""
-    arrived = int(store.add("rlhpc/arrived", 1))
-    # The name of a destroyed group may be reused: each round has a separate key.
-    key = f"rlhpc/all/{-(-arrived // size)}"
-    if arrived % size == 0:
+    num_arrived = int(store.add("rlhpc/arrived", 1))
+    # The name of a destroyed group may be reused, so each creation has a separate key.
+    key = f"rlhpc/all/{-(-num_arrived // size)}"
+    if num_arrived % size == 0:
         token = secrets.token_hex(16)
         store.set(key, token)
         return token.encode()
-    token_bytes: bytes = store.get(key)  # once it is there
+    token_bytes: bytes = store.get(key)  # waits until it is set
     return token_bytes
 
 
 @contextmanager
 def _record_listeners() -> Iterator[list[int]]:
-    """Yields a list that holds, after the block, the sockets on which gloo's device listens; the block creates the device.
+    """Yields a list that contains, after the block, the sockets on which gloo's device listens; the block creates the device.
 
-    Other threads may open sockets at the same time. An epoll as new as gloo's socket watches that socket and one pipe only; an
-    event loop of Python watches a pair of sockets instead, and ZeroMQ's is older.
+    Other threads may open sockets at the same time. gloo's are recognized by a new epoll that watches exactly one listening
+    socket and one pipe, all created within the block. A Python event loop watches a pair of sockets, and ZeroMQ's epoll is
+    older.
     """
-    listening: list[int] = []
+    listeners: list[int] = []
     earlier = _descriptors()
-    yield listening
+    yield listeners
     current = _descriptors()
     added = {fd: description for fd, description in current.items() if earlier.get(fd) != description}
     for fd, description in added.items():
         if description == "anon_inode:[eventpoll]":
-            watched = _watched(fd)
-            sockets = [watched_fd for watched_fd in watched if watched_fd in added and _listens(watched_fd)]
+            watched_fds = _watched(fd)
+            sockets = [watched_fd for watched_fd in watched_fds if watched_fd in added and _listens(watched_fd)]
             pipes = [
-                watched_fd for watched_fd in watched if watched_fd in added and added[watched_fd].startswith("pipe:")
+                watched_fd
+                for watched_fd in watched_fds
+                if watched_fd in added and added[watched_fd].startswith("pipe:")
             ]
-            if len(sockets) == len(pipes) == 1 and len(watched) == 2:
-                listening += sockets
+            if len(sockets) == len(pipes) == 1 and len(watched_fds) == 2:
+                listeners += sockets
 
 
 def _descriptors() -> dict[int, str]:
-    """Returns the kernel's description of each of this process's descriptors, which tells sockets and pipes apart."""
+    """Returns the link target in /proc/self/fd of each of this process's file descriptors."""
     descriptions = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime
+        with suppress(OSError):  # closed since it was listed
             descriptions[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return descriptions
 
@@ -153,7 +156,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _close(descriptor: int) -> None:
-    """Closes a socket that gloo will close again: an idle eventfd replaces it under its number.
+    """Closes gloo's listening socket and puts an idle eventfd in its descriptor, which gloo will close later.
 
     This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
     which would then end the process.)
@@ -164,10 +167,10 @@ def _close(descriptor: int) -> None:
 
 
 def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
-    """Sends each rank the proof that this rank knows the generation's secret, and checks theirs.
+    """Exchanges proofs of the generation's secret with every other rank of the group.
 
     Raises:
-        StrangerConnected: A stranger is at the other end of a connection, or no proof arrived.
+        StrangerConnected: A rank's proof is wrong or did not arrive, so another process may be at that end of the connection.
     """
     import torch
 
@@ -178,21 +181,21 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
 
     peers = [(rank + step) % size for step in range(1, size)]
     deadline = time.monotonic() + PROOF_S
-    received: dict[int, torch.Tensor] = {}
+    received_proofs: dict[int, torch.Tensor] = {}
     transfers: list[tuple[int, Any, torch.Tensor | None]] = []
     peer = peers[0]
     try:
         for peer in peers:
             sent_proof = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
-            received[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            received_proofs[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
             transfers.append(
                 (peer, group.send([sent_proof], peer, _TAG), sent_proof)
-            )  # the tensor must live until it has been sent
-            transfers.append((peer, group.recv([received[peer]], peer, _TAG), None))
-        for peer, work, _ in transfers:  # noqa: B007 - the error names the one that it came to
+            )  # keeps the tensor alive until it has been sent
+            transfers.append((peer, group.recv([received_proofs[peer]], peer, _TAG), None))
+        for peer, work, _ in transfers:  # noqa: B007 - the error names the last peer
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
         unproven = [
-            peer for peer in peers if not hmac.compare_digest(bytes(received[peer].tolist()), proof(peer, rank))
+            peer for peer in peers if not hmac.compare_digest(bytes(received_proofs[peer].tolist()), proof(peer, rank))
         ]
         reason = "what it sent is not a proof"
     except RuntimeError as error:

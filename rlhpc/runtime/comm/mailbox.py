@@ -1,9 +1,9 @@
-"""Mailbox: arrays between two processes of one host through shared memory, without a system call on the way.
+"""Mailbox: exchange of arrays between two processes of one host through shared memory, without system calls.
 
-A channel costs two socket operations and a wake-up per message, some 150 µs; if a simulator step takes 60 µs, that
-decides the speed of a run. A mailbox holds one array per direction and its reader polls a counter: a few microseconds.
-A longer wait sleeps on that counter (a futex) until it is woken. It is for peers in lockstep, such as a simulator and the
-policy that acts on it; everything else belongs in a channel.
+A channel needs two socket operations and a wake-up per message, about 150 µs. If a simulator step takes 60 µs, this limits
+the speed of the run. A mailbox holds one array per direction, and its reader polls a counter, which takes a few microseconds.
+In a longer wait the reader sleeps on the counter (a futex) until it is woken. Mailboxes are for processes in lockstep, such as
+a simulator and its policy; use a channel for everything else.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 _HEADER = 512
-# 64-bit counters at the start of a direction's header; the last two say that someone sleeps on the first or the second
+# 64-bit counters at the start of a direction's header; the last two are 1 while a process sleeps on the first or the second
 _WRITTEN, _CONSUMED, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_CONSUMED = range(6)
-_TEXT = 64  # where dtype and shape are, as text
-#: Longest poll before sleeping; a peer that takes longer is not worth a core.
+_TEXT = 64  # offset of dtype and shape, as text
+#: Maximum seconds to poll before sleeping: polling keeps a core busy.
 _POLL_S = 0.0005
-#: Longest sleep between two checks of the run.
+#: Maximum nanoseconds to sleep between two checks of the run.
 _NAP_NS = 100_000_000
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # on x86-64
 _libc = ctypes.CDLL(None)
 
 
@@ -41,21 +41,21 @@ _NAP = _Timespec(0, _NAP_NS)
 
 
 def available() -> bool:
-    """Returns whether this machine orders stores as the counters need it: data first, then the counter. x86 does."""
+    """Returns whether this machine makes stores visible in program order (x86-64), so that data arrives before its counter."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 class Mailbox:
-    """One end of a mailbox. Both ends open the same file, in any order, and one of them passes `first=True`. The first
-    array to arrive removes the file.
+    """One end of a mailbox. Both ends open the same file, in any order, and exactly one of them passes `first=True`. The end
+    that receives the first array removes the file.
 
     Args:
-        path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
-        capacity: Bytes of the largest array; the same at both ends. Memory is used only as it is touched.
-        first: Whether this is the first end.
-        peer: Name of the other end, for messages.
+        path: File in a folder that only this user can access; created if it is missing. Each pair needs a new file.
+        capacity: Bytes of the largest array; the same at both ends. Memory that is never touched is not allocated.
+        first: Whether this end writes to the first half of the file.
+        peer: Name of the other end, for error messages.
         deadline: Seconds after which a wait gives up.
-        check: Called during long waits; raises to end one.
+        check: Called during long waits; raises to end the wait.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Mailbox:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, 2 * size)
-            mapped = mmap.mmap(fd, 2 * size)
+            mapping = mmap.mmap(fd, 2 * size)
         finally:
             os.close(fd)
-        memory, address = memoryview(mapped), ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        memory, address = memoryview(mapping), ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         out_start, in_start = (0, size) if first else (size, 0)
         self._out, self._in = memory[out_start : out_start + size], memory[in_start : in_start + size]
         self._out_counters, self._in_counters = (buffer[:_TEXT].cast("Q") for buffer in (self._out, self._in))
@@ -88,11 +88,11 @@ class Mailbox:
         self._poll = _POLL_S
 
     def put(self, array: np.ndarray) -> None:
-        """Sends an array to the peer, once the peer has read the previous one.
+        """Waits until the peer has read the previous array, then sends it this one.
 
         Raises:
-            ChannelError: It is larger than the mailbox.
-            DeadlineExceeded: The peer did not read the previous array.
+            ChannelError: The array is larger than the mailbox, or contains Python objects.
+            DeadlineExceeded: The peer did not read the previous array in time.
         """
         counters = self._out_counters
         if counters[_CONSUMED] != self._sent:
@@ -110,25 +110,25 @@ class Mailbox:
         return bool(self._in_counters[_WRITTEN] == self._got + 1)
 
     def get(self) -> np.ndarray:
-        """Returns a copy of the peer's next array.
+        """Waits for the peer's next array; returns a copy.
 
         Raises:
-            DeadlineExceeded: No array arrived.
+            DeadlineExceeded: No array arrived in time.
         """
         counters = self._in_counters
-        expected = self._got + 1
-        if counters[_WRITTEN] != expected:
-            self._wait(counters, self._in_address, _WRITTEN, expected, "for an array from")
+        expected_count = self._got + 1
+        if counters[_WRITTEN] != expected_count:
+            self._wait(counters, self._in_address, _WRITTEN, expected_count, "for an array from")
         if counters[_FORM] != self._in_form:
             self._in_form = counters[_FORM]
             dtype, shape = ast.literal_eval(bytes(self._in[_TEXT : _TEXT + counters[_FORM_SIZE]]).decode())
             self._in_array = self._view(self._in, np.dtype(dtype), shape)
         array = self._in_array.copy()
         if not self._got:
-            # Both ends have it open now. Without a name it disappears with the last of them, however they end.
+            # Both ends have opened the file. Unlinked, its memory is freed when both have ended, however they end.
             self.path.unlink(missing_ok=True)
-        self._got = expected
-        counters[_CONSUMED] = expected
+        self._got = expected_count
+        counters[_CONSUMED] = expected_count
         if counters[_AWAITS_CONSUMED]:
             _wake(counters, self._in_address, _CONSUMED)
         return array
@@ -149,7 +149,9 @@ class Mailbox:
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
     def _wait(self, counters: memoryview, address: int, index: int, value: int, purpose: str) -> None:
-        """Waits by polling, yielding to other processes, then sleeps; adapts the time of polling to this peer."""
+        """Waits until a counter has a value: polls, yields to other processes, then sleeps. Adapts the polling time to the
+        peer.
+        """
         started = now = time.perf_counter()
         poll_until = started + self._poll
         while now < poll_until:
@@ -164,7 +166,7 @@ class Mailbox:
             counter = counters[index]
             if counter == value:
                 break
-            # The kernel checks again, so that no wake-up is missed; if one comes late all the same, it costs one nap.
+            # The kernel compares the counter again, so no wake-up is missed; one that is late anyway costs one nap.
             _libc.syscall(
                 _SYS_FUTEX,
                 ctypes.c_void_p(address + 8 * index),

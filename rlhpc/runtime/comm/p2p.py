@@ -1,4 +1,4 @@
-"""Point to point between ranks of any groups, and broadcast to many: straight into the receiver's inbox."""
+"""Point-to-point messages between ranks of any groups, and broadcasts to several ranks, through the receivers' inboxes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlhpc.runtime.host import process_key
 
 #: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
 _LAST_CHANCE_S = 1.0
-#: How often a receiver looks whether it is to give up.
+#: Seconds between a receiver's checks whether to give up.
 _LOOK_S = 0.2
-#: How long the driver may take to notice that a rank has ended which cannot be reached.
+#: Seconds that the driver may take to notice that an unreachable rank has ended.
 _NOTICE_S = 5.0
 
 
@@ -34,13 +34,13 @@ def _key(tag: str, group: str, rank: int) -> str:
 
 
 class _Transfer:
-    """Message to a rank's inbox, which starts at once. A failure to reach the rank is raised by `wait`.
+    """Transfer of a message to a rank's inbox. The constructor sends the message; `wait` raises a failure to reach the rank.
 
     Args:
         context: Context of this process, the sender.
         target: Group and rank of the receiver.
         packed: The message.
-        key: Key in the inbox.
+        key: Key of the message's queue in the inbox.
         reader, share: See `Packed.frames`.
     """
 
@@ -54,7 +54,7 @@ class _Transfer:
         share: HostReader | None = None,
     ) -> None:
         self._context, self._target = context, target
-        #: The request that the receiver's service has not answered yet; None for an inbox of this process.
+        #: The request to the receiver's service; None if the inbox belongs to this process.
         self._pending: Pending | None = None
         self._failure: ChannelError | None = None
         try:
@@ -79,7 +79,7 @@ class _Transfer:
             self._pending = service.peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
 
     def wait(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for the message to arrive; returns whether the rank was waiting for it."""
+        """Waits at most `timeout` seconds until the inbox has the message; returns whether the rank was waiting for it."""
         if self._failure is not None:
             raise self._failure
         if self._pending is None:
@@ -91,7 +91,7 @@ class _Transfer:
         return estimate.waiting
 
     def wait_unless_left(self, timeout: float) -> bool | None:
-        """Waits as `wait` does; returns None if the message did not reach a rank whose group continues without it."""
+        """Waits as `wait` does; returns None if the rank could not be reached and its group continues without it."""
         try:
             return self.wait(timeout)
         except ChannelError:
@@ -101,7 +101,7 @@ class _Transfer:
 
 
 def _consumer_of(context: Context, group: str, rank: int) -> ConsumerLocation:
-    """Returns the known location of a rank; a rank that was restarted on another host has an unknown location."""
+    """Returns the last known location of a rank; an empty one if the rank was restarted on another host."""
     consumer = context.service.lane.consumers.get((group, rank), ConsumerLocation())
     return consumer if consumer.host == context.member(group, rank)["host"] else ConsumerLocation()
 
@@ -134,8 +134,8 @@ def send(
 
 def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
     context = current()
-    received = _next_item(tag, src_group, src_rank, context.wait_deadline)
-    return context.service.unpack(received.frames, borrow=borrow)
+    item = _next_item(tag, src_group, src_rank, context.wait_deadline)
+    return context.service.unpack(item.frames, borrow=borrow)
 
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
@@ -157,10 +157,10 @@ def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
 
 
 def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
-    """Puts an object into a rank's inbox, for `poll` with the same key there. The inbox has all of it on return.
+    """Puts an object, with all its data, into a rank's inbox, where `poll` returns it under the same key.
 
     Returns:
-        Whether the rank takes part: its group may continue without it.
+        False if the rank has left and its group continues without it.
     """
     context = current()
     transfer = _Transfer(context, (dst_group, dst_rank), context.service.pack(obj, inline=True), key)
@@ -168,10 +168,10 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
 
 
 def await_post(key: str, timeout: float, purpose: str) -> Any:
-    """Waits for the next object that is posted here.
+    """Waits for the next object that another rank posts to this rank under `key`, and returns it.
 
     Raises:
-        DeadlineExceeded: No object arrived; the message names the expected sender.
+        DeadlineExceeded: No object arrived within `timeout` seconds; the message has `purpose`, the expected sender.
     """
     service = current().service
     items = service.wait_local(
@@ -181,10 +181,10 @@ def await_post(key: str, timeout: float, purpose: str) -> Any:
 
 
 def poll(key: str) -> Any:
-    """Takes the next object that was posted to this rank.
+    """Returns the next object that was posted to this rank under `key`, without waiting.
 
     Raises:
-        queue.Empty: The inbox is empty.
+        queue.Empty: There is no such object.
     """
     service = current().service
     current().check()
@@ -197,7 +197,11 @@ def poll(key: str) -> Any:
 
 
 def copy_into(tensor: Any, received: Any) -> None:
-    """Copies a received tensor into the receiver's own; refuses a different shape or dtype."""
+    """Copies a received tensor into `tensor`.
+
+    Raises:
+        ValueError: Shape or dtype differ.
+    """
     if tuple(tensor.shape) != tuple(received.shape) or tensor.dtype != received.dtype:
         raise ValueError(
             f"recv_tensor was given {tuple(tensor.shape)} {tensor.dtype}, "
@@ -215,7 +219,7 @@ def broadcast(
     *,
     read_only: bool = False,
 ) -> Any:
-    """Sends one object to many ranks, or receives it; `Worker.broadcast` describes the arguments."""
+    """Sends one object to several ranks, or receives it; `Worker.broadcast` describes the arguments."""
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
     begin_broadcast(obj, group, rank, groups)()
@@ -223,11 +227,11 @@ def broadcast(
 
 
 def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
-    """Receives the next broadcast of a rank, which may be given up.
+    """Receives the next broadcast of a rank, with a check that can end the wait.
 
     Args:
         src: Group and rank of the sender.
-        check: Called repeatedly; raises to give up, without losing a message.
+        check: Called repeatedly; raises an exception to give up. No message is lost then.
 
     Raises:
         DeadlineExceeded: No broadcast arrived.
@@ -236,12 +240,12 @@ def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
     while True:
         check()
         try:
-            received = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            item = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         except DeadlineExceeded:
             if time.monotonic() >= deadline:
                 raise
         else:
-            return current().service.unpack(received.frames)
+            return current().service.unpack(item.frames)
 
 
 def begin_broadcast(
@@ -253,9 +257,9 @@ def begin_broadcast(
         obj: The object to send; must not change before all receivers have it.
         group: Worker group of the sender.
         rank: Rank of the sender.
-        groups: Groups and ranks that receive.
-        segment: A segment that the object refers to and whose reader k is the k-th receiver in the order of `readers_of`: it
-            is freed for receivers that the object does not reach.
+        groups: Groups and ranks that receive; the sender is left out.
+        segment: Path of a segment that the object refers to and whose reader k is the k-th receiver. It is freed for receivers
+            that the object does not reach.
 
     Returns:
         A function that waits until the object has reached all receivers; the same thread must call it.
@@ -267,7 +271,7 @@ def begin_broadcast(
         return lambda: None
     is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
     consumers = [_consumer_of(context, *target) for target in targets]
-    # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
+    # Ranks of another host that share a copy count as one reader, so the end of one of them must free nothing.
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
     packed = context.service.pack(obj, len(readers), lend=is_remote, consumers=consumers, holders=holders)
     key = _key("b", group, rank)
@@ -285,7 +289,7 @@ def begin_broadcast(
                     discard(str(segment), target_index)
 
     try:
-        # Send to all before waiting for one: waking them one after the other would take as long again.
+        # Send to all before waiting for any: waking them one after the other would take twice as long.
         for reader, sharers in enumerate(readers):
             name = secrets.token_hex(8) if len(sharers) > 1 else ""
             keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
@@ -294,17 +298,17 @@ def begin_broadcast(
                 transfers.append(_Transfer(context, target, packed, key, reader, share))
                 num_started = reader + 1
     except BaseException:
-        with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
+        with contextlib.suppress(RlhpcError):  # raise the first failure
             finish()
         raise
     return finish
 
 
 def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
-    """Waits for messages and adds the indices of those that arrived to `reached`. Raises the first failure.
+    """Waits for transfers and adds the indices of those that arrived to `reached`. Raises the first failure.
 
     Returns:
-        Whether all receivers were waiting.
+        Whether all receivers that were reached had been waiting for the message.
     """
     all_waiting, failure = True, None
     for target_index, transfer in enumerate(transfers):
@@ -321,8 +325,8 @@ def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) 
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """Returns the readers of a segment of this process: each receiver on this host is one reader, those on another host are
-    one reader together.
+    """Returns the readers of a segment of this process, as lists of (group, rank): all receivers on another host together are
+    one reader, each receiver on this host is one. Other hosts come first.
     """
     local_readers, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
@@ -340,7 +344,7 @@ def clear_inbox(service: Service) -> None:
         state = service.channels[INBOX]
         service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
     for unread in [unread for queued in state.queues.values() for unread in queued.items]:
-        # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
+        # Unpacking frees the payload for this reader; its sender and the other readers may still be alive.
         release_unread(unread.frames)
         with contextlib.suppress(RlhpcError, SegmentGone, OSError):
             service.unpack(unread.frames, borrow=True)

@@ -1,11 +1,11 @@
-"""Payloads of messages: objects to bytes and back.
+"""Payload serialization: objects to message frames and back.
 
 Objects are pickled (protocol 5) with out-of-band buffers, so that array data is never copied into a pickle. Tensors keep dtype
-and shape; those of an accelerator go to the receiver's own, or to the CPU if it has none. Classes that live in `__main__`
-travel by value (cloudpickle).
+and shape. Tensors from an accelerator arrive on the receiver's accelerator, or on the CPU if it has none. Classes and
+functions of `__main__` are pickled by value (cloudpickle).
 
 Small payloads travel inside their message, large ones through a shared-memory segment that the reader maps. Large tensors on
-an accelerator stay there if the readers compute on the same one (`device_memory`).
+an accelerator stay there if the readers compute on the same accelerator (`device_memory`).
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def _reduce_tensor(tensor: Any) -> Any:
             f"sent: call .contiguous() first"
         )
     flat = values.cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
-    # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
+    # A tensor with one element is contiguous whatever its stride, but a view of its bytes needs a stride of one.
     flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     args = (pickle.PickleBuffer(flat_bytes), dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
     return rebuild_tensor, (*args, isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
 
 
 class _NeedsValue(Exception):
-    """Signal that a class or function of `__main__` cannot travel by reference."""
+    """Signal that a class or function of `__main__` cannot be pickled by reference."""
 
 
 class _ByReferencePickler(pickle.Pickler):
-    """Raises `_NeedsValue` at a class or function of `__main__`."""
+    """Pickler that raises `_NeedsValue` for a class or function of `__main__`."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _BY_REFERENCE) and obj.__module__ in _MAIN:
@@ -101,13 +101,13 @@ def _register_torch() -> None:
 
 
 class TensorExtractor:
-    """Tensors that stay in place while the object that contains them is pickled.
+    """Persistent-id function of a pickler that replaces selected tensors by their indices.
 
     Args:
-        is_extracted: Selects the tensors that stay, among those that need no gradient.
+        is_extracted: Returns whether to extract a tensor; called for contiguous tensors that need no gradient.
 
     Attributes:
-        tensors: The selected tensors, each once.
+        tensors: The extracted tensors, each once.
     """
 
     def __init__(self, is_extracted: Callable[[Any], bool]) -> None:
@@ -116,12 +116,12 @@ class TensorExtractor:
         self._numbers: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Forgets the selected tensors, for another attempt."""
+        """Forgets the extracted tensors, before another attempt to pickle."""
         self.tensors.clear()
         self._numbers.clear()
 
     def __call__(self, obj: Any) -> int | None:
-        """Returns the index of a tensor that stays in place; None for any other object."""
+        """Returns the index in `tensors` of an extracted tensor; None for any other object."""
         if (
             type(obj) is not self._tensor_class
             or obj.requires_grad
@@ -140,7 +140,7 @@ def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, li
 
     Args:
         obj: Anything that can be pickled.
-        extractor: Removes tensors from the object; `loads` needs them again.
+        extractor: Extracts tensors, which the stream then lacks; pass them to `loads`.
     """
     _register_torch()
     try:
@@ -153,7 +153,7 @@ def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, li
 
 
 def pickled(obj: Any) -> bytes:
-    """Pickles `obj` into one stream: by reference where the reader can import what it needs, otherwise by value."""
+    """Pickles `obj` into one stream: by reference if that works without `__main__`, otherwise by value."""
     stream = io.BytesIO()
     try:
         _ByReferencePickler(stream).dump(obj)
@@ -174,11 +174,11 @@ def _dump(pickler_class: Any, obj: Any, extractor: TensorExtractor | None) -> tu
 
 
 def owned(buffers: Iterable[Any]) -> list[Any]:
-    """Returns buffers that do not change when their owners write: all but `bytes` are copied.
+    """Returns buffers that do not change when the caller writes to its memory: copies all buffers except `bytes`.
 
-    A call has copied its arguments when it returns. Data that is sent before that needs no copy; data that is sent or handed
-    over later (a queue, a full socket, another thread) goes through here. A read-only view is no exception: its owner may
-    write to the memory behind it.
+    The caller of `send` or `put` may change the object once the call has returned. Data that is sent before the return needs
+    no copy; data that is sent or stored later (a queue, a full socket, another thread) does. A read-only view is copied too,
+    because its owner may write to the underlying memory.
     """
     return [
         buffer if type(buffer.obj if isinstance(buffer, memoryview) else buffer) is bytes else bytes(buffer)
@@ -187,8 +187,9 @@ def owned(buffers: Iterable[Any]) -> list[Any]:
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] = ()) -> Any:
-    """Rebuilds an object from its pickle stream, its buffers, and the tensors that were taken out of it. Only ever called on
-    bytes from an authenticated socket."""
+    """Rebuilds an object from its pickle stream, its buffers, and its extracted tensors. Call it only with bytes from an
+    authenticated socket.
+    """
     if not tensors:
         return pickle.loads(data, buffers=buffers)
     unpickler: Any = pickle.Unpickler(io.BytesIO(data), buffers=buffers)
@@ -196,16 +197,16 @@ def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] =
     return unpickler.load()
 
 
-#: The first receiver has memory that is still warm from last time; the others wait this long for it.
+#: Seconds that other receivers wait for the first one to fetch, because its memory is still mapped from the last message.
 _PRECEDENCE_S = 0.05
 _PAUSE_S = 0.001
 
 
 class HostReader(NamedTuple):
-    """Position of a receiver among the receivers on its host.
+    """Index of a receiver among the receivers on its host that share one fetched copy of a message.
 
     Attributes:
-        name: Name of the message on this host.
+        name: Unique name of the message on this host.
         number, of: Index of this receiver, and number of receivers.
         holders: Processes of the receivers (`host.process_key`), if known.
     """
@@ -219,17 +220,17 @@ class HostReader(NamedTuple):
 def fetch_once_per_host(
     folder: Path, share: HostReader, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
 ) -> str:
-    """Fetches the message, or waits for the receiver that does; returns the path of its segment on this host.
+    """Fetches a message, or waits for the receiver on this host that fetches it; returns the path of its segment.
 
     Args:
         folder: The session's folder on this host.
-        share: The requesting receiver.
-        fetch: Fetches the message into a segment for all receivers; called by one of them.
+        share: This receiver.
+        fetch: Fetches the message into a segment for all receivers and returns its path; called by one of them.
         check: Called while waiting; raises when the run has failed.
-        timeout: Seconds.
+        timeout: Seconds to wait for another receiver.
 
     Raises:
-        DeadlineExceeded: Another receiver on this host was still fetching after that time.
+        DeadlineExceeded: Another receiver on this host was still fetching after `timeout` seconds.
     """
     meeting_file = folder / f"share-{share.name}"
     started = time.monotonic()
@@ -266,12 +267,12 @@ INLINE_LIMIT = 32 * 1024
 
 
 class Origin(NamedTuple):
-    """The process that owns a segment.
+    """Process that owns a segment.
 
     Attributes:
-        host: Host id.
-        endpoint: Endpoint of the owner's service for other hosts.
-        bulk: Endpoint from which it serves its segments to other hosts.
+        host: Its host's id.
+        endpoint: TCP endpoint of its service; its UNIX socket if the run has one host.
+        bulk: Endpoint of its `BulkServer`, which serves its segments to other hosts.
     """
 
     host: str
@@ -280,13 +281,13 @@ class Origin(NamedTuple):
 
 
 class ForwardingProcess:
-    """A process on another host that forwards the same data, at some time.
+    """Process on another host that receives data and forwards it to further hosts.
 
     Args:
-        bulk: Endpoint where it serves data.
+        bulk: Endpoint of its `BulkServer`.
 
     Attributes:
-        is_lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
+        is_lost: Whether it has ended or has not received the data in time; the data is then fetched from its owner.
     """
 
     def __init__(self, bulk: str) -> None:
@@ -295,12 +296,12 @@ class ForwardingProcess:
 
 
 class Packed:
-    """A serialized object, ready to be sent.
+    """Serialized object, ready to be sent.
 
     Attributes:
-        nbytes: Size of the object's data, which back pressure counts.
-        segment: Path of the shared-memory file, or the name of a loan, and path of the lease on a buffer of the accelerator;
-            None when everything is inline.
+        nbytes: Size of the object's data, for back pressure.
+        segment: Path of the shared-memory file, or name of the zero-copy buffers; then, separated by `AND`, the path of the
+            accelerator buffer's lease, if there is one. None if all data is inline.
         readers: Number of readers.
     """
 
@@ -337,11 +338,13 @@ class Packed:
             pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
             readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
-            lender: Lender of this process, if all readers are on other hosts: large data then stays in place until `settle`.
+            lender: Lender of this process, if all readers are on other hosts: they then read large data directly from the
+                object's memory, which must not change until `settle`.
             lane: Device pool, if all readers compute on this process's accelerator: large tensors then stay there, if they
-            fit.
-            inline: Put all data into the message, which then no longer depends on this process.
-            holders: The readers' processes, see `shared_memory.ShmSegment`.
+                fit.
+            inline: Put all data into the message, so that readers need nothing else from this process.
+            holders: For each reader, the process whose end frees the data: the reader itself, or the process that stores its
+                message; see `shared_memory.ShmSegment`.
         """
         self._device_message: DeviceMessage | None = None
         buffers = None if lane is None else self._write_to_device(obj, lane, readers, holders)
@@ -367,7 +370,12 @@ class Packed:
             self.segment = AND.join(filter(None, (self._path, self._device_message.path)))
 
     def _write_to_device(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
-        """Pickles without the tensors on the accelerator; returns the buffers, or None if no tensor can stay there."""
+        """Pickles the object without its tensors on the accelerator, which are copied to a buffer there.
+
+        Returns:
+            The pickle's buffers; None if tensors on the accelerator must be pickled too, because they are small or the pool is
+            full.
+        """
         device = current_device()
         if device is None:
             return None
@@ -383,7 +391,7 @@ class Packed:
 
         Args:
             reader: Number of the reader.
-            share: Its index among the processes of another host that together are this reader.
+            share: Index of the process if several processes of another host share a copy and count as this one reader.
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
@@ -392,35 +400,39 @@ class Packed:
         return [self._data, pickle.dumps(descriptor), *self._inline]
 
     def owned(self) -> None:
-        """Copies data that still refers to the caller's memory, so that the object may change while it is in transit."""
+        """Copies inline data that refers to the caller's memory, so that the object may change while it is in transit."""
         self._inline = owned(self._inline)
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
-        """Releases the object's memory after the message has been sent: it is not read afterwards.
+        """Ends all reads of the object's memory by other hosts, after the message has been sent; the object may then change.
 
         Args:
-            handed: Whether all readers were waiting for the message already.
+            handed: Whether all readers were already waiting for the message.
             check: Called while waiting; raises when the run has failed.
         """
         if self._lent is not None:
             self._lent.settle(handed, self._pool, check)
 
     def discard(self, first: int = 0, end: int | None = None) -> None:
-        """Frees the segment for the readers that will not come: those from number `first` on, before `end`."""
+        """Frees the data for the readers `first` to `end - 1`, which will not read it; `end` is by default the last reader."""
         for reader in range(first, (self.readers if end is None else end) if self.segment else 0):
             if self._lent is not None and self._lender is not None:
                 self._lender.release(self._lent.name, reader)
             discard(str(self.segment), reader)
 
 
-#: `(origin, path, bytes, reader, share)` -> memory laid out as a segment: fetches one of another host.
+#: `(origin, path, size, reader, share)` -> contents of another host's segment, with its layout.
 Fetch = Callable[[Origin, str, int, int, HostReader | None], memoryview]
-#: `(crossing, origin, reader)` -> the tensors of a message that stayed on the sender's accelerator.
+#: `(device_message, origin, reader)` -> tensors that stayed on the sender's accelerator, as tensors of this process.
 Land = Callable[[DeviceMessage, Origin, int], list[Any]]
 
 
 def nowhere(device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
-    """Refuses tensors in accelerator memory, in processes that never compute on an accelerator."""
+    """Refuses tensors in accelerator memory: the default of `unpack`, for processes without an accelerator.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(f"a message from {device_message.address}, to a process that computes on no accelerator")
 
 
@@ -436,15 +448,15 @@ def unpack(
     """Rebuilds the object of `frames`.
 
     Args:
-        frames: As made by `Packed.frames`, after transport.
+        frames: The frames from `Packed.frames`, after transport.
         host: This process's host id; a segment of another host is fetched.
         mappings: Mappings of this process.
-        fetch: Gets a segment from another host.
-        land: Gets tensors from a buffer on an accelerator.
+        fetch: Fetches a segment from another host.
+        land: Returns the tensors in a buffer on an accelerator.
         borrow: The caller only reads the result, so no copy on write is needed if there are other readers.
 
     Returns:
-        The object. A segment that holds its data stays in use by this reader until the last view is gone.
+        The object. A segment with its data stays in use by this reader until the last view is gone.
     """
     stream, descriptor, *inline = frames
     if not len(descriptor):
@@ -462,7 +474,7 @@ def unpack(
 
 
 def release_unread(frames: Sequence[Buffer]) -> None:
-    """Releases a message's claim on an accelerator's memory, without reading it."""
+    """Frees a message's accelerator buffer for its reader, without reading the message."""
     if len(frames[1]):
         _, _, _, reader, _, _, device_message = pickle.loads(frames[1])
         if device_message:

@@ -1,7 +1,7 @@
-"""State of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
+"""State of a channel at its home process, and of a worker's inbox: plain data structures without sockets.
 
-All methods are called with the service's lock held. A waiter is a callable that gets the answer once; it returns False if
-the waiting process is gone, and the answer goes to the next waiter.
+All methods are called with the service's lock held. A waiter is a callable that is called once with the answer. It returns
+False if the waiting process has ended; the items are then put back for the next waiter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlhpc.runtime.comm.unix_sockets import UnixConnection
 from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
-#: Maximum of keys of a channel whose last consumer is remembered.
+#: Maximum number of keys per channel whose last consumer is remembered.
 _MAX_CONSUMERS = 4096
 
 
 class Item(NamedTuple):
-    """A queued object: its transport frames, and its size and weight for back pressure and batching."""
+    """Queued object: its frames, its size for back pressure, its weight for batching, and the path of its segment, if any."""
 
     number: int
     frames: list[Any]
@@ -36,8 +36,8 @@ class ConsumerLocation(NamedTuple):
     """Location of a key's last consumer.
 
     Attributes:
-        host: Its host; empty before the first.
-        device: Address of the accelerator that it computes on; empty for none.
+        host: Host id; empty if there has been no consumer.
+        device: Address of the accelerator that the consumer computes on; empty if there is none.
     """
 
     host: str = ""
@@ -45,7 +45,7 @@ class ConsumerLocation(NamedTuple):
 
 
 class PutEstimate(NamedTuple):
-    """Location of the consumer that a producer can expect for its item.
+    """Expected consumer of an item that a producer puts.
 
     Attributes:
         host, device: Location of the key's last consumer, see `ConsumerLocation`.
@@ -62,24 +62,24 @@ class PutEstimate(NamedTuple):
 
 
 class Refusal(str):
-    """Reason why a call that does not wait got nothing: the queue was full, or empty."""
+    """Answer to a call that does not wait: the queue is full or empty."""
 
     __slots__ = ()
 
 
 class ChannelRefused(ChannelError):
-    """Refusal of a request by the home of a channel (`Refusal`)."""
+    """Error: the home of a channel has refused a request that does not wait (`Refusal`)."""
 
 
 class TooEarly(ChannelError):
-    """Refusal of a request that came too early and may be repeated."""
+    """Error: a request was made too early and may be repeated later."""
 
 
 Answer = Callable[[list[Item] | str], bool]
 
 
 class KeyQueue:
-    """FIFO of one key, with blocked producers and blocked consumers."""
+    """FIFO of one key, with its waiting producers (`putters`) and consumers (`getters`)."""
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
@@ -88,24 +88,24 @@ class KeyQueue:
 
 
 class ChannelState:
-    """A channel's queues by key; bounded by items (a key) and bytes (the channel).
+    """Queues of a channel by key, with a limit on the items per key and on the bytes of the channel.
 
     Args:
-        maxsize: Items that each key may hold; 0 is unbounded.
-        max_bytes: Bytes that all keys together may hold; one item is always admitted into an empty queue.
+        maxsize: Maximum number of items per key; 0 is unbounded.
+        max_bytes: Maximum number of bytes of all keys together; an empty queue always admits one item.
     """
 
     def __init__(self, maxsize: int, max_bytes: int) -> None:
         self.maxsize, self.max_bytes = maxsize, max_bytes
         self.nbytes = 0
-        #: Of keys that have items or waiters; most keys may be used once (`str(step)`).
+        #: Queues that have items or waiters; others are removed, because most keys may be used once (`str(step)`).
         self.queues = collections.defaultdict[str, KeyQueue](KeyQueue)
         self._consumers: collections.OrderedDict[str, ConsumerLocation] = collections.OrderedDict()
-        #: By number: the key, who has it (the process, and the connection it came by), and the item.
+        #: By item number: its key, the names of its consumer (process, connection, request), and the item.
         self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
     def count(self, key: str) -> int:
-        """Returns how many items a key holds."""
+        """Returns the number of items queued under a key."""
         queue = self.queues.get(key)
         return 0 if queue is None else len(queue.items)
 
@@ -129,20 +129,24 @@ class ChannelState:
                 del self.queues[key]
 
     def estimate(self, key: str) -> PutEstimate:
-        """Returns an estimate for a producer before it puts; a consumer that waits for a batch may not take the item at
-        once.
+        """Returns the expected consumer of the next item. A consumer that waits for a batch does not count as waiting, because
+        it may not take the item at once.
         """
         queue = self.queues.get(key)
         is_consumer_waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
         return PutEstimate(*self._consumers.get(key, ConsumerLocation()), is_consumer_waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
-        """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
+        """Queues an item; if the queue is full, queues the producer, whose `answer` is called once the item is admitted.
+
+        Returns:
+            False if the queue is full and there is no `answer`.
+        """
         queue, item = self.queues[key], Item(next(_ids), frames, nbytes, weight, segment)
         # A waiting consumer takes the item at once, so a full queue cannot have one.
         if queue.putters or self.full(key, nbytes):
             if answer is None:
-                return False  # there are items, or one that waits
+                return False  # the queue has items or a waiting producer, so it need not be dropped
             queue.putters.append((item, answer))
             return True
         self._admit(queue, item)
@@ -152,11 +156,11 @@ class ChannelState:
         return True
 
     def get(self, key: str, owners: tuple[str, ...], target: float | None, answer: Answer) -> bool:
-        """Delivers one item (`target` None) or a batch of weight `target`, now or once there is one; returns True.
+        """Delivers one item or a batch, at once or when it is available; returns True.
 
         Args:
             key: Key of the queue.
-            owners: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
+            owners: Names under which `consumer_died` may report the consumer; empty if the items need no acknowledgement.
             target: Weight of the batch; None for one item.
             answer: Called with the items.
         """
@@ -170,22 +174,22 @@ class ChannelState:
         self.nbytes += item.nbytes
 
     def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
-        """Returns items for one consumer, or None while it must wait; FIFO. A batch stops before the item that would exceed
-        its target.
+        """Removes and returns the oldest items for one consumer; None if it must wait. A batch ends before the item that would
+        exceed `target`.
         """
         if not queue.items:
             return None
         if target is None:
             return [queue.items.popleft()]
-        total, count = 0.0, 0
+        batch_weight, count = 0.0, 0
         for item in queue.items:
-            if count and total + item.weight > target:
+            if count and batch_weight + item.weight > target:
                 break
-            total, count = total + item.weight, count + 1
-            if total >= target:
+            batch_weight, count = batch_weight + item.weight, count + 1
+            if batch_weight >= target:
                 break
         else:
-            # Everything queued is below the target: wait for more, unless the queue cannot take any more.
+            # All queued items together are below the target: wait for more, unless the queue is full.
             if not (queue.putters or (self.maxsize and len(queue.items) >= self.maxsize)):
                 return None
         return [queue.items.popleft() for _ in range(count)]
@@ -222,26 +226,33 @@ class ChannelState:
             self.nbytes += item.nbytes
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
-        """Removes items whose data the consumer has."""
+        """Marks delivered items as received, so that they are not requeued."""
         for item_id in numbers:
             self.unacknowledged.pop(item_id, None)
 
     def consumer_died(self, consumer: str) -> int:
-        """Puts the items that `consumer` had not acknowledged back to the front; returns how many."""
-        requeued: dict[str, list[Item]] = {}
+        """Requeues at the front the items that `consumer` has not acknowledged, and removes its waiters.
+
+        Args:
+            consumer: Name of its process, connection or request.
+
+        Returns:
+            Number of requeued items.
+        """
+        requeued_items: dict[str, list[Item]] = {}
         for key, owner, item in list(self.unacknowledged.values()):
             if consumer in owner:
-                requeued.setdefault(key, []).append(item)
+                requeued_items.setdefault(key, []).append(item)
         for queue in self.queues.values():
             queue.getters = deque(g for g in queue.getters if consumer not in g[0])
-        for key, items in requeued.items():
+        for key, items in requeued_items.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
             self._serve(key, self.queues[key])
         self._drop_idle(*self.queues)
-        return sum(map(len, requeued.values()))
+        return sum(map(len, requeued_items.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
-        """Forgets a waiter that gave up; returns the items of cancelled puts."""
+        """Removes waiters that have given up; returns the items of cancelled puts."""
         dropped = []
         for queue in self.queues.values():
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
@@ -251,7 +262,7 @@ class ChannelState:
         return dropped
 
     def close(self, reason: str) -> None:
-        """Answers all waiters that the channel has been closed."""
+        """Answers all waiters with the reason why the channel was closed."""
         for queue in self.queues.values():
             pending_answers = [getter[2] for getter in queue.getters] + [putter[1] for putter in queue.putters]
             queue.getters.clear()
@@ -260,12 +271,17 @@ class ChannelState:
                 answer(reason)
 
 
-#: Sends frames to a peer: over its connection, or by its ZeroMQ identity.
+#: Function that sends frames to a peer, given by its connection or its ZeroMQ identity.
 Reply = Callable[[UnixConnection | bytes, list[Any]], None]
 
 
 class RemoteAnswer:
-    """Answers a request that came over a socket."""
+    """Waiter that answers a request received over a socket.
+
+    Attributes:
+        number: The request's id; empty if its sender expects no reply.
+        estimate: Reply to a put, if the request is one.
+    """
 
     __slots__ = ("estimate", "number", "peer", "reply")
 
@@ -275,22 +291,23 @@ class RemoteAnswer:
 
     @property
     def connection_name(self) -> str:
-        """The connection's name: when the connection closes, items that were not acknowledged over it return to the queue."""
+        """Name of the connection: when it closes, items that were not acknowledged over it return to their queue."""
         return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
 
     @property
     def request_name(self) -> str:
-        """Name of the request: when it is cancelled, the items that were delivered to it return to the queue."""
+        """Name of the request: when it is cancelled, items that were delivered to it return to their queue."""
         return f"{self.connection_name} {self.number.hex()}"
 
     def frames(self, *frames: Any) -> None:
+        """Sends the reply with status `ok`."""
         self.reply(self.peer, [self.number, b"ok", *frames])
 
     def __call__(self, items: list[Item] | str) -> bool:
         if isinstance(self.peer, UnixConnection) and self.peer.closed:
             return False
         if not self.number:
-            return True  # posted: no process waits for an answer
+            return True  # the sender expects no reply
         if isinstance(items, str):
             status = b"refused" if isinstance(items, Refusal) else b"error"
             self.reply(self.peer, [self.number, status, items.encode()])
@@ -304,14 +321,19 @@ class RemoteAnswer:
 
 
 class LocalAnswer:
-    """Answers a thread of this process."""
+    """Waiter that answers a thread of this process.
+
+    Attributes:
+        items: The answer: items, or the reason why the channel was closed; None until it arrives.
+        abandoned: Whether the thread has given up.
+    """
 
     __slots__ = ("abandoned", "items", "wakes")
 
     def __init__(self) -> None:
         self.items: list[Item] | str | None = None
         self.abandoned = False
-        #: An item here tells the thread to check again.
+        #: Each element wakes the thread, which then checks `items`.
         self.wakes: SimpleQueue[None] = SimpleQueue()
 
     def __call__(self, items: list[Item] | str) -> bool:

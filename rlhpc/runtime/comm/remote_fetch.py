@@ -1,6 +1,6 @@
 """Receiving side of large data: segments of other hosts, and tensors on accelerators of this host.
 
-Data of another host arrives in a receive buffer of this process, or in a segment that several processes of this host share.
+Data of another host is received into a private receive buffer, or into a segment that several processes of this host share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class ReceiveBuffers:
-    """Pool of receive buffers that return to it when their last view is gone. Any thread may call any method.
+    """Pool of receive buffers, which return to the pool when their last view is gone. Any thread may call any method.
 
     Args:
         max_idle: Bytes of free memory that the pool retains.
@@ -38,9 +38,9 @@ class ReceiveBuffers:
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
-        # Reentrant: memory may return while this thread collects garbage in `take`.
+        # Reentrant, because garbage collection during `take` may return memory on the same thread.
         self._lock = threading.RLock()
-        #: Memory, and the tensor that keeps its pages locked, if they are.
+        #: By capacity: memory, and the tensor that keeps its pages locked, or None.
         self._idle: dict[int, list[tuple[mmap.mmap, Any]]] = {}
         self._idle_bytes = 0
 
@@ -49,7 +49,7 @@ class ReceiveBuffers:
 
         Args:
             size: Bytes.
-            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
+            lock: Page-lock the memory, if this process has an accelerator, so that the accelerator can copy from it by DMA.
         """
         capacity = capacity_of(size)
         with self._lock:
@@ -59,7 +59,7 @@ class ReceiveBuffers:
         if memory is None:
             memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if _HUGE_PAGES is not None:
-                with contextlib.suppress(OSError):  # a kernel without them
+                with contextlib.suppress(OSError):  # the kernel has no huge pages
                     memory.madvise(_HUGE_PAGES)
         if lock and pages is None and locks_pages():
             pages = locked(memory)
@@ -74,17 +74,17 @@ class ReceiveBuffers:
                 self._idle_bytes += capacity
 
 
-#: Seconds that a host has to receive the data it forwards, before it is no longer asked.
+#: Seconds to wait for a forwarding process to have the data, before it counts as lost.
 _PATIENCE_S = 10.0
 
 
 class Fetching:
-    """Gets segments from the processes that wrote them.
+    """Fetches segments from the processes on other hosts that wrote or forward them.
 
     Args:
         scratch: The session's folders on this host.
-        pool: Pool for data that this process fetches for other processes, too.
-        mappings: Mappings of data that another process fetched.
+        pool: Pool for data that this process fetches for several processes of this host.
+        mappings: Mappings of data that another process has fetched.
         peers: Connections to other hosts.
         check: Called while waiting; raises when the run has failed.
     """
@@ -108,18 +108,19 @@ class Fetching:
         forwarder: tuple[ForwardingProcess, str] | None = None,
         lock: bool = False,
     ) -> memoryview:
-        """Returns the data of a segment of another host, which stays in use by this process until the last view of it is gone.
+        """Fetches a segment of another host; returns a view with the segment's layout.
 
         Args:
-            origin: The segment's owner.
-            path: The segment.
+            origin: Owner of the segment.
+            path: Path of the segment.
             size: Bytes of its data.
             reader: Number of this reader.
-            share: Index among the processes of this host that together are this reader.
-            in_place: As for `Mappings.lease`, for shared data.
-            later: List that gets the functions to call once the reader is done with the data; by default they are called now.
+            share: Index of this process if several processes of this host share a copy and count as one reader.
+            in_place: For shared data, as in `Mappings.lease`.
+            later: List to which the function is added that releases the segment at its owner. By default the segment is
+                released as soon as the data has been received.
             forwarder: Process that is asked first, and its name for the data.
-            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
+            lock: Page-lock the memory, if this process has an accelerator, so that the accelerator can copy from it by DMA.
         """
 
         def receive(memory: memoryview) -> None:
@@ -154,7 +155,7 @@ class Fetching:
         return view
 
     def _fetch_from_forwarder(self, forwarder: ForwardingProcess, name: str, target: memoryview) -> bool:
-        """Returns whether the data came from a process that forwards it."""
+        """Fetches the data from a process that forwards it; returns False if it must be fetched from its owner."""
         deadline = time.monotonic() + _PATIENCE_S
         try:
             while not forwarder.is_lost:
@@ -162,32 +163,32 @@ class Fetching:
                     return True
                 forwarder.is_lost = time.monotonic() > deadline
                 self._check()
-        except Withdrawn:  # this process came late, and will catch up
+        except Withdrawn:  # this process asked too late, but the forwarder is still usable
             return False
         except ChannelError:
             forwarder.is_lost = True
         return False
 
 
-#: Seconds for the sender's service to copy a message to the host.
+#: Seconds that the sender's service may take to copy a message to the host.
 _DEADLINE_S = 60.0
 
-#: `(origin, path, bytes)` -> memory laid out as a segment.
+#: `(origin, path, size)` -> contents of a segment, with its layout.
 Read = Callable[[Origin, str, int], memoryview]
 
 
 class DeviceChannel:
-    """This process's ends of the device channel.
+    """Sending and receiving side of the device channel in this process.
 
     Args:
         scratch: The session's folders on this host.
-        endpoint: This process's service.
+        endpoint: Endpoints of this process's service.
         peers: Connections to other processes.
-        read: Reads a segment, of this host or another.
+        read: Reads a segment of this host or of another one.
 
     Attributes:
-        pool: Buffers that this process sends from.
-        consumers: Host and accelerator of the ranks that this process has sent to.
+        pool: Buffers from which this process sends.
+        consumers: Host and accelerator of each (group, rank) to which this process has sent.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
@@ -202,38 +203,39 @@ class DeviceChannel:
         return self.pool.num_device_messages
 
     def to(self, consumers: Collection[ConsumerLocation]) -> DevicePool | None:
-        """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
+        """Returns the pool if all consumers are known to compute on this process's accelerator, else None."""
         return self.pool if consumers and all(self.pool.reaches(*consumer) for consumer in consumers) else None
 
     def settle(self) -> None:
-        """Releases buffers whose copies are complete; called before this process waits."""
+        """Frees other processes' buffers whose copies are complete; called before this process waits."""
         if not self._mappings.reading:
             return
-        with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so
+        with contextlib.suppress(RuntimeError):  # the accelerator has failed; code that uses it will report that
             self._mappings.settle()
 
     def park(self) -> None:
-        """Releases the accelerator memory of messages, and closes other processes' buffers."""
+        """Frees accelerator memory: closes other processes' buffers, and drops this process's buffers without readers."""
         self._mappings.park()
         self.pool.park()
 
     def forget(self) -> None:
-        """Drops all unread messages and known locations after other ranks have died: ranks may restart elsewhere."""
+        """Drops all buffers and known locations after other ranks have died, because ranks may restart elsewhere."""
         self.pool.forget()
         self.consumers.clear()
 
     def close(self) -> None:
-        """Closes other processes' buffers, and drops all messages."""
+        """Closes other processes' buffers and drops all buffers of this process."""
         with contextlib.suppress(RuntimeError):
             self._mappings.park()
         self.pool.forget()
 
     def land(self, device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
-        """Returns the tensors of a message, on this process's accelerator, or on the CPU if it has none.
+        """Returns a message's tensors on this process's accelerator, or on the CPU if it has none. If the buffer cannot be
+        opened here, the sender's service copies it to the host first.
 
         Raises:
-            SegmentGone: The sender has ended, or has forgotten the message.
-            ChannelError: As above, when the sender was asked for a copy on the host.
+            SegmentGone: The sender has ended or has dropped the message.
+            ChannelError: The same, if the sender's service was asked for a copy.
         """
         try:
             return self._mappings.take(device_message, reader)

@@ -1,10 +1,11 @@
-"""Service thread of a process: every process of a session has one. It is the home of channels and inboxes and serves payloads.
+"""Service of a process: stores its channels and inbox, and serves its payloads to other processes.
 
-It never runs user code and never unpickles a payload, so it answers in microseconds whatever the main thread computes.
-Other threads of the same process use the same state directly, under one lock, without a socket.
+Every process of a session has a service thread. That thread never runs user code and never unpickles a payload, so it
+answers in microseconds whatever the main thread computes. Other threads of the process access the same state directly, under
+one lock and without a socket, and unpickle payloads themselves (`Service.unpack`).
 
-While a thread waits for an item of its process, it runs the event loop itself, so that a message wakes only the thread
-that needs it; the service thread parks, and takes the loop back when no other thread runs it.
+While a thread waits for an item that this process stores, it runs the event loop itself, so that a message wakes only the
+thread that needs it. The service thread sleeps meanwhile, and runs the loop again when no other thread does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class KeyValueStore:
         self._changed = threading.Condition()
 
     def execute(self, op: bytes, key: bytes, *arguments: bytes) -> bytes:
-        """Executes one of the store's operations, by torch's names; returns its result.
+        """Executes an operation: `get`, `has`, `del`, `count`, `set`, `add` or `swap` (torch's `compare_set`).
+
+        Returns:
+            The key's value; for `has` and `del` b"1" or b"0", for `count` the number of keys that start with `key`.
 
         Raises:
             KeyError: The key has not been set.
@@ -89,7 +93,7 @@ class KeyValueStore:
             return values[key]
 
     def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
-        """Calls `answer` with the value of a key: now, or once it has been set."""
+        """Calls `answer` with the value of a key: at once, or when the key is set."""
         with self._changed:
             if key in self._values:
                 answer(self._values[key])
@@ -104,20 +108,21 @@ class KeyValueStore:
 
 
 class Service:
-    """The data plane of one process.
+    """Data plane of one process.
 
     Args:
-        name: `group-rank` or `driver`, for socket names and messages.
+        name: `group-rank` or `driver`, for thread names and messages.
         keys: The generation's key pair.
         scratch: The session's folders on this host.
-        tcp_address: Address to listen on for other hosts; None where all processes share this host.
+        tcp_address: Address to listen on for other hosts; None if all processes run on this host.
         check: Called while waiting; raises when the run has failed.
-        on_tick: Called every `tick_s` on the service thread (heartbeats).
+        on_tick: Called every `tick_s` on the thread that runs the event loop (heartbeats).
         tick_s: Seconds between ticks. Each tick wakes the process; an idle process costs nothing else.
-        on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
-        on_join: Places a process that asks to join the run, in the process that may do so.
+        on_note: Called, on the thread that runs the event loop, with each note that another process sent: ready, alive,
+            failed, exit, leaving or unreachable.
+        on_join: Called with the request of a process that asks to join the run; returns the reply. None except in the driver.
         on_broken: Called on the service thread when an error ends it; from then on this process does not answer.
-        doing: Returns what this process is doing, for other processes that ask.
+        doing: Called when another process asks what this one is doing; returns the answer.
     """
 
     def __init__(
@@ -144,14 +149,14 @@ class Service:
         self.lender, self.forwarded_data = Lender(self.pool), ForwardedData()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.store = KeyValueStore()
-        #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
+        #: Number of the newest recovery for which the driver has told this process to abort its current call.
         self.aborted = 0
-        #: Number of the last recovery that has ended. The request to give up comes by another way than calls: it may come
-        #: behind this.
+        #: Number of the last completed recovery. The request to abort arrives over a different connection than calls, so it
+        #: may arrive after this has been set.
         self._resumed = 0
-        #: By connection: reason for the refusal of an item whose sender waits for no answer.
+        #: By connection: why an item was refused whose sender does not wait for an answer.
         self._refusals: dict[str, bytes] = {}
-        #: How often ranks have come or gone, as far as is known: records that were read earlier are read again.
+        #: Latest known number of membership changes. When it changes, cached member records are read again.
         self.epoch = 0
         zap = ZapAuthenticator(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
@@ -174,10 +179,10 @@ class Service:
         )
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
         self.on_note, self.on_join = on_note, on_join
-        self._loop = threading.Lock()  # held by the thread that leads the event loop
-        self._leader: int | None = None  # that thread: one of the guests, or else the service thread
-        self._guests = 0  # threads that wait for an item stored here; the service thread leaves the loop to them
-        self._followers: list[LocalAnswer] = []  # the answers of the other guests
+        self._loop = threading.Lock()  # held by the thread that runs the event loop
+        self._leader: int | None = None  # identifier of that thread: a waiting thread, or else the service thread
+        self._guests = 0  # number of threads that wait for an item stored here; while there are any, they run the loop
+        self._followers: list[LocalAnswer] = []  # answers that waiting threads expect while another one runs the loop
         self._unparked = threading.Event()
         self._next_tick = time.monotonic()
         if router:
@@ -188,7 +193,7 @@ class Service:
     # -- called by any thread -------------------------------------------------------------------------------------
 
     def watch_port(self, port: TcpPort) -> None:
-        """Keeps a port shut while the process has too few descriptors left for its own files."""
+        """Refuses new connections to a port while the process is short of file descriptors."""
         self._sockets.watch_port(port)
 
     @property
@@ -197,7 +202,7 @@ class Service:
         return self._stopping
 
     def check(self) -> None:
-        """Raises when the run has failed, when this process is leaving it, or when its present call is to be given up."""
+        """Raises if the run has failed, if this process has left it, or if the driver has aborted the current call."""
         if self._stopping:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         if self.aborted > self._resumed:
@@ -205,12 +210,14 @@ class Service:
         self._run_failed()
 
     def resume(self, recovery: int) -> None:
-        """Takes calls again after a recovery, which has this number; messages from before it are dropped."""
+        """Ends the abort of calls after the recovery with this number, and drops tensors on the accelerator that this process
+        has sent and that are unread.
+        """
         self.lane.forget()
         self._resumed = recovery
 
     def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
-        """Queues a reply; the thread that leads the loop sends it."""
+        """Queues a reply, which the thread that runs the event loop sends."""
         self._sockets.queue(peer, frames)
         if threading.get_ident() != self._leader:
             self._sockets.wake()
@@ -222,7 +229,7 @@ class Service:
             raise ChannelError(f"{self.name} is not the home of a channel named {name!r}") from None
 
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None:
-        """Makes this process the home of `name`; one of the same name is closed first."""
+        """Creates channel `name` in this process; closes an existing channel of that name first."""
         with self.lock:
             previous = self.channels.get(name)
             if previous:
@@ -232,11 +239,12 @@ class Service:
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
     def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
-        """Runs `act` under the lock with a new waiter and waits for its answer.
+        """Calls `act` with a new waiter, under the lock, and waits until the waiter is answered; returns the items.
 
         Raises:
-            DeadlineExceeded: After `timeout` seconds.
-            queue.Empty: `act` refused (a `nowait` call).
+            DeadlineExceeded: There was no answer within `timeout` seconds.
+            queue.Empty: `act` returned False (a call that does not wait).
+            ChannelError: The channel was closed.
         """
         answer = LocalAnswer()
         with self.lock:
@@ -252,16 +260,14 @@ class Service:
             self._abandon(answer)
             if answer.items is None and self._stopping:
                 self.check()
-            if answer.items is None:  # nor did it come at the last moment
+            if answer.items is None:  # it did not arrive at the last moment either
                 raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {purpose}")
         if isinstance(answer.items, str):
             raise ChannelError(answer.items)
         return answer.items
 
     def _await(self, answer: LocalAnswer, deadline: float) -> None:
-        """Returns when the answer has arrived or the deadline has passed; runs the event loop if no other waiting thread
-        does.
-        """
+        """Waits for the answer until the deadline; runs the event loop if no other waiting thread does."""
         with self.lock:
             self._guests += 1
         started = time.monotonic()
@@ -312,7 +318,7 @@ class Service:
                 self._followers.remove(answer)
 
     def _call_followers(self) -> None:
-        """Wakes the followers of a thread that has received its answer: one of them takes over the event loop."""
+        """Wakes the other waiting threads, so that one of them takes over the event loop."""
         with self.lock:
             for follower in self._followers:
                 follower.wakes.put(None)
@@ -323,13 +329,17 @@ class Service:
             self.withdraw(lambda a: a is answer)
 
     def withdraw(self, matches: Callable[[Callable[..., bool]], bool]) -> None:
-        """Forgets waiters that have given up, and frees the data of those that wanted to put; called under the lock."""
+        """Removes waiters that have given up, and frees the data of their pending puts; called under the lock."""
         for state in self.channels.values():
             for item in state.cancel(matches):
                 discard(item.segment)
 
     def consumer_died(self, consumer: str) -> None:
-        """Puts items that a dead consumer had not acknowledged back into the queues."""
+        """Returns items that a dead consumer has not acknowledged to their queues.
+
+        Args:
+            consumer: Name of its process, connection or request.
+        """
         self._refusals.pop(consumer, None)
         with self.lock:
             for state in self.channels.values():
@@ -337,7 +347,12 @@ class Service:
         self._sockets.wake()
 
     def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None:
-        """Registers that ranks have come, or have ended (`host.process_key`); the driver counts these changes by `epoch`."""
+        """Registers a change of the run's membership.
+
+        Args:
+            epoch: Number of membership changes that the driver has counted.
+            processes: Processes that have ended (`host.process_key`).
+        """
         self.epoch = max(self.epoch, epoch)
         for process in processes:
             self.peers.ended_processes.add(process)
@@ -361,10 +376,12 @@ class Service:
         Args:
             obj: Anything that can be pickled.
             readers: Number of processes that will read the object.
-            lend: True if all readers are on other hosts and the caller calls `settle`.
+            lend: Let readers on other hosts read directly from the caller's memory (`zero_copy`); only if all readers are on
+                other hosts and the caller calls `settle`.
             consumers: Locations of the readers, if known.
             inline: Put all data into the message.
-            holders: The readers' processes, see `shared_memory.ShmSegment`.
+            holders: For each reader, the process whose end frees the data: the reader itself, or the process that stores its
+                message; see `shared_memory.ShmSegment`.
         """
         lender = self.lender if lend and self._bulk else None
         device_pool = self.lane.to(consumers) if consumers else None
@@ -378,8 +395,8 @@ class Service:
         Args:
             frames: The received frames.
             borrow: The caller only reads the result.
-            later: List that gets the functions to call once the item is acknowledged, for data of another host; by default
-                they are called now.
+            later: List to which functions are added that release data on other hosts; the caller calls them once the item is
+                acknowledged. By default the data is released at once.
         """
         fetch = functools.partial(self.fetch, in_place=borrow, later=later)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
@@ -390,7 +407,7 @@ class Service:
         return self.fetch(origin, path, size, 0, None, in_place=True)
 
     def bytes_sent(self) -> int:
-        """Returns the bytes of data that other hosts have received from this process."""
+        """Returns the number of bytes of bulk data that this process has sent to other hosts."""
         return self._bulk.sent if self._bulk else 0
 
     def stop(self) -> None:
@@ -402,10 +419,10 @@ class Service:
             self.peers.close()
         self.pool.close()
         self.lane.close()
-        # it ends once all its sockets are closed: threads that wait at one get an error
+        # `term` returns once all sockets are closed; threads that wait on one of them get an error
         threading.Thread(target=self.context.term, name=f"rlhpc-end-{self.name}", daemon=True).start()
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the service thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -421,7 +438,7 @@ class Service:
         pause_s = _PARK_S
         while not self._stopping:
             if self._guests:
-                # While one guest runs the loop without a break the naps get longer; it sets the event when it leaves.
+                # Sleep longer while other threads keep running the loop; a thread that ran it for long sets the event.
                 pause_s = _PARK_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
                 self._unparked.clear()
                 continue
@@ -447,20 +464,20 @@ class Service:
         return was_active
 
     def _handle(self, peer: UnixConnection | bytes, message: list[bytes]) -> None:
-        request_id, op, *frames = message
+        request_id, operation, *frames = message
         answer = RemoteAnswer(self.reply, peer, request_id)
         if request_id and (refusal := self._refusals.pop(answer.connection_name, None)):
             self.reply(peer, [request_id, b"error", refusal])
             return
         try:
-            _OPERATIONS[op](self, answer, frames)
+            _OPERATIONS[operation](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:
             error_text = f"{type(error).__name__}: {error}".encode()
             if request_id:
                 self.reply(peer, [request_id, b"too early" if isinstance(error, TooEarly) else b"error", error_text])
             elif (
-                op == b"PUT"
-            ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
+                operation == b"PUT"
+            ):  # keep the first cause for the sender's next request, which is `Peers.confirm`'s at the latest
                 self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + error_text)
 
     # -- requests of other processes, on the thread that runs the loop --------------------------------------------
@@ -504,18 +521,18 @@ class Service:
         with self.lock:
             self.withdraw(lambda a: isinstance(a, RemoteAnswer) and a.request_name == name)
             for state in self.channels.values():
-                state.consumer_died(name)  # an answer that crossed this: its items go back to the front
+                state.consumer_died(name)  # the answer was already sent: its items return to the front of their queues
 
     def _on_store(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         op, key, *arguments = (bytes(frame) for frame in frames)
-        if op == b"wait":  # answered once it has been set
+        if op == b"wait":  # answered once the key has been set
             self.store.when_set(key, answer.frames)
         else:
             answer.frames(self.store.execute(op, key, *arguments))
 
     def _on_to_host(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no
-        other operation here copies.
+        """Copies an accelerator buffer of this process to a segment, for a reader that cannot open the buffer. This is rare,
+        and the only operation here that copies data.
         """
         path, spans = self.pool.write([memoryview(self.lane.pool.to_host(*pickle.loads(frames[0])).numpy())])
         answer.frames(pickle.dumps((path, spans[0][0])))
@@ -527,7 +544,7 @@ class Service:
         self.aborted = int(frames[0])
 
     def _on_sync(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        answer.frames()  # all that the same connection has brought before has been handled
+        answer.frames()  # all earlier messages of the same connection have been handled
 
     def _on_members(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         self.members_changed(*pickle.loads(frames[0]))

@@ -1,4 +1,4 @@
-"""Sockets of a service, and one iteration of its event loop."""
+"""Sockets of a service, and its event loop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ServiceSockets:
 
     Args:
         listener: Listening socket for processes of this host.
-        token: Secret that connecting processes prove to know.
+        token: Token that connecting processes of this host must send.
         zap: Authenticator of ZeroMQ's connections.
-        router: Socket for processes of other hosts, if there are any.
-        bulk: Server of large data for other hosts.
+        router: Socket for processes of other hosts; None if the run has one host.
+        bulk: Server of large data for other hosts; None if the run has one host.
         handle: Called with each message and its sender.
         on_close: Called with the name of a connection that has closed.
     """
@@ -50,7 +50,7 @@ class ServiceSockets:
         self._connections: dict[int, UnixConnection] = {}
         self._ports: dict[int, TcpPort] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # not by `close`: another thread may be about to write to it, and its number may be a file's by then
+        # not closed by `close`: another thread may still write to it, and its number could then be another file's
         weakref.finalize(self, os.close, self._wake)
         self._epoll = select.epoll()
         for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
@@ -61,12 +61,12 @@ class ServiceSockets:
             self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
 
     def watch_port(self, port: TcpPort) -> None:
-        """Checks a port at once when a process connects to it."""
+        """Adds a port, which is checked for a shortage of descriptors whenever a process connects to it."""
         self._ports[port.listener.fileno()] = port
         self._epoll.register(port.listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
     def check_ports(self) -> None:
-        """Shuts the ports where the process has too few descriptors left, and opens them again."""
+        """Shuts the ports if the process is short of file descriptors; otherwise opens them."""
         shut_crowded_ports(self._ports.values())
 
     def queue(self, peer: Peer, frames: list[Any]) -> None:
@@ -78,8 +78,8 @@ class ServiceSockets:
         os.eventfd_write(self._wake, 1)
 
     def run_once(self, timeout: float) -> bool:
-        """Receives arrived messages and sends queued ones; waits at most `timeout` seconds. Returns False if nothing
-        happened.
+        """Waits at most `timeout` seconds for an event, handles the messages that have arrived, and sends queued ones. Returns
+        False if there was no event.
         """
         events = self._epoll.poll(timeout)
         for fd, event in events:
@@ -95,7 +95,7 @@ class ServiceSockets:
                 self._bulk.accept()
             elif fd in self._ports:
                 self.check_ports()
-            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
+            # ZeroMQ's descriptor only signals that its state has changed: read until there are no more messages.
             elif self._router and fd == self._router.FD:
                 pass
             else:
@@ -118,13 +118,13 @@ class ServiceSockets:
             self._on_close(connection.name)
 
     def _exchange(self) -> None:
-        """Receives messages of other hosts, and sends all queued ones."""
+        """Handles the messages that have arrived from other hosts, and sends all queued messages."""
         router = self._router
         while True:
             while router and readable(router):
                 identity, *message = router.recv_multipart()
                 self._handle(identity, join_pieces(message))
-            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
+            # Sending also processes arrivals, which the descriptor then no longer signals, so check again.
             if not self._outbox:
                 return
             while self._outbox:

@@ -1,17 +1,17 @@
-"""Shared-memory segments that are reused: file layout, the writer's pool and the reader's mappings.
+"""Reusable shared-memory segments: file layout, the writer's pool and the reader's mappings.
 
-A fresh page costs more than the bytes that go into it, so a segment stays mapped at both ends and is reused from item to
-item. Its first page has one byte per reader that tells whether the reader still needs it: the writer sets them after
-writing, each reader sets its byte when it has mapped the segment and clears it when the last object that refers to it is
-gone. A byte has one writer at a time, so nothing is locked and no message is sent.
+Allocating a page costs more than copying data into it, so a segment stays mapped at both ends and is reused for later
+items. Its first page has one byte per reader with that reader's state. The writer sets all of them after it has written the
+data. A reader sets its byte when it has mapped the segment, and clears it when the last object that refers to the data is
+gone. A byte has one writer at a time, so no lock and no message is needed.
 
-    0  free          1  written, its reader has not come yet          2  in use by its reader
+    0  free          1  written, not mapped by this reader yet          2  in use by this reader
 
-The page's last byte is 3 while the writer keeps the segment for readers that may come later. The byte before it is 1 if
-the page also names the process of each reader in use (pid and PID namespace), for up to 256 readers: data that a killed
-process had in use becomes free again.
+The page's last byte is 3 while the writer keeps the segment for readers that may arrive later. The byte before it is 1 if
+the page also records the process (pid and PID namespace) of each reader that uses the data, for up to 256 readers. With this
+record the writer frees data that a killed process was using.
 
-A reader keeps its mapping: once all readers have come, the writer may unlink the segment and forget it.
+A reader keeps its mapping: once all readers have mapped the segment, the writer may unlink and forget it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from rlhpc.runtime.scratch import Scratch
 HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, RETAINED = b"\0", b"\1", b"\2", b"\3"
 ALIGN = 64
-#: Separator of the paths that a message claims, if it has both a segment and a buffer on an accelerator.
+#: Separator of the two paths in `Packed.segment` if a message uses both a segment and an accelerator buffer.
 AND = "\n"
 POPULATE = getattr(mmap, "MAPPOPULATE", 0)
-#: Readers of a segment whose processes its page can hold.
+#: Maximum number of readers whose processes the first page can record.
 MAX_TRACKED = 256
 _PROCESS = struct.Struct("II")
 _TRACKS, _TABLE = HEADER - 2, HEADER - 8 - MAX_TRACKED * _PROCESS.size
@@ -54,7 +54,7 @@ _NAME = re.compile(r"(\d+\.\d+)-\d+")
 
 
 class SegmentGone(Exception):
-    """The segment was unlinked before it was read: its owner died or freed it."""
+    """Error: the segment was unlinked before it was read, because its owner died or freed it."""
 
 
 def unlink(path: str) -> None:
@@ -64,8 +64,8 @@ def unlink(path: str) -> None:
 
 
 def capacity_of(size: int) -> int:
-    """Returns the capacity of a segment for this many bytes: the next eighth of a power of two, so that similar sizes share
-    segments.
+    """Returns the capacity of a segment for `size` bytes: rounded up in steps of about an eighth of the size, so that similar
+    sizes can reuse each other's segments.
     """
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
@@ -81,37 +81,37 @@ def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
-    """Returns (offset, length) of each buffer in a segment, and their total size."""
+    """Returns (offset, length) of each buffer in a segment, and their total size including padding."""
     spans = spans_of(len(buffer) for buffer in buffers)
     return spans, sum(length + -length % ALIGN for _, length in spans)
 
 
 def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
-    """Sets the marks of the awaited readers, numbered from 0; called by the writer, while no process reads."""
+    """Marks readers 0 to `readers - 1` as awaited; called by the writer while no process reads the segment."""
     tracks = b"\1" if readers <= MAX_TRACKED else FREE
     page[_TRACKS:HEADER] = tracks + (RETAINED if keep else FREE)
     page[:readers] = WRITTEN * readers
 
 
 def begin_use(page: mmap.mmap, reader: int) -> None:
-    """Sets the mark of a reader that has arrived: this process."""
+    """Marks the data as in use by a reader, which is this process."""
     if reader < MAX_TRACKED and page[_TRACKS]:
         _PROCESS.pack_into(page, _TABLE + _PROCESS.size * reader, os.getpid(), pid_namespace() & 0xFFFFFFFF)
     page[reader : reader + 1] = USED
 
 
 def end_use(page: mmap.mmap, reader: int) -> None:
-    """Clears the mark of a reader that has finished, or that will not come."""
+    """Marks the data as free for a reader that has finished, or that will never read it."""
     page[reader : reader + 1] = FREE
 
 
 def awaited_readers(page: mmap.mmap, readers: int) -> list[bool]:
-    """Returns for each reader whether it is still awaited."""
+    """Returns for each reader whether it has not mapped the segment yet."""
     return [state == WRITTEN[0] for state in page[:readers]]
 
 
 def free_ended(page: mmap.mmap, readers: int) -> None:
-    """Releases data that ended readers had in use; called by the writer."""
+    """Frees data that was in use by readers whose processes have ended; called by the writer."""
     if not page[_TRACKS]:
         return
     for reader in range(readers):
@@ -122,17 +122,17 @@ def free_ended(page: mmap.mmap, readers: int) -> None:
 
 
 class ShmSegment:
-    """A segment, from its writer's side.
+    """Shared-memory segment as its writer sees it.
 
     Attributes:
-        path: Its file.
-        capacity: Bytes of data that fit.
-        readers: Number of readers of the present data.
-        holders: For each reader the process (`host.process_key`) that has to come, or that holds its message until then; "" if
-            unknown.
-        checked: Time of the last check of the readers, by `time.monotonic`.
-        pooled: Whether it may be written again; one on disk may not.
-        written: Time at which the present data was written, by `time.monotonic`.
+        path: Path of its file.
+        capacity: Maximum number of bytes of data.
+        readers: Number of readers of the current data.
+        holders: For each reader, the process (`host.process_key`) that will read the data, or that stores the reader's message
+            until then; "" if unknown. When that process ends, the data is free for this reader.
+        checked: Time (`time.monotonic`) at which the writer last checked whether readers have ended.
+        pooled: Whether the segment may be reused; a segment on disk may not.
+        written: Time (`time.monotonic`) at which the current data was written.
         locked: Page-locked tensor over the memory, which must live as long as the segment.
     """
 
@@ -145,16 +145,16 @@ class ShmSegment:
         self.locked: Any = None
 
     def free(self) -> bool:
-        """Returns whether all readers are done."""
+        """Returns whether all readers have finished with the data."""
         return self.memory[: self.readers] == FREE * self.readers
 
     def awaited(self) -> bool:
-        """Returns whether a reader is still awaited."""
+        """Returns whether any reader has not mapped the segment yet."""
         return WRITTEN in self.memory[: self.readers]
 
 
 def map_segment(path: str, flags: int) -> mmap.mmap:
-    """Maps a segment, for reading and writing.
+    """Maps a segment for reading and writing.
 
     Raises:
         SegmentGone: The segment no longer exists.
@@ -182,7 +182,12 @@ def map_private(path: str) -> mmap.mmap:
 
 
 def discard(path: str, reader: int = 0) -> None:
-    """Frees the segments of a message for a reader that will not read it; does nothing for a segment of another host."""
+    """Frees a message's segments for a reader that will not read them; ignores segments of other hosts.
+
+    Args:
+        path: Path of the segment, or two paths separated by `AND`.
+        reader: Number of the reader.
+    """
     for segment_path in path.split(AND):
         try:
             fd = os.open(segment_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -195,7 +200,7 @@ def discard(path: str, reader: int = 0) -> None:
 
 
 def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
-    """Yields for each segment in a folder: path, the writer's process, the readers' bytes, and whether it is kept."""
+    """Yields for each segment in a folder: path, the writer's process id, the readers' bytes, and whether it is kept."""
     for dir_entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(dir_entry.name)) is not None:
             with contextlib.suppress(OSError), open(dir_entry.path, "rb") as file:
@@ -205,16 +210,16 @@ def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
 
 
 def bytes_in_use(folder: Path) -> int:
-    """Returns the bytes of the segments in a folder that hold data still in use."""
-    total = 0
+    """Returns the total size in bytes of a folder's segments whose data is still in use."""
+    num_bytes = 0
     for path, _, states, is_kept in _segments(folder):
         with contextlib.suppress(OSError):
-            total += os.stat(path).st_size if is_kept or states.strip(FREE) else 0
-    return total
+            num_bytes += os.stat(path).st_size if is_kept or states.strip(FREE) else 0
+    return num_bytes
 
 
 def segments_in_use(folder: Path, process: str) -> int:
-    """Counts the segments that a process has written and that hold data still in use."""
+    """Returns the number of segments that a process has written and whose data is still in use."""
     return sum(
         writer == process and (is_kept or bool(states.strip(FREE))) for _, writer, states, is_kept in _segments(folder)
     )
@@ -227,13 +232,13 @@ def remove_idle_of_the_dead(folder: Path) -> None:
             unlink(path)
 
 
-#: Below this a copy is over before another thread has woken up.
+#: Minimum bytes to copy with several threads: a smaller copy ends before another thread has woken up.
 _WORTH_IT = 8 << 20
 #: Bytes that a thread copies at a time.
 _PIECE = 2 << 20
-#: Bytes that are copied without letting go of the interpreter's lock: there may be hundreds of such buffers.
+#: Buffers up to this size are copied without releasing the GIL, because there may be hundreds of them.
 _SMALL = 64 << 10
-#: Most threads; more would add little, and there are other users on the machine.
+#: Maximum number of threads; more would add little, and other processes need cores too.
 _MAX_THREADS = 4
 
 _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -241,11 +246,11 @@ _helpers: list[threading.Thread] = []
 
 
 def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
-    """Copies buffers to offsets of `memory`.
+    """Copies buffers to offsets in `memory`, with several threads if there is much data.
 
     Args:
-        memory: Bytes.
-        pieces: Offset and buffer (flat, contiguous) of each.
+        memory: Memory to write to.
+        pieces: Pairs (offset, buffer); buffers are flat and contiguous.
     """
     target, large_buffers = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
     for start, buffer in pieces:
@@ -270,7 +275,7 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
     next_chunk, finished = itertools.count(), threading.Semaphore(0)
 
     def work() -> None:
-        # Pieces are handed out under the interpreter's lock; the copies themselves release it.
+        # Threads take chunks under the GIL; the copies themselves release it.
         while (chunk_index := next(next_chunk)) < len(chunks):
             start, source = chunks[chunk_index]
             target[start : start + len(source)] = source
@@ -299,7 +304,7 @@ def _help() -> None:
 
 
 def _forget_helpers() -> None:
-    """Resets the helpers after a fork: they remain in the parent, and one of them may have held the queue's lock."""
+    """Resets the copy threads after a fork: they exist only in the parent, and one of them may have held the queue's lock."""
     global _jobs
     _jobs = queue.SimpleQueue()
     _helpers.clear()
@@ -309,7 +314,7 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 
 class Mappings:
-    """The segments of other processes that this one has mapped. Any thread may call any method."""
+    """Mappings of segments that other processes have written. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -318,13 +323,13 @@ class Mappings:
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, in_place: bool = True) -> memoryview:
-        """Returns the data of a segment, which stays in use by the reader until the last view of it is gone.
+        """Returns a view of a segment, whose data stays in use by the reader until the last reference to the view is gone.
 
         Args:
-            path: The segment.
+            path: Path of the segment.
             reader: Number of this reader.
-            in_place: True if no other process reads or writes it: the view is of the segment itself. Otherwise it is a private
-                mapping, whose changes stay in this process.
+            in_place: Return a view of the shared memory itself; for callers that only read, or if no other process reads the
+                segment. Otherwise the view is of a private mapping, so writes stay in this process.
 
         Raises:
             SegmentGone: The segment no longer exists.
@@ -332,14 +337,15 @@ class Mappings:
         shared = self._map(path)
         begin_use(shared, reader)
         memory = shared if in_place else map_private(path)
-        # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
+        # The finalizer runs when the last tensor, array or slice of this view is gone.
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, end_use, shared, reader).atexit = False
         return view.data
 
     def lock(self, path: str) -> None:
-        """Has an accelerator of this process, if there is one, copy from a leased segment without the CPU's help; once for as
-        long as it stays mapped, for that takes longer than a copy."""
+        """Page-locks a mapped segment, so that this process's accelerator copies from it by DMA; does nothing without an
+        accelerator. Locks it once while it stays mapped, because locking takes longer than a copy.
+        """
         with self._lock:
             memory = self._mapped.get(path)
             if memory is not None and path not in self._pages and locks_pages():
@@ -355,7 +361,7 @@ class Mappings:
             return memory
 
     def _sweep(self) -> None:
-        """Unmaps segments that their writers have removed, so that their memory is freed once it has no users."""
+        """Forgets segments that their writers have removed, so that their memory is freed once no view refers to it."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
         self._pages = {path: pages for path, pages in self._pages.items() if path in self._mapped}
         self._sweep_at = max(16, 2 * len(self._mapped))
@@ -363,25 +369,25 @@ class Mappings:
 
 log = logging.getLogger(__name__)
 
-#: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
+#: Number of segments in use, oldest first, that are checked before a new one is created.
 _MAX_CHECKED = 16
-#: Maximum of segments in use that a pool tracks; further ones are forgotten as soon as their reader has come.
+#: Maximum number of segments in use that a pool tracks; further ones are forgotten once all their readers have mapped them.
 _MAX_BUSY = 4096
-#: Two bytes of a segment's first page are no reader's.
+#: The last two bytes of a segment's first page belong to no reader.
 _MAX_READERS = HEADER - 2
 _MAX_ENDED = 4096
-#: How often the readers of a segment in use are looked up: one that was killed does not say that it is done.
+#: Seconds between checks whether the readers of a segment in use are alive: a killed reader does not clear its byte.
 _CHECK_S = 5.0
 _counter = itertools.count()
 
 
 class SegmentPool:
-    """The segments that this process writes. Any thread may call any method.
+    """Pool of the segments that this process writes. Any thread may call any method.
 
     Args:
         scratch: The session's folders on this host.
         max_idle: Bytes of free segments that the pool retains; by default a sixteenth of the shared memory, at most 2 GiB.
-        patience: Seconds after which data for several readers is dropped although one of them has not come.
+        patience: Seconds after which data for several readers is dropped even if one of them has not read it.
     """
 
     def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
@@ -393,25 +399,25 @@ class SegmentPool:
         self._busy: collections.deque[ShmSegment] = collections.deque()
         self._by_path: dict[str, ShmSegment] = {}
         self._warned = False
-        #: The latest processes that have ended: data written for one comes too late.
+        #: Processes that ended most recently: data written for them is freed at once.
         self._ended_processes: dict[str, None] = {}
 
     def write(
         self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Copies the buffers into a segment, as `spans_of` lays them out.
+        """Copies buffers into a segment with the layout of `spans_of`.
 
         Args:
             buffers: Flat, contiguous buffers.
             readers: Number of readers; they are numbered from 0.
-            keep: Keep the segment until `drop`, for readers that come later.
-            holders: The readers' processes, see `ShmSegment`.
+            keep: Keep the segment until `drop`, for readers that arrive later.
+            holders: For each reader, the process whose end frees the data; see `ShmSegment`.
 
         Returns:
-            Path, and (offset, length) of each buffer.
+            The segment's path, and (offset, length) of each buffer.
 
         Raises:
-            OSError: Neither the shared memory nor the spill folder has capacity.
+            OSError: Neither the shared memory nor the spill folder has enough space.
         """
         if readers > _MAX_READERS:
             raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
@@ -425,11 +431,11 @@ class SegmentPool:
         return segment.path, spans
 
     def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
-        """Returns a segment for `size` bytes that the caller writes, into its `memory` from `HEADER` on; the other arguments
-        are those of `write`.
+        """Returns a segment of `size` bytes, which the caller writes to its `memory` from offset `HEADER` on. The other
+        arguments are as in `write`.
 
         Raises:
-            OSError: Neither the shared memory nor the spill folder has capacity.
+            OSError: Neither the shared memory nor the spill folder has enough space.
         """
         capacity = capacity_of(size)
         segment = self._take(capacity) or self._make(capacity, size, None)
@@ -448,20 +454,19 @@ class SegmentPool:
                     end_use(segment.memory, slot)
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """Returns the memory that a segment of this process is mapped to, while the pool tracks it."""
+        """Returns the mapped memory of a segment of this process; None if the pool does not track it (any more)."""
         with self._lock:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a segment whether it is still awaited; empty once the segment has returned to the
-        pool."""
+        """Returns for each reader of a segment whether it has not mapped it yet; empty if the segment is not in use."""
         with self._lock:
             segment = self._by_path.get(path)
         return [] if segment is None else awaited_readers(segment.memory, segment.readers)
 
     def drop(self, path: str) -> None:
-        """Ends a kept segment. It is not reused, because readers that have mapped it still use it."""
+        """Removes a kept segment. It is not reused, because readers that have mapped it may still use it."""
         with self._lock:
             del self._by_path[path]
         unlink(path)
@@ -469,7 +474,7 @@ class SegmentPool:
     def forget_process(self, process: str) -> None:
         """Frees the segments written for a process that has ended (`host.process_key`), whether or not it had mapped them.
 
-        These segments are not reused: if the process is alive after all, its data stays unchanged.
+        These segments are not reused, so that their data stays unchanged if the process is alive after all.
         """
         with self._lock:
             self._ended_processes[process] = None
@@ -486,14 +491,14 @@ class SegmentPool:
                     self._retire(segment)
 
     def release(self, path: str, reader: int) -> None:
-        """Marks the segment as read by a reader that cannot map it."""
+        """Marks a segment as free for a reader on another host, which cannot map it."""
         with self._lock:
             segment = self._by_path.get(path)
         if segment is not None:
             end_use(segment.memory, reader)
 
     def close(self) -> None:
-        """Removes the segments that are not in use; the remaining ones are removed with the session's folder."""
+        """Removes the segments that are not in use. The others are removed with the session's folder."""
         with self._lock:
             for segment in itertools.chain(self._by_path.values(), *self._idle.values()):
                 if segment.free():
@@ -502,10 +507,10 @@ class SegmentPool:
             self._by_path.clear()
             self._idle.clear()
 
-    # -- finding one ----------------------------------------------------------------------------------------------
+    # -- reusing a segment ----------------------------------------------------------------------------------------
 
     def _take(self, capacity: int) -> ShmSegment | None:
-        """Returns a free segment of this size."""
+        """Returns a free segment of exactly this capacity; None if there is none."""
         with self._lock:
             for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_MAX_CHECKED, len(self._busy))):
                 if self._idle.get(capacity):
@@ -517,7 +522,7 @@ class SegmentPool:
         return None
 
     def _look(self) -> None:
-        """Checks the segment that has been in use longest."""
+        """Checks the segment at the front of the queue of segments in use: recycles, forgets or requeues it."""
         segment = self._busy.popleft()
         now = time.monotonic()
         if now - max(segment.written, segment.checked) > _CHECK_S:
@@ -539,7 +544,7 @@ class SegmentPool:
             self._busy.append(segment)
 
     def _retire(self, segment: ShmSegment) -> None:
-        """Keeps a free segment, and removes those that have been idle longest if there are too many."""
+        """Adds a free segment to the idle ones; while those exceed `max_idle` bytes, removes the oldest of the largest."""
         del self._by_path[segment.path]
         if not segment.pooled:
             unlink(segment.path)
@@ -551,13 +556,13 @@ class SegmentPool:
             unlink(self._idle[largest].pop(0).path)
             self._idle_bytes -= largest
 
-    # -- making one -----------------------------------------------------------------------------------------------
+    # -- creating a segment ---------------------------------------------------------------------------------------
 
     def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
-        """Creates a segment with the data.
+        """Creates a segment that contains the buffers.
 
-        The data is written to the file rather than mapped and copied: no page is zeroed first, and a full /dev/shm is an error
-        instead of a SIGBUS. Without `buffers`, its pages are allocated and mapped.
+        Writes the data to the file instead of copying it into a mapping: pages are then not zeroed first, and a full /dev/shm
+        is an error instead of a SIGBUS. Without `buffers`, only allocates and maps the pages.
         """
         padded = ((buffer, b"\0" * (-len(buffer) % ALIGN)) for buffer in buffers or ())
         chunks = [b"\0" * HEADER, *itertools.chain.from_iterable(padded)]
@@ -589,7 +594,7 @@ class SegmentPool:
         raise AssertionError("unreachable")
 
     def _make_room(self) -> None:
-        """Frees all idle segments, because other data needs the memory."""
+        """Removes all idle segments, because other data needs the memory."""
         with self._lock:
             for segments in self._idle.values():
                 for segment in segments:

@@ -1,9 +1,9 @@
-"""Messages over UNIX sockets, for processes of one host: ten times quicker than ZeroMQ, which has a thread on each side.
+"""Messages over UNIX sockets between processes of one host: ten times faster than ZeroMQ, which adds a thread on each side.
 
-The socket is in a folder of mode 0700. The kernel vouches for the peer's user id, and the peer must know the generation's
-secret, before anything else it sends is read.
+The socket is in a folder of mode 0700. Before other data from a peer is read, the kernel confirms the peer's user id and the
+peer proves that it knows the generation's secret.
 
-A message is a list of frames: count, sizes (little-endian), then the bytes.
+A message is a list of frames, encoded as their count, their sizes (little-endian), and their bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CHUNK = 256 * 1024
 _MAX_FRAMES = 1 << 16
 _CRED = struct.Struct("3i")
 _MAX_BUFFERS = 256
-#: How long a listener with a full queue may take to accept a connection.
+#: Seconds to wait for a listener whose queue of connections is full.
 CONNECT_S = 60.0
 _PAUSE_S = 0.02
-#: How often a sender checks whether to give up on a process that does not read.
+#: Milliseconds between a sender's checks whether to give up on a process that does not read.
 _LOOK_MS = 200
 
 
 def token_of(keys: CurveKeys) -> bytes:
-    """Returns the token with which a peer proves that it could read the generation's key file."""
+    """Returns the token with which a process proves that it knows the generation's secret."""
     return hashlib.sha256(b"rlhpc unix " + keys.secret).digest()
 
 
@@ -50,14 +50,18 @@ def encode(frames: list[Any]) -> list[Any]:
 
 
 class Decoder:
-    """Turns received bytes into messages."""
+    """Decoder of received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._need = _COUNT.size
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Adds received bytes; returns the messages that are now complete."""
+        """Adds received bytes; returns the messages that are now complete.
+
+        Raises:
+            ConnectionError: The bytes are not a message of this protocol.
+        """
         self._buffer += data
         messages = []
         while len(self._buffer) >= self._need:
@@ -69,30 +73,32 @@ class Decoder:
                 self._need = header_bytes
                 break
             sizes = struct.unpack_from(f"<{count}Q", self._buffer, _COUNT.size)
-            total = header_bytes + sum(sizes)
-            if len(self._buffer) < total:
-                self._need = total
+            message_bytes = header_bytes + sum(sizes)
+            if len(self._buffer) < message_bytes:
+                self._need = message_bytes
                 break
             frames, frame_offset = [], header_bytes
             for size in sizes:
                 frames.append(bytes(self._buffer[frame_offset : frame_offset + size]))
                 frame_offset += size
-            del self._buffer[:total]
+            del self._buffer[:message_bytes]
             self._need = _COUNT.size
             messages.append(frames)
         return messages
 
 
 def send_all(sock: socket.socket, buffers: list[Any]) -> None:
-    """Sends many buffers as `sendall` does, on a blocking socket."""
+    """Sends all buffers over a blocking socket."""
     views = deque(memoryview(buffer).cast("B") for buffer in buffers)
     while views:
         _drop_bytes(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
 
 
 def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryview], int]:
-    """Sends a message as far as a non-blocking socket takes it at once; returns the remaining buffers and the number of bytes
-    sent.
+    """Sends as much of a message as a non-blocking socket takes at once.
+
+    Returns:
+        The buffers that remain to be sent, and the number of bytes sent.
     """
     buffers = encode(frames)
     if len(buffers) == 1:  # most messages
@@ -106,20 +112,19 @@ def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryvi
 
 
 def send_some(sock: socket.socket, views: deque[memoryview]) -> int:
-    """Sends from the front of `views`, on a non-blocking socket, until nothing is left or the socket takes no more.
+    """Sends from the front of `views` over a non-blocking socket until nothing remains or the socket takes no more.
 
-    Returns:
-        How many bytes were sent.
+    Removes the sent bytes from `views`; returns their number.
     """
-    total = 0
+    num_sent_total = 0
     while views:
         try:
             num_sent = sock.sendmsg(itertools.islice(views, _MAX_BUFFERS))
         except BlockingIOError:
             break
-        total += num_sent
+        num_sent_total += num_sent
         _drop_bytes(views, num_sent)
-    return total
+    return num_sent_total
 
 
 def _drop_bytes(views: deque[memoryview], sent: int) -> None:
@@ -134,10 +139,10 @@ def _peer_uid(sock: socket.socket) -> int:
 
 
 def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
-    """Connects to a listener of this user and shows it the secret; returns the non-blocking socket.
+    """Connects to a listener of this user and sends the token; returns the non-blocking socket.
 
     Raises:
-        OSError: No listener is there, or it is another user's; `BlockingIOError` if the listener's queue stayed full.
+        OSError: There is no listener, or it belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     deadline = time.monotonic() + timeout
@@ -161,21 +166,21 @@ def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
 
 
 def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConnection:
-    """Opens the requesting side of a connection that never blocks.
+    """Connects to a listener; returns a connection that never blocks.
 
     Raises:
-        OSError: No listener is there, or it is another user's; `BlockingIOError` if the listener's queue stayed full.
+        OSError: There is no listener, or it belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     connection = UnixConnection(_open_socket(path, keys, timeout), token_of(keys))
-    connection.welcome = True  # only the listener's side is shown the secret
+    connection.welcome = True  # only the side that connects sends a token
     return connection
 
 
 class Client:
-    """The requesting side: a connection that one thread uses, and on which no wait is unbounded.
+    """Connection to a service for one thread's requests; no wait on it is unbounded.
 
     Attributes:
-        in_step: Whether the connection can be used: the last message was sent whole, or not at all.
+        in_step: Whether the connection is usable: the last message was sent completely or not at all.
     """
 
     def __init__(self, path: str, keys: CurveKeys) -> None:
@@ -191,7 +196,7 @@ class Client:
 
         Args:
             frames: The message.
-            check: Called before each wait for the other process to read; raises to give up.
+            check: Called before each wait for the other process to read; raises an exception to give up.
         """
         self.in_step = False
         views, num_sent = send_message(self._sock, frames)
@@ -204,18 +209,18 @@ class Client:
         self.in_step = True
 
     def receive(self, timeout: float) -> list[bytes] | None:
-        """Receives the next message; None after `timeout` seconds.
+        """Returns the next message; None if no complete message has arrived yet. Waits at most `timeout` seconds for data.
 
         Raises:
-            ConnectionError: The other process is gone.
+            ConnectionError: The other process has closed the connection.
         """
         if not self._messages:
             if not self._arrival.poll(timeout * 1000):
                 return None
-            received = self._sock.recv(_CHUNK)
-            if not received:
+            data = self._sock.recv(_CHUNK)
+            if not data:
                 raise ConnectionError("the other process is gone")
-            self._messages.extend(self._decoder.feed(received))
+            self._messages.extend(self._decoder.feed(data))
         return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
@@ -223,7 +228,7 @@ class Client:
 
 
 class Listener:
-    """The serving side's listening socket; hands out `UnixConnection`s."""
+    """Listening UNIX socket, which accepts connections as `UnixConnection` objects."""
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -232,7 +237,7 @@ class Listener:
         self.sock.listen(1024)
 
     def accept(self, token: bytes) -> UnixConnection | None:
-        """Returns the next waiting connection from this user; None if no connection waits."""
+        """Accepts the next waiting connection; returns None if none waits or if it is from another user."""
         try:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
@@ -245,7 +250,15 @@ class Listener:
 
 
 class UnixConnection:
-    """A peer of the service thread: a non-blocking socket, with a queue of data that could not be sent yet."""
+    """Non-blocking connection with a queue of data that the socket could not take yet.
+
+    Services use it for the connections they accept, remote calls (`rpc`) at both ends.
+
+    Attributes:
+        welcome: Whether messages are accepted: the peer has sent the token, or this side has connected.
+        closed: Whether the connection has ended.
+        name: Unique name of the connection in this process.
+    """
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock, self._token = sock, token
@@ -255,15 +268,17 @@ class UnixConnection:
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
     def receive(self) -> list[list[bytes]]:
-        """Returns complete messages that have arrived; sets `closed` at the end, or if the peer does not know the secret."""
+        """Returns the complete messages that have arrived. Sets `closed` if the connection has ended or the peer does not know
+        the secret.
+        """
         try:
-            received = self.sock.recv(_CHUNK)
-            messages = self._decoder.feed(received)
+            data = self.sock.recv(_CHUNK)
+            messages = self._decoder.feed(data)
         except BlockingIOError:
             return []
         except OSError:
-            received, messages = b"", []
-        self.closed = self.closed or not received
+            data, messages = b"", []
+        self.closed = self.closed or not data
         if not self.welcome and messages:
             hello = messages.pop(0)
             if len(hello) != 2 or hello[0] != b"hello" or not hmac.compare_digest(hello[1], self._token):
@@ -273,8 +288,9 @@ class UnixConnection:
         return messages
 
     def send(self, frames: list[Any]) -> bool:
-        """Sends or queues a message; returns True if data remains for `flush`. The caller may reuse the frames
-        afterwards."""
+        """Sends or queues a message; returns whether data remains for `flush`. The caller may change the frames' memory
+        afterwards.
+        """
         if self._out:
             self._out.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
             return True
@@ -288,12 +304,12 @@ class UnixConnection:
         return bool(views)
 
     def close(self) -> None:
-        """Closes the socket; what is queued is dropped."""
+        """Closes the socket and drops queued data."""
         self.closed = True
         self.sock.close()
 
     def flush(self) -> bool:
-        """Sends as much of the queue as the peer takes; True when something is left."""
+        """Sends as much of the queue as the socket takes; returns whether data remains."""
         try:
             send_some(self.sock, self._out)
         except OSError:

@@ -1,8 +1,10 @@
-"""Zero-copy lending: a sender waits while other hosts read directly from its tensors, instead of from a copy.
+"""Zero-copy sending: other hosts read directly from the sender's tensors, instead of from a copy, while the sender waits.
 
-This is faster if a receiver is already waiting. `settle` ends a loan before the sender continues: it waits for active
-readers, and copies the data for those that have not come. No data is lost when a reader dies: as long as a reader has not
-released the loan, its data exists, at first in the sender's tensors and then in a segment.
+This is faster if a receiver is already waiting. Before the sender continues, `settle` waits for active readers and copies the
+data to a segment for readers that have not started. Until every reader has released the data, it exists in the sender's
+tensors or in that segment, so nothing is lost when a reader dies.
+
+The second half of the module has the data that a process has received and forwards to further hosts.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from rlhpc.runtime.host import process_id
 PREFIX = "loan:"
 #: Below this size, copying costs less than waiting.
 LEND_LIMIT = 1 << 20
-#: How long a reader that was handed the item may take to begin, or to say that it has it all.
+#: Seconds that a reader that was waiting for the message may take to start, or to release the data after reading it.
 _PATIENCE_S = 2.0
-#: A late reader gets half the time that the copy would take, at this many bytes per second.
+#: Assumed bytes per second of a copy: a reader that was not waiting has half the copy's duration to start.
 _COPY_RATE = 10e9
 _LOOK_S = 0.2
 _PADDING = memoryview(bytes(64))
@@ -32,13 +34,15 @@ _numbers = itertools.count()
 
 
 class LentBuffers:
-    """Lent buffers, laid out as they would be in a segment.
+    """Buffers of a sender that other hosts read in place, addressed with the layout of a segment.
 
     Attributes:
         name: Name that readers use in place of a segment's path.
         spans: (offset, length) of each buffer.
-        segment: Path of the copy, once there is one.
-        pending: Readers that have not released it.
+        size: Total bytes of the buffers, with padding.
+        segment: Path of the segment with a copy; None if there is no copy.
+        pending: Numbers of the readers that have not released the data.
+        holders: For each reader, the process whose end releases the data; see `shared_memory.ShmSegment`.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class LentBuffers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
-        """Yields the buffers, which do not change inside the block; None if a segment has replaced them."""
+        """Yields the buffers, which do not change inside the block; None if `settle` has already ended access to them."""
         with self._changed:
             views = self._views
             if views is not None:
@@ -72,7 +76,7 @@ class LentBuffers:
                 self._changed.notify_all()
 
     def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
-        """Returns the `count` bytes from `start` on of the equivalent segment, as views of the buffers."""
+        """Returns bytes `start` to `start + count` of the equivalent segment, as views of the buffers and of padding."""
         pieces = []
         for (offset, length), view in zip(self.spans, views, strict=True):
             for view_offset, source_view in ((offset, view), (offset + length, _PADDING[: -length % 64])):
@@ -82,11 +86,11 @@ class LentBuffers:
         return pieces
 
     def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
-        """Ends the loan: afterwards the buffers belong to the caller alone.
+        """Waits for readers, and copies the data to a segment if some remain; afterwards the buffers are no longer read.
 
         Args:
-            handed: Whether all readers were waiting for the loan.
-            pool: Pool that gets the copy.
+            handed: Whether all readers were already waiting for the message.
+            pool: Pool in which the copy is made.
             check: Called while waiting; raises when the run has failed.
         """
         self._moved = time.monotonic()
@@ -107,7 +111,7 @@ class LentBuffers:
 
 
 class Lender:
-    """The buffers that this process lends. Any thread may call any method."""
+    """Buffers of this process that other hosts read in place. Any thread may call any method."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
@@ -115,42 +119,42 @@ class Lender:
         self._loans: dict[str, LentBuffers] = {}
 
     def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> LentBuffers:
-        lent = LentBuffers(buffers, readers, self._changed, holders)
-        self._loans[lent.name] = lent
-        return lent
+        lent_buffers = LentBuffers(buffers, readers, self._changed, holders)
+        self._loans[lent_buffers.name] = lent_buffers
+        return lent_buffers
 
     def find(self, name: str) -> LentBuffers | None:
         return self._loans.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """Returns the memory that a segment of this process is mapped to."""
+        """Returns the mapped memory of a segment of this process; None if the pool does not track it."""
         return self._pool.memory(path)
 
     def forget_process(self, process: str) -> None:
-        """Releases the buffers lent to a reader that has ended (`host.process_key`)."""
-        for name, lent in list(self._loans.items()):
-            for reader, holder in enumerate(lent.holders):
+        """Releases the buffers for readers whose process has ended (`host.process_key`)."""
+        for name, lent_buffers in list(self._loans.items()):
+            for reader, holder in enumerate(lent_buffers.holders):
                 if holder == process:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
-        """Registers that a reader is done with a loan, or with a segment of this process."""
-        lent = self._loans.get(path)
-        if lent is None:
+        """Records that a reader has released zero-copy buffers or a segment of this process."""
+        lent_buffers = self._loans.get(path)
+        if lent_buffers is None:
             self._pool.release(path, reader)
             return
         with self._changed:
-            lent.pending.discard(reader)
-            if lent.segment is not None:
-                self._pool.release(lent.segment, reader)
-            if not lent.pending:
+            lent_buffers.pending.discard(reader)
+            if lent_buffers.segment is not None:
+                self._pool.release(lent_buffers.segment, reader)
+            if not lent_buffers.pending:
                 self._loans.pop(path, None)
             self._changed.notify_all()
 
 
-#: Most that is offered at a time; the oldest is withdrawn for the next.
+#: Maximum number of concurrent offers; a further offer withdraws the oldest.
 _MAX_OFFERS = 8
-#: Maximum of withdrawn names that are remembered.
+#: Maximum number of withdrawn names that are remembered.
 _REMEMBERED = 1024
 
 
@@ -159,7 +163,7 @@ class Withdrawn(Exception):
 
 
 class ForwardedData:
-    """Memory that other processes may read, by name. Any thread may call any method."""
+    """Received data that this process offers to other hosts, by name. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -167,17 +171,17 @@ class ForwardedData:
         self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
-        """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
+        """Offers memory until it has been read `times` times. The memory must not change; a reader may keep it longer."""
         expired_offers = []
         with self._changed:
             self._offered[name] = memory, times
             while len(self._offered) > _MAX_OFFERS:
                 expired_offers.append(self._withdraw(next(iter(self._offered))))
             self._changed.notify_all()
-        # Only now may memory return to its pool, which has separate locks.
+        # The withdrawn memory returns to its pool only now, outside this lock, because the pool has its own lock.
 
     def find(self, name: str, timeout: float) -> memoryview | None:
-        """Returns the memory offered under a name; waits up to `timeout` seconds for it, then returns None.
+        """Returns the memory offered under a name; waits up to `timeout` seconds for the offer, then returns None.
 
         Raises:
             Withdrawn: The data is no longer offered.
@@ -192,8 +196,8 @@ class ForwardedData:
             return self._offered[name][0]
 
     def finish_read(self, name: str) -> None:
-        """Registers that one of the readers of an offer has read all of it."""
-        memory: memoryview | None  # which may return to its pool only after the block, as in `put`
+        """Registers that a reader has read all data of an offer."""
+        memory: memoryview | None  # may return to its pool only after the block, as in `put`
         with self._changed:
             memory, num_reads = self._offered.get(name, (None, 0))
             if memory is not None and num_reads > 1:

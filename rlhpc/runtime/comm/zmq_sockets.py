@@ -1,4 +1,7 @@
-"""ZeroMQ sockets as this project uses them: always CURVE, both sides authenticated with the generation's key."""
+"""Requests to the services of other processes, over UNIX sockets within a host and over ZeroMQ between hosts.
+
+All ZeroMQ sockets between hosts use CURVE, and both sides authenticate with the generation's key.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,23 @@ from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.registry import CurveKeys
 
 _names = itertools.count()
-#: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory
-#: before it knows who sent it, so this is what a stranger's connection can make it hold.
+#: Maximum size of a ZeroMQ frame; longer frames are sent in pieces. ZeroMQ reads a frame into memory before it has
+#: authenticated the sender, so this bounds the memory that an unauthenticated connection can use.
 PIECE = 1 << 20
-#: An ample bound on what CURVE adds to a frame.
+#: Upper bound on the bytes that CURVE adds to a frame.
 _OVERHEAD = 1 << 10
-#: A connection that has not proved by then that it belongs to this run is closed; one of ours that was too slow retries.
+#: Time limit of the handshake; a process of this run that was too slow tries again.
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
-#: Exceptions of requests that were answered with neither `ok` nor `error`.
+#: Exceptions for replies whose status is neither `ok` nor `error`.
 _FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
-#: Requests that ZeroMQ still accepts once its port is shut: few, for each takes one of the descriptors that are left.
+#: Maximum number of connections that ZeroMQ still accepts once its port is shut: few, because each uses a descriptor.
 _BACKLOG = 100
-#: How long the other side may take to read a message for which no other deadline holds.
+#: Default seconds that the other side may take to read a message.
 POST_S = 60.0
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-#: The one instruction of a packet filter that lets nothing pass: `return 0`.
+#: Packet filter that drops everything: the single instruction `return 0`.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
@@ -62,7 +65,7 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: b
 
 
 def divided(frames: Sequence[Any]) -> Sequence[Any]:
-    """Returns the frames to send: the frames themselves or, if one is longer than `PIECE`, their lengths and pieces."""
+    """Returns the frames to send: the given frames or, if one is longer than `PIECE`, their lengths and their pieces."""
     lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
     if max(lengths, default=0) <= PIECE:
         return frames
@@ -77,22 +80,23 @@ def join_pieces(frames: list[bytes]) -> list[bytes]:
     """Joins the frames that `divided` split into pieces."""
     if not frames or frames[0] != _DIVIDED:
         return frames
-    pieces, joined = iter(frames[2:]), []
+    pieces, joined_frames = iter(frames[2:]), []
     for length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
-        joined.append(b"".join(itertools.islice(pieces, -(-length // PIECE))))
-    return joined
+        joined_frames.append(b"".join(itertools.islice(pieces, -(-length // PIECE))))
+    return joined_frames
 
 
 class TcpPort:
-    """A TCP port that a ZeroMQ socket listens on, for ranks of other hosts.
+    """TCP port on which a ZeroMQ socket listens for processes of other hosts.
 
-    It is not a `TcpListener`, because ZeroMQ accepts connections itself, on a thread that needs no interpreter. ZeroMQ accepts
-    every connection, and keeps it for as long as a handshake may last. While strangers hold too many, `shut` makes the kernel
-    drop further requests; a process of the run tries again a second or two later.
+    It is not a `TcpListener`, because ZeroMQ accepts connections itself, on a thread that does not need the GIL. ZeroMQ
+    accepts every connection and keeps it for up to the time limit of a handshake. While unauthenticated connections use too
+    many descriptors, `shut` makes the kernel drop further connection requests; a process of the run tries again a second or
+    two later.
 
     Attributes:
-        listener: Readable, for an edge-triggered epoll, when a process connects.
-        endpoint: The endpoint to publish; the port is bound already, so no other process can bind it.
+        listener: Listening socket; an edge-triggered epoll reports it as readable when a process connects.
+        endpoint: Endpoint to publish. The port is already bound, so no other process can bind it.
     """
 
     def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -113,19 +117,23 @@ class TcpPort:
 
 
 def shut_crowded_ports(doors: Collection[TcpPort]) -> None:
-    """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
+    """Shuts the ports if the process is short of file descriptors; otherwise opens them."""
     is_crowded = bool(doors) and is_short_of_descriptors()
     for port in list(doors):
         port.shut(is_crowded)
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Returns whether a message has arrived; ZeroMQ's descriptor only tells that its state has changed."""
+    """Returns whether a message has arrived. ZeroMQ's file descriptor only signals that the socket's state has changed."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def choose(record: dict[str, str]) -> str:
-    """Returns the endpoint by which this process reaches the process that published `record`."""
+    """Returns the endpoint at which this process reaches the process that published `record`.
+
+    Raises:
+        ChannelError: The process is on another host and listens on no TCP port.
+    """
     if record["host"] == host_id():
         return record["ipc"]
     if not record["tcp"]:
@@ -136,7 +144,7 @@ def choose(record: dict[str, str]) -> str:
 
 
 class ZapAuthenticator:
-    """Answers ZeroMQ's authentication requests: only the generation's own public key may enter."""
+    """ZAP handler: answers ZeroMQ's authentication requests; only clients with the generation's public key may connect."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.socket = context.socket(zmq.REP)
@@ -146,7 +154,7 @@ class ZapAuthenticator:
         self.refused = 0
 
     def answer(self) -> None:
-        """Handles one request; call when the socket is readable."""
+        """Answers one request; call it when the socket is readable."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         is_allowed = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
         self.refused += not is_allowed
@@ -157,7 +165,7 @@ class ZapAuthenticator:
 
 @contextlib.contextmanager
 def _until_the_end() -> Iterator[None]:
-    """Converts ZeroMQ's error about closed sockets into an error of the run."""
+    """Converts ZeroMQ's error about a terminated context into a `ChannelError`."""
     try:
         yield
     except zmq.ContextTerminated:
@@ -165,7 +173,7 @@ def _until_the_end() -> Iterator[None]:
 
 
 class _ZmqClient:
-    """A connection to a service on another host."""
+    """Connection to a service on another host."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: CurveKeys) -> None:
         self.in_step = True
@@ -173,7 +181,7 @@ class _ZmqClient:
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Any], check: Callable[[], None]) -> None:
-        with _until_the_end():  # copied to a queue without a bound, which never makes a sender wait
+        with _until_the_end():  # copies to an unbounded queue, so it never blocks
             self._socket.send_multipart(divided(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
@@ -197,8 +205,7 @@ class _ThreadConnections(threading.local):
 
     Attributes:
         clients, bulk: Connections for messages, and for large data, by endpoint.
-        unconfirmed: Endpoints where the thread has put something since it last got a reply from there, with the keys of the
-            processes behind them.
+        unconfirmed: Endpoints to which the thread has sent a `PUT` since their last reply, each with the key of its process.
     """
 
     def __init__(self) -> None:
@@ -208,7 +215,7 @@ class _ThreadConnections(threading.local):
 
 
 class Peers:
-    """Requests from one thread to the service threads of other processes, with one persistent connection per peer."""
+    """Client of the services of other processes: each thread has one persistent connection per peer."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
@@ -237,8 +244,8 @@ class Peers:
         return ChannelError(f"the process behind {endpoint} died while this one waited for {purpose}")
 
     def knows_ended(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether a process is known to have ended, by its published record: it was on this host, and its socket has
-        no listener any more.
+        """Returns whether the process that published `record` is known to have ended: it was on this host, and its socket no
+        longer has a listener.
         """
         if record["host"] != host_id():
             return False
@@ -252,7 +259,7 @@ class Peers:
         """Sends a message to a process that may have stopped reading.
 
         Raises:
-            DeadlineExceeded: The process has not read enough for `timeout` seconds.
+            DeadlineExceeded: The process has not read enough within `timeout` seconds.
             ChannelError: The process has ended.
         """
         deadline = time.monotonic() + timeout
@@ -268,7 +275,7 @@ class Peers:
         except OSError:
             raise self._unreachable(endpoint, purpose) from None
         except DeadlineExceeded:
-            self._thread.unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
+            self._thread.unconfirmed.pop(endpoint, None)  # the caller learns of the failure from the exception
             raise
         finally:
             if not client.in_step and self._thread.clients.get(endpoint) is client:
@@ -283,22 +290,22 @@ class Peers:
         purpose: str | None = None,
         process: str = "",
     ) -> None:
-        """Sends a request that has no reply; raises as `begin` does. `process` is the key of the one behind the endpoint."""
+        """Sends a request that has no reply; raises as `begin` does. `process` is the key of the endpoint's process."""
         self._send(endpoint, [b"", op, *frames], timeout, purpose or op.decode())
         if op == b"PUT":
             self._thread.unconfirmed[endpoint] = process
 
     def forget_unconfirmed(self) -> None:
-        """Drops the messages that `confirm` would wait for: the call that sent them has failed, and their receivers may have
-        ended.
+        """Clears the list of messages that `confirm` waits for, because the call that sent them has failed and their receivers
+        may have ended.
         """
         self._thread.unconfirmed.clear()
 
     def confirm(self, timeout: float) -> None:
-        """Waits until all messages that this thread has sent without confirmation have been admitted or queued.
+        """Waits until the receivers have handled all `PUT` requests that this thread has sent with `post`.
 
         Raises:
-            ChannelError: A process refused something. The end of a process is no error here: others report it.
+            ChannelError: A process refused an item. The end of a process is no error here, because it is reported elsewhere.
         """
         while self._thread.unconfirmed:
             endpoint, process = self._thread.unconfirmed.popitem()
@@ -313,19 +320,19 @@ class Peers:
         """Sends a request and waits for its reply.
 
         Raises:
-            DeadlineExceeded: There was no reply within `timeout` seconds; the message names the process.
-            ChannelError: The other side answered with an error, or is gone.
+            DeadlineExceeded: There was no reply within `timeout` seconds; the message has the purpose.
+            ChannelError: The other side replied with an error, or has ended.
         """
         deadline = time.monotonic() + timeout
         pending = self.begin(endpoint, op, frames, purpose, timeout)
         return self.reply_to(pending, max(0.0, deadline - time.monotonic()))
 
     def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], purpose: str, timeout: float = POST_S) -> Pending:
-        """Sends a request. `reply_to` must wait for its reply in the same thread, before the next request to this endpoint.
+        """Sends a request and returns at once. The same thread must call `reply_to` before its next request to this endpoint.
 
         Raises:
-            DeadlineExceeded: The other side has not read it within `timeout` seconds.
-            ChannelError: The other side is gone.
+            DeadlineExceeded: The other side has not read the request within `timeout` seconds.
+            ChannelError: The other side has ended.
         """
         request_id = next(_names).to_bytes(8, "big")
         self._send(endpoint, [request_id, op, *frames], timeout, purpose)
@@ -337,7 +344,8 @@ class Peers:
         Args:
             pending: The request.
             timeout: Seconds.
-            has_ended: Whether the other side is known to have ended: the end of one on another host closes no connection.
+            has_ended: Returns whether the other side is known to have ended, because a process that ends on another host
+                closes no connection.
         """
         endpoint, request_id, purpose = pending
         client = self._client(endpoint)
@@ -354,7 +362,7 @@ class Peers:
                         raise DeadlineExceeded(f"waited {timeout:.1f} s for {purpose}")
                 elif reply[0] == request_id:
                     break
-                # else: the late answer to a request that was given up; its items went back with the CANCEL
+                # else: a late reply to an abandoned request; CANCEL has returned its items to their queue
         except (ConnectionError, BrokenPipeError):
             raise self._unreachable(endpoint, purpose) from None
         self._thread.unconfirmed.pop(endpoint, None)
@@ -363,28 +371,28 @@ class Peers:
         raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
 
     def _cancel(self, endpoint: str, number: bytes) -> None:
-        """Withdraws a request without waiting; the end of its connection would do the same."""
+        """Cancels a request without waiting; if that fails, closes the connection, which has the same effect."""
         try:
             self.post(endpoint, b"CANCEL", [number], timeout=0.0)
         except DeadlineExceeded:
             self._thread.clients.pop(endpoint).close()
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
-        """Fills `target` with the bytes of a segment of another host from `start` on.
+        """Fills `target` with bytes of another host's segment, or of data that a process forwards.
 
         Args:
-            endpoint: Endpoint of the owner's `BulkServer`.
-            path: The segment, or the name of the offered data.
-            start: Offset in its file.
+            endpoint: Endpoint of the `BulkServer` that has the data.
+            path: Path of the segment, or name of the forwarded data.
+            start: Offset of the first byte.
             target: Memory of this process.
-            forwarded: Request offered data rather than a segment.
+            forwarded: Fetch forwarded data rather than a segment.
 
         Returns:
-            Whether the data was there; an offer may not have been made yet.
+            False if the process does not have the forwarded data yet.
 
         Raises:
             Withdrawn: The data is no longer offered.
-            ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
+            ChannelError: The owner has ended, its host is unreachable, or the segment was freed; the message names the owner.
         """
         clients = self._thread.bulk
         while True:
@@ -394,7 +402,7 @@ class Peers:
                 return client.fetch(path, start, target, forwarded=forwarded)
             except OSError as error:
                 if not is_new and not client.is_receiving:
-                    continue  # it was idle, and a firewall between the hosts may have forgotten it
+                    continue  # the connection was idle, and a firewall between the hosts may have dropped it
                 self._await_reported_failure()
                 raise ChannelError(
                     f"{client.peer} at {endpoint.rpartition('@')[2]} died or is out of reach while this process received "
@@ -410,12 +418,12 @@ class Peers:
         return self._thread.bulk[endpoint]
 
     def release(self, endpoint: str, path: str, reader: int) -> None:
-        """Tells the owner of a segment on another host that this reader is done; does nothing if the owner has ended.
+        """Notifies the owner of another host's segment that this reader no longer needs it; ignores an owner that has ended.
 
-        A reader that shares data that another rank of its host has fetched connects to the owner only now.
+        Connects to the owner first if this thread has no connection to it.
         """
         clients = self._thread.bulk
-        for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts
+        for _ in range(2 if endpoint in clients else 1):  # a firewall may have dropped an idle connection
             try:
                 self._bulk_client(endpoint).release(path, reader)
             except (OSError, ChannelError):
@@ -425,7 +433,7 @@ class Peers:
                 return
 
     def _await_reported_failure(self) -> None:
-        # The driver learns of a death at about the same moment, and its account of it is better.
+        # The driver learns of a process's end at about the same time, and its error message is better.
         for _ in range(20):
             self._check()
             time.sleep(0.01)
