@@ -1,4 +1,4 @@
-"""Procedural image problems: shapes drawn by a rule, with questions about number, area and side."""
+"""Procedural image problems: drawn shapes with questions about their number, area or side."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
-#: Number of drawings for each task and answer; several may be equal.
+#: Number of drawings per task and answer; some may be equal.
 _PICTURES = 1 << 12
-#: Corners, colour, and colour of the border.
+#: Corners, fill colour, and border colour of a rectangle.
 Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int] | None]
 
 
@@ -33,26 +33,26 @@ class DrawnOptions:
     most: Annotated[int, Range(1, 9)] = 4
     """Largest answer."""
     points: Annotated[int, Range(28, 1024)] = 56
-    """The image's width and height."""
+    """Width and height of the image in pixels."""
 
 
 class DrawnProblems:
-    """Images drawn from a number, with questions; no image occurs twice or in both parts, whatever the seeds.
+    """Questions about images that are drawn from the problem's number; no image occurs twice or in both parts, for any seeds.
 
     - `count`: squares on a grid; the answer is their number.
-    - `area`: a rectangle of unit squares, with their borders; the answer is its area.
-    - `side`: a square to the left, or to the right; the answer is `l` or `r`.
+    - `area`: a rectangle of unit squares with borders; the answer is its area.
+    - `side`: a square on the left or on the right; the answer is `l` or `r`.
 
     A hash of the drawing decides its part: `eval_fraction` of all images, or a fifth if it is 0, belong to evaluation.
-    There are 585 images of task `count` with `most` 4 and `points` 56, and many more of the others.
+    Task `count` has 585 images with `most` 4 and `points` 56; the other tasks have many more.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs` are `DrawnOptions`.
+        cfg: Section `data.train` or `data.eval[i]`; `kwargs` are `DrawnOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, Pillow is missing, or `size` exceeds the number of problems.
+        ConfigError: `kwargs` are invalid, Pillow is missing, or `size` exceeds the number of problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -79,7 +79,7 @@ class DrawnProblems:
         )
 
     def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
-        """Returns a problem's task, answer, question, and the boxes of its image."""
+        """Returns a problem's task, answer and question, and the rectangles of its image."""
         level, number_in_level = locate(number, self._sizes)
         task, picture_number = self._tasks[level], number_in_level // len(self._answers[level])
         answer = self._answers[level][number_in_level % len(self._answers[level])]
@@ -141,7 +141,7 @@ _DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]
 
 
 def _picture(points: int, boxes: list[Box]) -> bytes:
-    """Draws boxes (corners, colour, border) on a white image; returns the PNG file."""
+    """Draws rectangles on a white image; returns the contents of a PNG file."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (points, points), (255, 255, 255))

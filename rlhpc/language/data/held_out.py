@@ -1,4 +1,4 @@
-"""Held-out rows of a run on demonstrations or preferences, on which it measures its loss during training."""
+"""Held-out rows for the validation loss of runs on demonstrations or preferences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Source = TypeVar("Source", bound="SourceConfig")
 
 
 def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]:
-    """Returns the section of the held-out rows, which are its part "eval", and its name in messages.
+    """Returns the section whose part "eval" has the held-out rows, and the section's name in messages.
 
-    These are all rows of `data.holdout.path` and `split`. If neither is set, they are the rows that
+    The held-out rows are all rows of `data.holdout.path` and `split`. If neither is set, they are the rows that
     `data.train.eval_fraction` excludes from training.
 
     Args:
@@ -34,12 +34,12 @@ def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]
 
 
 def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fail: Fail) -> None:
-    """Rejects a held-out loss without held-out rows.
+    """Checks that held-out rows exist if the validation loss is turned on.
 
     Args:
         interval: `runner.val_check_interval`.
         train, holdout: See `holdout_section`.
-        fail: Builds the error.
+        fail: Function that creates the error from a key and a message.
 
     Raises:
         ConfigError: There are no held-out rows, or they are the training rows.

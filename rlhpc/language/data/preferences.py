@@ -1,4 +1,4 @@
-"""Preference data: pairs of responses, and responses with labels, from the same sources as prompts."""
+"""Preference data from the same sources as prompts: pairs of responses, and responses with labels."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PreferenceRow:
 
     Attributes:
         prompt: Conversation before the responses.
-        responses: The chosen and the rejected one of a pair; or the one with a label.
-        target: The margin of a pair; or the label.
-        turns: For each response, the assistant's message if it has more than a text; None otherwise.
+        responses: The chosen and the rejected response of a pair, or the single response with a label.
+        target: Margin of the pair, or label.
+        turns: The assistant message of each response that has more than a text; None for other responses.
     """
 
     prompt: Prompt
@@ -37,23 +37,23 @@ class PreferenceRow:
 
 
 class Preferences:
-    """Rows of a section `data.train`, `data.eval[i]` or `data.holdout`, all of which are checked here, before training.
+    """Preference rows of a section `data.train`, `data.eval[i]` or `data.holdout`; the constructor checks all of them.
 
     Args:
-        cfg: The section; that of labels is a `PreferenceSourceConfig`.
+        cfg: The section; a `PreferenceSourceConfig` for labels.
         form: "pairs" or "labels" (`find_reward_loss`).
-        part: "train" or "eval": the side of `eval_fraction`.
+        part: "train" or "eval", the side of the split by `eval_fraction`.
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: The source cannot be read, or a row does not have that form; the message names file and row.
+        ConfigError: The source cannot be read, or a row does not have the form; the message names its file and row.
     """
 
     def __init__(self, cfg: PairSourceConfig, form: str, part: str = "train", *, key: str | None = None) -> None:
         self._cfg = cfg
         self._form = form
         self._key = key or f"data.{part}"
-        # A section of pairs alone has no margin and no label.
+        # A section for pairs without labels has neither margin_key nor label_key.
         self._margin = getattr(cfg, "margin_key", None)
         self._label = getattr(cfg, "label_key", None)
         self._response_key = getattr(cfg, "response_key", "response")
@@ -74,15 +74,15 @@ class Preferences:
         return self._rows[index]
 
     def fit(self, encoder: PromptTokenizer, max_tokens: int) -> int:
-        """Drops the rows that are too long; returns their number.
+        """Removes rows that are too long; returns their number.
 
         Args:
             encoder: Tokenizer and chat template of the model.
-            max_tokens: Maximum number of tokens of a response with its prompt.
+            max_tokens: Maximum number of tokens of prompt and response.
 
         Raises:
-            ConfigError: A row is too long, unless the encoder drops those; the chat template omits a part of a row;
-                or no row remains.
+            ConfigError: A row is too long and the encoder does not drop it, the chat template omits a part of a row, or no
+                row remains.
         """
         rows = []
         for row in self._rows:
@@ -115,7 +115,7 @@ class Preferences:
         return PreferenceRow(_bare(prompt), response_texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
-        """Returns a response: a text, or the last turn of a conversation that continues the prompt's."""
+        """Returns the text, and the message or None, of a response that is a text or a continuation of the prompt."""
         column, source_problems = getattr(self._cfg, name), self._problems.problems
         response_value = prompt.meta.get(column)
         allowed_forms = "a text that is not empty, or messages of which the last is the assistant's"
@@ -131,7 +131,7 @@ class Preferences:
             raise self._fault(index, prompt, name, column, f"{allowed_forms} ({error})") from None
         if last_message is None or not (last_message["content"] or not is_plain(last_message)):
             raise self._fault(index, prompt, name, column, allowed_forms)
-        messages = source_problems[index].messages  # as in the file, without template and system prompt
+        messages = source_problems[index].messages  # from the file, without prompt template and system prompt
         turns = [
             [turn for turn in turn_messages if turn["role"] != "system"] for turn_messages in (prior_messages, messages)
         ]
@@ -187,19 +187,21 @@ class Preferences:
 
 
 def _bare(prompt: Prompt) -> Prompt:
-    """Returns the prompt without its responses, which are in the row."""
+    """Returns the prompt without response and metadata, which the row holds."""
     return dataclasses.replace(prompt, response="", meta={}, turn=None)
 
 
 def encode_demonstrations(
     row: PreferenceRow, encoder: PromptTokenizer, max_tokens: int
 ) -> list[tuple[list[int], list[bool]]] | None:
-    """Encodes each response of a row after the prompt, with the end token and the loss mask; None for a dropped row.
+    """Tokenizes each response of a row with the prompt and the end token; returns (ids, loss mask) of each response.
+
+    Returns None if the row is dropped.
 
     Args:
         row: Row of preference data.
         encoder: Tokenizer and chat template of the model.
-        max_tokens: Maximum number of tokens of a response with its prompt.
+        max_tokens: Maximum number of tokens of prompt and response.
 
     Raises:
         ConfigError: A response is too long and `data.overlong_prompts` is "error".
@@ -217,10 +219,10 @@ def encode_demonstrations(
 
 
 def encode(row: PreferenceRow, encoder: PromptTokenizer, max_tokens: int) -> list[list[int]] | None:
-    """Encodes each response of a row for a reward model; None for a dropped row.
+    """Tokenizes each response of a row for a reward model; returns None if the row is dropped.
 
-    The ids end with a token that is not padding, since the reward is read there. So if the padding token is the end token, it
-    is removed from the end.
+    The reward is the value at the last token that is not padding. Final padding tokens are therefore removed, including the
+    end token if it is also the padding token.
 
     Args:
         row, encoder, max_tokens: See `encode_demonstrations`.

@@ -1,4 +1,4 @@
-"""Procedural problems: arithmetic and programming tasks, their selection, and the split into training and evaluation."""
+"""Procedural problems: arithmetic and programming tasks, their sampling, and their train/eval split."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SIZE = {"train": 10_000, "eval": 500}
-"""Number of procedural problems if `size` is null, or all if there are fewer."""
+"""Number of procedural problems if `size` is null; all problems if there are fewer."""
 _HELD_OUT = 0.2
 _LISTED = 200_000
-"""Up to this many possible problems are listed and shuffled; if there are more, a sample is drawn."""
+"""Up to this number of possible problems, all are listed and shuffled; above it, a sample is drawn."""
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Returns whether a problem is on evaluation's side; a hash of the problem decides, the same on every machine.
+    """Returns whether a problem is held out for evaluation, by a hash of its text that is the same on every machine.
 
-    A larger fraction holds out all problems that a smaller one does.
+    Problems held out at a smaller fraction are also held out at a larger one.
     """
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def belongs(text: str, part: str, fraction: float) -> bool:
-    """Returns whether a problem belongs to `part` ("train" or "eval"); with fraction 0 each problem belongs to both."""
+    """Returns whether a problem belongs to `part`, "train" or "eval"; with fraction 0, every problem belongs to both."""
     return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
 
 
 def procedural_fraction(cfg: DataSourceConfig) -> float:
-    """Returns the fraction that a procedural source holds out: a fifth, unless the configuration sets it."""
+    """Returns the fraction that a procedural source holds out: `eval_fraction`, or 0.2 if that is 0."""
     return cfg.eval_fraction or _HELD_OUT
 
 
 def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
-    """Returns the `kwargs` of a section, as plain Python objects."""
+    """Returns the `kwargs` of a section as plain Python objects."""
     from omegaconf import OmegaConf
 
     kwargs = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
@@ -57,64 +57,63 @@ def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
 def choose(
     cfg: DataSourceConfig, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
 ) -> list[int]:
-    """Returns the numbers of `cfg.size` different problems, in an order that only `cfg.seed` decides.
+    """Draws the numbers of `cfg.size` different problems, in an order determined by `cfg.source` and `cfg.seed`.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`.
-        sizes: Number of problems of each level; they are numbered consecutively.
-        keep: Returns whether a problem is in the part.
+        cfg: Section `data.train` or `data.eval[i]`.
+        sizes: Number of problems of each level; problems are numbered consecutively over the levels.
+        keep: Function that returns whether a problem is in the part.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: There are fewer problems.
+        ConfigError: The part has too few problems.
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
-    total = sum(sizes)
+    num_possible = sum(sizes)
     num_problems = cfg.size or DEFAULT_SIZE[part]
-    if total <= _LISTED:
-        numbers = [candidate for candidate in range(total) if keep(candidate)]
+    if num_possible <= _LISTED:
+        numbers = [candidate for candidate in range(num_possible) if keep(candidate)]
         rng.shuffle(numbers)
         if cfg.size and cfg.size > len(numbers):
             raise ConfigError(
-                f"{key}.size is {cfg.size}, but only {len(numbers)} of all {total} problems are in the {part} part; "
+                f"{key}.size is {cfg.size}, but only {len(numbers)} of all {num_possible} problems are in the {part} part; "
                 f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
             )
         return numbers[:num_problems]
     fraction = procedural_fraction(cfg)
-    max_count = int(total * (fraction if part == "eval" else 1 - fraction) / 2)
+    max_count = int(num_possible * (fraction if part == "eval" else 1 - fraction) / 2)
     if num_problems > max_count:
-        raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {total}")
-    # A dict keeps the order of drawing.
-    chosen_numbers: dict[int, None] = {}
-    while len(chosen_numbers) < num_problems:
-        # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
+        raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {num_possible}")
+    # A dict rather than a set, because it keeps the order.
+    drawn_numbers: dict[int, None] = {}
+    while len(drawn_numbers) < num_problems:
+        # Levels are drawn equally often; otherwise almost all problems would be of the hardest level, which has the most.
         level = rng.randrange(len(sizes))
         candidate = sum(sizes[:level]) + rng.randrange(sizes[level])
-        if candidate not in chosen_numbers and keep(candidate):
-            chosen_numbers[candidate] = None
-    return list(chosen_numbers)
+        if candidate not in drawn_numbers and keep(candidate):
+            drawn_numbers[candidate] = None
+    return list(drawn_numbers)
 
 
 def choose_contents(
     cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
 ) -> list[int]:
-    """Returns the numbers of `cfg.size` problems with different contents, like `choose`, if numbers may have equal
-    contents.
+    """Draws the numbers of `cfg.size` problems with different contents, for sources in which numbers may share a content.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`.
-        sizes: Number of problems of each level; they are numbered consecutively.
-        content: Returns a description of the complete problem. It alone decides the part, not the seed or the number.
+        cfg: Section `data.train` or `data.eval[i]`.
+        sizes: Number of problems of each level; problems are numbered consecutively over the levels.
+        content: Function that returns a description of the complete problem, whose hash decides the part.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: There are fewer problems.
+        ConfigError: The part has too few different problems.
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
-    num_problems, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
-    numbers = range(total) if total <= _LISTED else rng.sample(range(total), _LISTED)
+    num_problems, num_possible = cfg.size or DEFAULT_SIZE[part], sum(sizes)
+    numbers = range(num_possible) if num_possible <= _LISTED else rng.sample(range(num_possible), _LISTED)
     order = list(numbers)
     rng.shuffle(order)
     number_by_digest: dict[bytes, int] = {}
@@ -133,7 +132,7 @@ def choose_contents(
 
 
 def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """Returns the level of a problem, and its number in the level."""
+    """Returns the level of a problem, and its number within the level."""
     for level_index, level_size in enumerate(sizes):
         if number < level_size:
             return level_index, number
@@ -149,9 +148,9 @@ class ArithmeticOptions:
     """Options of source `arithmetic`."""
 
     digits: Annotated[int | list[int], Range(1, 9)] = 2
-    """Digits of both operands, without leading zeros; a number or a list of numbers."""
+    """Number of digits of both operands, without leading zeros; a number or a list of numbers."""
     operators: str | list[str] = "+"
-    """Characters out of `+-*`."""
+    """One or more of the characters `+-*`."""
 
     def __post_init__(self) -> None:
         if not self.operators or not {*"".join(self.operators)} <= {*_OPERATORS}:
@@ -159,19 +158,19 @@ class ArithmeticOptions:
 
 
 class ArithmeticProblems:
-    """Problems of two numbers and an operator; none occurs twice or in both parts, whatever the seeds.
+    """Problems of two numbers and an operator; no problem occurs twice or in both parts, for any seeds.
 
-    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if it is 0, belong to
-    evaluation. 34+12 is in the same part as 12+34. So a problem held out of one run is held out of every other, SFT and RL
-    alike, if they have the same `eval_fraction`.
+    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if it is 0, belong to evaluation. 34+12
+    is in the same part as 12+34. A problem that is held out of one run is therefore held out of every SFT and RL run with the
+    same `eval_fraction`.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`; `kwargs` are `ArithmeticOptions`.
+        cfg: Section `data.train` or `data.eval[i]`; `kwargs` are `ArithmeticOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, or `size` exceeds the number of problems.
+        ConfigError: `kwargs` are invalid, or `size` exceeds the number of problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -232,7 +231,7 @@ _STEPS: list[tuple[str, str]] = [
     ("drop the first number", "numbers[1:]"),
     ("drop repeated numbers, keeping the first of each", "list(dict.fromkeys(numbers))"),
 ]
-"""Description of each step, and the expression of the new list."""
+"""Description of each step, and the Python expression for the new list."""
 _RESULTS: list[tuple[str, str]] = [
     ("the list", "numbers"),
     ("the sum", "sum(numbers)"),
@@ -242,7 +241,7 @@ _RESULTS: list[tuple[str, str]] = [
 ]
 _rng = random.Random("code")
 _LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14))]
-"""Lists that test the functions."""
+"""Arguments of the test cases."""
 
 
 @dataclass(frozen=True)
@@ -250,24 +249,24 @@ class CodeOptions:
     """Options of source `code`."""
 
     steps: Annotated[int | list[int], Range(1, 6)] = field(default_factory=lambda: [1, 2])
-    """Steps of a task; a number or a list of numbers."""
+    """Number of steps of a task; a number or a list of numbers."""
 
 
 class CodeProblems:
     """Programming tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
 
     The level is the number of steps. `meta` has `tests`, a list of assert statements (as in MBPP), and `entry_point`;
-    `response` is a solution in a fenced block. A hash of the expected results decides the part, so that equivalent tasks
-    are in the same one: `eval_fraction` of all, or a fifth if it is 0, belong to evaluation. Tasks are excluded if a constant
-    would pass their tests, or if not all of their steps are needed to pass.
+    `response` is a solution in a fenced block. A hash of the expected results decides the part, so that equivalent tasks are
+    in the same part: `eval_fraction` of all tasks, or a fifth if it is 0, belong to evaluation. Tasks are excluded if a
+    constant would pass their tests, or if a step is not needed to pass them.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs` are `CodeOptions`.
+        cfg: Section `data.train` or `data.eval[i]`; `kwargs` are `CodeOptions`.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown arguments, or `size` exceeds the number of tasks.
+        ConfigError: `kwargs` are invalid, or `size` exceeds the number of tasks.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -314,7 +313,7 @@ class CodeProblems:
         )
 
     def _parts(self, number: int) -> tuple[list[int], int]:
-        """Returns the steps of a task, and its result: indices into the lists above."""
+        """Returns a task's steps, as indices into `_STEPS`, and its result, as an index into `_RESULTS`."""
         level, number_in_level = locate(number, self._sizes)
         number_in_level, result_form = divmod(number_in_level, len(_RESULTS))
         return [
@@ -324,12 +323,12 @@ class CodeProblems:
 
 
 def _results(steps: list[int], result: int) -> list[Any]:
-    """Returns a task's results for each of the lists."""
+    """Computes a task's result for each of `_LISTS`."""
     functions = [*(_function(_STEPS[step][1]) for step in steps), _function(_RESULTS[result][1])]
     return [functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _LISTS]
 
 
 @functools.cache
 def _function(expression: str) -> Callable[[Any], Any]:
-    function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # the text comes from this file
+    function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # expressions are constants of this module
     return function

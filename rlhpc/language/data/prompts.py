@@ -16,20 +16,20 @@ class Prompt:
     """One problem.
 
     Attributes:
-        id: Its index in its dataset, or its seed.
-        messages: The conversation so far, in the form of chat templates: `[{"role": "user", "content": ...}]`, where a
-            message may also have `tool_calls`, `reasoning_content` and the like; or one entry with role "raw", whose content
-            is the unchanged prompt. `content` is always a text.
-        answer: Reference answer for rewards, as text; "" if there is none.
-        meta: Further data for rewards (the procedural task's entry, unit tests), JSON-able.
-        response: A demonstration, for SFT; "" if there is none.
+        id: Row or number of the problem in its source.
+        messages: The conversation before the response, in the form of chat templates: `[{"role": "user", "content": ...}]`,
+            where a message may also have keys such as `tool_calls` and `reasoning_content`; or one message with role "raw",
+            whose content is the unchanged prompt. `content` is always a text.
+        answer: Reference answer for rewards, as text; "" for none.
+        meta: Further data for rewards, such as unit tests, JSON-serializable.
+        response: Demonstration for SFT; "" for none.
         level: Difficulty or category, for evaluation tables.
-        images: Image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders, they come
-            before the last question.
+        images: Contents of image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders,
+            images come before the last user message.
         tools: Definitions of the tools that the template shows to the model.
-        turn: The demonstration as a message, if it has more than a text (calls, reasoning), which `response` then
-            has as JSON; None otherwise.
-        place: File and line, for messages; "" if there are none.
+        turn: The demonstration as a message if it has more than a text (tool calls, reasoning), of which `response` is then
+            the JSON; None otherwise.
+        place: File and line, for messages; "" if unknown.
     """
 
     id: int
@@ -45,19 +45,19 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """File and line of the problem, or its number."""
+        """File and line of the problem, or else its id, for messages."""
         return self.place or f"prompt {self.id}"
 
     @property
     def question(self) -> str:
-        """The last user message."""
+        """Content of the last user message or raw prompt."""
         return next(
             (message["content"] for message in reversed(self.messages) if message["role"] in ("user", "raw")), ""
         )
 
 
 class PromptDataset(Protocol):
-    """Problems by position. Pure: position i is the same problem in every process and at every start."""
+    """Problems by position; position i holds the same problem in every process and after every restart."""
 
     def __len__(self) -> int: ...
 
@@ -69,38 +69,37 @@ class Located(Protocol):
     """Dataset whose problems come from rows of files."""
 
     def place(self, index: int) -> str:
-        """Returns file and row of a problem, for messages."""
+        """Returns the file and row of a problem, for messages."""
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """Dataset that can report missing reference answers."""
+    """Dataset that can check for missing reference answers."""
 
     def require_answers(self, why: str) -> None:
         """Checks that each problem has a reference answer; `why` names the reward that needs it.
 
         Raises:
-            ConfigError: A problem has none; the message names file and row.
+            ConfigError: A problem has no answer; the message names its file and row.
         """
 
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """Dataset that can report missing demonstrations."""
+    """Dataset that can check for missing demonstrations."""
 
     def require_responses(self) -> None:
         """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: A problem has none; the message names file and row.
+            ConfigError: A problem has no demonstration; the message names its file and row.
         """
 
 
 class PromptSampler:
-    """Epochs of a seeded shuffle, cut into batches; a batch may span the end of an epoch.
+    """Sampler that shuffles the problems in each epoch and divides the order into batches, which may span epochs.
 
-    Problem i of the order is a function of (num_problems, seed, i) alone, so that processes, restarts and batch sizes do not
-    matter.
+    Problem i of the order depends only on (num_problems, seed, i), not on the process, restarts or the batch size.
 
     Args:
         num_problems: Number of problems.
@@ -108,7 +107,7 @@ class PromptSampler:
         seed: Seed of the order.
 
     Raises:
-        ConfigError: There is no problem, or the batch is empty.
+        ConfigError: `num_problems` or `batch_size` is below 1.
     """
 
     def __init__(self, num_problems: int, batch_size: int, seed: int = 0) -> None:
@@ -122,9 +121,7 @@ class PromptSampler:
         self._order: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int, rank: int = 0, num_ranks: int = 1) -> list[int]:
-        """Returns the positions of a step's batch; `step` counts from 1. If several ranks share the batch, returns
-        those of one rank.
-        """
+        """Returns the positions of a step's problems, or of one rank's part of them; `step` counts from 1."""
         return [self.at((step - 1) * self._batch_size + index) for index in range(rank, self._batch_size, num_ranks)]
 
     def at(self, index: int) -> int:
@@ -132,7 +129,7 @@ class PromptSampler:
         epoch, index_in_epoch = divmod(index, self._num_problems)
         if self._order is None or self._order[0] != epoch:
             order = list(range(self._num_problems))
-            # Seeded by text and shuffled by the standard library: the same on every machine and version.
+            # The standard library's shuffle with a text seed gives the same order on every machine and Python version.
             random.Random(f"order {self._seed} {epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][index_in_epoch]
@@ -142,10 +139,10 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Wording:
-    """Prompt template for the last user message (or raw text), and system message.
+    """Prompt template, applied to the last user message or raw prompt, and system prompt.
 
-    In the template, `{prompt}` is the question, and `{name}` the value of that name in the problem's `meta`, such as
-    another column of its file. All other braces are text: `\\boxed{}` needs no escape.
+    In the template, `{prompt}` stands for the question, and `{name}` for a value of the problem's `meta`, such as another
+    column of its file. Other braces are text: `\\boxed{}` needs no escape.
 
     Args:
         template: `data.….prompt_template`.

@@ -1,4 +1,4 @@
-"""Procedural tasks of `reasoning-gym`, by name and difficulty, and their scorers."""
+"""Data source with procedural tasks of `reasoning-gym`, and their scorers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _SEED_BLOCK = 2**20
-"""Problem seeds are seed · block + position: two seeds share no problem's generator."""
+"""A problem's seed is seed · block + position, so that problems of different seeds have different generators."""
 _PART_BLOCK = 2**31
-"""Offset of evaluation's seeds above training's. Together they fit into 32 bits, which some tasks require."""
+"""Offset of evaluation seeds above training seeds. All seeds fit into 32 bits, which some tasks require."""
 _UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Tasks that sample from sets of texts, so that their problems depend on the process's hash seed."""
 _PLANNED_WHOLE = {"acre"}
-"""Tasks whose problem i depends on the size of the dataset: they are generated in chunks."""
+"""Tasks in which problem i depends on the size of the dataset; they are generated in chunks of fixed size."""
 _GRIDS = {"arc_agi", "rearc"}
-"""Tasks whose scorers compare tuples, which JSON turns into lists."""
+"""Tasks whose scorers compare tuples; JSON converts tuples to lists."""
 _CHUNK = 128
 _PATIENCE_S = 600
 
@@ -42,24 +42,24 @@ Entry = dict[str, Any]
 
 
 class ReasoningGymProblems:
-    """Problems of reasoning-gym tasks, the same in every process; training and evaluation never share a generator's seed.
+    """Problems of reasoning-gym tasks, the same in every process; training and evaluation use different seeds.
 
-    Small tasks ask the same question under many seeds. To avoid overlap, set `eval_fraction` (the same in training
-    and evaluation): then a hash of the question also decides its part, and no question is in both. Access to a problem then
-    requires the generation of all problems before it.
+    Small tasks ask the same question under many seeds. To avoid overlap, set the same `eval_fraction` in training and
+    evaluation: then a hash of the question decides its part, and no question is in both. Access to a problem then requires
+    generating all problems before it.
 
-    `meta` has `task`, `task_kwargs`, and `entry`, the argument of the task's `score_answer(answer, entry)` (see
-    `score`); `answer` is the reference, "" for tasks that accept many.
+    `meta` has `task`, `task_kwargs`, and `entry`, the argument of the task's `score_answer(answer, entry)` (see `score`).
+    `answer` is the reference answer, or "" for tasks without a single one.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `task`, and the task's arguments in addition to it;
-            `difficulty`, a level of the task's curriculum, 0 the easiest, sets them all. Or `tasks`, a mapping of task to
-            such arguments, whose problems alternate.
+        cfg: Section `data.train` or `data.eval[i]`. Its `kwargs` are `task` and arguments of the task, of which `difficulty`,
+            a level of the task's curriculum from 0 (easiest), sets all others. Instead, `tasks` maps several tasks to such
+            arguments; their problems alternate.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: Unknown task or argument.
+        ConfigError: A task or argument is unknown or invalid.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -100,7 +100,7 @@ class ReasoningGymProblems:
         )
 
     def _position(self, which: int, turn: int) -> int:
-        """Returns the position in a stream of the part's question number `turn`."""
+        """Returns the position, in stream `which`, of the question number `turn` that belongs to this part."""
         accepted_positions, stream = self._accepted[which], self._streams[which]
         position = accepted_positions[-1] + 1 if accepted_positions else 0
         num_tried = 0
@@ -118,7 +118,7 @@ class ReasoningGymProblems:
 
 
 class _TaskStream:
-    """Infinite sequence of the problems of one task, by position."""
+    """Infinite sequence of a task's problems, indexed by position."""
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
         _check(task, kwargs, key)
@@ -142,14 +142,14 @@ class _TaskStream:
                 self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
             return _entry(self._chunks[chunk], offset)
         if position >= self._planned:
-            # Some tasks plan this many problems when they are built; a longer plan begins with the shorter one.
+            # Some tasks plan their problems in the constructor; a longer plan begins with the shorter one.
             self._planned = 2 * position
             self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
         return _entry(self._dataset, position)
 
 
 def score(answer: str | None, meta: dict[str, Any]) -> float:
-    """Scores an answer by the task's scorer, from 0 to 1; an answer on which it raises scores 0.
+    """Scores an answer from 0 to 1 with the task's scorer; returns 0 if the scorer raises an error.
 
     Args:
         answer: The model's answer, without surrounding text.
@@ -162,7 +162,7 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
     try:
         return float(scorer.score_answer(answer, problem_entry))
     except Exception:
-        # Scorers parse the model's text, and some raise on unexpected input.
+        # Scorers parse the model's text; some raise errors on unexpected input.
         return 0.0
 
 
@@ -186,14 +186,14 @@ def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
         )
         problem = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
         raise ConfigError(f"{key}.kwargs.task {problem}{suggestion}")
-    allowed_names = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
+    argument_names = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
     if factory.has_curriculum(task):
-        allowed_names.add("difficulty")
+        argument_names.add("difficulty")
     for name in kwargs:
-        if name not in allowed_names:
+        if name not in argument_names:
             other_key = f" ({key}.{name} says it)" if name in ("seed", "size") else ""
             raise ConfigError(
-                f"{key}.kwargs.{name} is no argument of task {task}{other_key}; allowed: {', '.join(sorted(allowed_names))}"
+                f"{key}.kwargs.{name} is no argument of task {task}{other_key}; allowed: {', '.join(sorted(argument_names))}"
             )
     if "difficulty" in kwargs:
         levels = [len(attribute.levels) for attribute in factory.create_curriculum(task).attributes.values()]
@@ -217,9 +217,9 @@ def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
 
 
 def _entry(dataset: Any, position: int) -> Entry:
-    """Returns a task's problem.
+    """Generates a task's problem.
 
-    Some tasks use the process's global generators; these are seeded for the call, and restored afterwards.
+    Some tasks use the global generators of `random` and NumPy, which are seeded for the call and restored afterwards.
     """
     import numpy as np
 
@@ -235,13 +235,13 @@ def _entry(dataset: Any, position: int) -> Entry:
 
 
 class _Maker:
-    """Process with the hash seed 0 that generates problems one by one, and ends when this process does."""
+    """Subprocess with hash seed 0 that generates problems on request, and ends with this process."""
 
     _current: _Maker | None = None
 
     @classmethod
     def of_this_process(cls) -> _Maker:
-        """Returns the maker of this process; starts it if necessary. A forked process must not use its parent's maker."""
+        """Returns this process's maker; starts one if there is none or it belongs to the parent of a forked process."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
         return cls._current
@@ -258,10 +258,11 @@ class _Maker:
         atexit.register(self._end)
 
     def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
-        """Returns one problem.
+        """Requests one problem from the subprocess.
 
         Raises:
-            RlhpcError: The problem could not be generated.
+            DeadlineExceeded: The subprocess did not answer within `_PATIENCE_S` seconds.
+            RlhpcError: The subprocess ended.
         """
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None
@@ -285,7 +286,7 @@ class _Maker:
 
 
 def _serve() -> None:
-    """Runs the process of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
+    """Runs the subprocess of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
     output_stream, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
     task_streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:
@@ -298,7 +299,7 @@ def _serve() -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """Returns a value with texts in place of types that JSON does not support (fractions)."""
+    """Converts values of types that JSON does not support, such as fractions, to texts."""
     if isinstance(value, dict):
         return {name: _jsonable(nested_value) for name, nested_value in value.items()}
     if isinstance(value, (list, tuple)):

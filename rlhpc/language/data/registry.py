@@ -12,7 +12,7 @@ from rlhpc.runtime.plugins import Registry
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
-#: Classes or functions `(cfg, *, part, key) -> PromptDataset`.
+#: Data sources: classes or functions `(cfg, *, part, key) -> PromptDataset`.
 SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     "data source", "data.train.source", "rlhpc.data",
     {
@@ -28,7 +28,7 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     },
 )  # fmt: skip
 register_source = SOURCES.register
-#: Data source → dataclass of its options, `data.train.kwargs`. The others check theirs when they are built.
+#: Data source → dataclass of its options, `data.train.kwargs`. Other sources check their options when they are built.
 SOURCE_OPTIONS = {
     **dict.fromkeys(("jsonl", "parquet", "hf"), "rlhpc.language.data.table_sources:NoOptions"),
     "hdf5": "rlhpc.language.data.table_sources:Hdf5Options",
@@ -49,9 +49,8 @@ def make_dataset(
 
     Args:
         cfg: The section.
-        part: "train" or "eval": the side of `eval_fraction`, and of a procedural task's problems. No
-            problem is on both.
-        demonstrations: Every problem must have a `response` (sft).
+        part: "train" or "eval", the side of the split by `eval_fraction` or of a procedural source; no problem is on both.
+        demonstrations: Whether every problem must have a `response` (SFT).
         key: Name of the section in messages.
 
     Raises:
@@ -91,7 +90,7 @@ def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
 
 
 def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:
-    # Files report the invalid line; of any other source only the first problem is checked.
+    # Table sources check all rows and name the invalid one; for other sources only the first problem is checked.
     if isinstance(dataset.problems, Demonstrating):
         dataset.problems.require_responses()
     elif not dataset[0].response:

@@ -1,4 +1,4 @@
-"""Interface of generation engines on a rollout rank."""
+"""Interface of generation engines: requests, completions and the engines' base class."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ class SamplingParams:
     """Sampling parameters of a request."""
 
     max_new_tokens: int = 256
-    """Most tokens of a response; a prompt near the end of the context gets fewer."""
+    """Maximum number of tokens of a response; the context length may limit it further."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Divisor of the logits; 0 selects the most likely token."""
     top_p: float = 1.0
-    """Nucleus; 1 is off."""
+    """Probability mass of nucleus sampling; 1 turns it off."""
     top_k: int = -1
-    """Most likely tokens kept; -1 is off."""
+    """Number of most likely tokens to sample from; -1 for all."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the model's end tokens; the response includes the one that ended it."""
+    """Tokens that end a response in addition to the model's end tokens; the response includes the final token."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, such as `</tool>`; its tokens include the one that ended it."""
+    """Texts that end a response, such as `</tool>`; the response includes the token that completes the text."""
     policy: int = 0
-    """Index of the policy that samples, if there are several (`agent.policies`)."""
+    """Index of the policy that samples, in runs with several policies (`agent.policies`)."""
 
 
 @former_members(seen="images")
 @dataclass(frozen=True)
 class Request:
-    """Request for one sequence. Its tokens depend only on model, prompt, sampling and `seed`, not on other requests."""
+    """Request for one response. Its tokens depend only on model, prompt, sampling and `seed`, not on other requests."""
 
     id: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
     images: PromptImages | None = None
-    """Images of the prompt, if it has any."""
+    """Images of the prompt; None if it has no images."""
 
 
 @dataclass
 class Completion:
-    """One finished sequence.
+    """Finished response to a request.
 
     Attributes:
         id: Id of the request.
-        token_ids: Tokens of the response, with its stop token.
-        logprobs: One per token: of the distribution from which it was sampled (after temperature; before top-p and top-k).
-        versions: One per token: the version of the weights that sampled it.
+        token_ids: Tokens of the response, including its stop token.
+        logprobs: Log-prob of each token, after temperature and before top-p and top-k.
+        versions: Version of the weights that sampled each token.
         finish_reason: `stop`, `length`, or `abort`.
-        experts: `[tokens, choices]` int16: the routers' choices for each token of prompt and response, from the last time
-            that the model read it; the last token is never read. None if not requested.
+        experts: `[tokens, choices]` int16, the routers' choices for each token of prompt and response when the model last
+            read it; the model never reads the last token. None if not requested.
     """
 
     id: int
@@ -75,40 +75,39 @@ class Completion:
 
 
 class RolloutBackend(abc.ABC):
-    """Base class of the engines in the process of a rollout rank. Not thread-safe: one thread calls it.
+    """Base class of generation engines, which run in the process of a rollout rank. It is not thread-safe.
 
-    Requests are added at any time. Each `step` advances the running requests and returns those that ended, in any order, so
+    Requests can be added at any time. Each `step` advances the running requests and returns those that ended, in any order, so
     that the caller does not wait for the slowest. The weights may change between two steps: running requests continue with
-    the new ones (after a recomputation of their cache, unless `rollout.keep_cache_on_update`), and `Completion.versions`
+    the new weights (after their cache is recomputed, unless `rollout.keep_cache_on_update`), and `Completion.versions`
     records which version sampled each token.
 
-    An engine implements the abstract methods. The attributes tell what it can do besides; their defaults are those of an
-    engine that can do nothing more.
+    An engine implements the abstract methods. The attributes declare optional features, which are off by default.
     """
 
     version: int = 0
     """Version of the weights that the next step uses."""
     capacity: int = sys.maxsize
-    """Number of sequences that it samples at a time; further requests wait in its queue."""
+    """Maximum number of sequences sampled at the same time; further requests wait in the engine's queue."""
     context: int = 0
-    """Most tokens of a prompt and its response; 0 if it does not tell."""
+    """Maximum number of tokens of a prompt and its response; 0 if unknown."""
     chunk: int = 0
-    """Most tokens of a pass over a long prompt; 0 if it reads a prompt in one pass."""
+    """Maximum number of tokens in one pass of a chunked prefill; 0 if the engine reads a prompt in one pass."""
     choices: int | None = None
-    """Experts of a token (`Completion.experts`): those of all routers, one after the other. 0 if not requested
-    (`rollout.routing_replay`); None if it cannot return them."""
+    """Number of experts per token in `Completion.experts`, over all routers. 0 if not requested
+    (`rollout.routing_replay`); None if the engine cannot return them."""
     can_drop: bool = False
-    """Whether it can end some requests and return the tokens of running ones (`drop`, `so_far`)."""
+    """Whether the engine can end single requests and return the tokens of running ones (`drop`, `so_far`)."""
     can_score: bool = False
-    """Whether it computes the log-probs of a text (`score`)."""
+    """Whether the engine can compute the log-probs of a text (`score`)."""
     takes_partial_updates: bool = False
-    """Whether `update_weights` takes `complete`, and then updates of changed tensors alone."""
+    """Whether `update_weights` accepts `complete=False` and changed `Elements` of tensors."""
     takes_shards: bool = False
-    """Whether it loads only the parts of tensors that it needs (`wants`, `update_shards`)."""
+    """Whether the engine can load only the slices of tensors that it needs (`wants`, `update_shards`)."""
     forkable: ClassVar[bool] = True
-    """Whether its ranks may be forked. If not, because it starts processes or threads, they get a fresh interpreter."""
+    """Whether the engine's ranks may be forked. Engines that start processes or threads need a new interpreter instead."""
     awaiting: ClassVar[Mapping[str, Any] | None] = None
-    """The `rollout.engine_kwargs` for a start without reading a model's weights; the first update then brings all of them.
+    """The `rollout.engine_kwargs` with which the engine starts without reading weights, before a first complete update.
     None if it always reads them."""
 
     @abc.abstractmethod
@@ -116,20 +115,20 @@ class RolloutBackend(abc.ABC):
         """Queues requests.
 
         Raises:
-            ConfigError: A prompt fills the context; the message has the lengths.
+            ConfigError: A prompt leaves no space in the context for a response; the message states the lengths.
         """
 
     @abc.abstractmethod
     def step(self) -> list[Completion]:
-        """Advances the running requests by one or more tokens; returns those that ended, often none."""
+        """Advances the running requests by one or more tokens; returns the completions of those that ended."""
 
     @abc.abstractmethod
     def unfinished(self) -> int:
-        """Returns the number of requests that were added and not yet returned."""
+        """Returns the number of requests that were added and whose completions were not yet returned."""
 
     @abc.abstractmethod
     def abort(self) -> list[Completion]:
-        """Ends all running requests; returns the tokens of each so far, with `finish_reason` "abort"."""
+        """Ends all running requests; returns their tokens so far, with `finish_reason` "abort"."""
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -137,21 +136,22 @@ class RolloutBackend(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Any]], *, complete: bool = True) -> None:
-        """Loads all of the model's tensors, by their Hugging Face names, in place.
+        """Loads all tensors of the model in place.
 
-        Caches computed with the old weights are dropped, or not used for new requests. If the update is incomplete, the engine
-        refuses further steps.
+        The engine drops caches computed with the old weights, or does not use them for new requests. After an interrupted
+        update, further steps fail.
 
         Args:
             version: Version of the weights.
-            named_tensors: Name and tensor, in any order; with `takes_partial_updates` a tensor may come as its changed
-                `Elements` (`rlhpc.weights.delta.put`).
-            complete: Passed only with `takes_partial_updates`: if false, tensors that do not come stay unchanged.
+            named_tensors: Hugging Face names and tensors, in any order; with `takes_partial_updates`, a tensor may be given as
+                its changed `Elements` (`rlhpc.weights.delta.put`).
+            complete: Whether the update has all tensors; if false, missing tensors stay unchanged. Passed only with
+                `takes_partial_updates`.
         """
 
     @abc.abstractmethod
     def offload(self) -> None:
-        """Gives the accelerator's memory to another role: moves the weights to the host or drops them, and frees the cache."""
+        """Frees the accelerator's memory: moves the weights to the host or drops them, and frees the cache."""
 
     @abc.abstractmethod
     def reload(self) -> None:
@@ -159,10 +159,10 @@ class RolloutBackend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the engine."""
+        """Shuts the engine down."""
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends the requests that are still running, without returning them (`can_drop`)."""
+        """Ends those of the given requests that still run, without completions (`can_drop`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot end single requests")
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
@@ -170,40 +170,40 @@ class RolloutBackend(abc.ABC):
         return {}
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
-        """Returns log-probs of a text's tokens but the first, at temperature 1, with the current weights (`can_score`).
+        """Computes the log-probs of a text's tokens except the first, with the current weights (`can_score`).
 
-        Running requests are not affected.
+        The temperature is 1. Running requests are not affected.
 
         Args:
-            token_ids: The text, shorter than the engine's context: vLLM needs space for one token that it would sample next.
-            policy: Index of the policy, if there are several (`agent.policies`).
+            token_ids: Tokens of the text; fewer than the engine's context, because vLLM needs space for one sampled token.
+            policy: Index of the policy, in runs with several policies (`agent.policies`).
         """
         raise NotImplementedError(f"{type(self).__name__} cannot score texts")
 
     def wants(self) -> Mapping[str, Sequence[Box]] | None:
-        """Returns the slices that the rank needs of each tensor, by file names; tensors without any are missing.
+        """Returns the slices of each tensor that this rank needs, by the tensors' names in the model's files.
 
-        None without `takes_shards`: it needs all of them.
+        Tensors of which it needs nothing are omitted. Returns None without `takes_shards`: it needs complete tensors.
         """
         return None
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads weights like `update_weights`, by the names in `wants`, all of them, in tensors of full shape
-        (`takes_shards`).
+        """Loads all tensors named by `wants`, like `update_weights` (`takes_shards`).
 
-        Elements outside the slices of `wants` may have any value.
+        The tensors have their full shapes; elements outside the slices of `wants` may have any value.
         """
         raise NotImplementedError(f"{type(self).__name__} takes complete tensors")
 
     def held(self, name: str) -> torch.Tensor | None:
-        """Returns the tensor of that name after the last update; None if it is stored in another form or dtype than it came
-        in, or if the engine does not return its weights.
+        """Returns the current tensor of that name.
+
+        Returns None if the engine stores it in another form or dtype than received, or does not return weights.
         """
         return None
 
 
 def with_base_class(engine: type) -> type[RolloutBackend]:
-    """Returns an engine class as a subclass of `RolloutBackend`, if it only has the methods of one."""
+    """Wraps an engine class that does not derive from `RolloutBackend` in a subclass that does; issues a FutureWarning."""
     warnings.warn(
         f"{engine.__module__}.{engine.__qualname__} does not derive from rlhpc.language.engines.RolloutBackend; two releases "
         "from now it must",
@@ -221,7 +221,7 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    """Returns a method for an engine that lacks one; a judge's engine, for example, only needs `generate` and `close`."""
+    """Returns a method that raises NotImplementedError; an LLM judge's engine, for example, needs few of the methods."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no method {name}")
@@ -229,11 +229,11 @@ def _refused(name: str) -> Callable[..., Any]:
     return refuse
 
 
-#: Factory of an engine: called with the configuration and `model_path`, `device` and `seed` by name; for an engine of several
-#: ranks (`rollout.parallel`) also with a `multi_rank.EngineLink`, as `link`.
+#: Factory of an engine: called with the configuration, and `model_path`, `device` and `seed` by name; for an engine of several
+#: ranks (`rollout.parallel`) also with `link`, a `multi_rank.EngineLink`.
 EngineFactory = Callable[..., RolloutBackend]
 
 
 def beyond_context(key: str, limit: int, context: int) -> str:
-    """Returns the message about a `max_model_len` beyond the model's context."""
+    """Returns the error message for a `max_model_len` that exceeds the model's context."""
     return f"{key} is {limit}; the model's context is {context} (at most that)"

@@ -1,8 +1,8 @@
-"""Batch-invariant attention and expert kernels: a token's result does not depend, bit for bit, on the rest of the batch.
+"""Batch-invariant attention and expert kernels: a token's result is bitwise independent of the rest of the batch.
 
-The last bits of a sum depend on the order of its terms, which a library chooses by shapes. So attention here gets shapes that
-depend only on a row's length. The inputs of a layer's products are padded to full tiles, which makes libraries on CPUs use the
-same order for each row; an engine verifies that at its start (`hf_forward.Forward`).
+The last bits of a sum depend on the order of its terms, which libraries choose by the shapes. Therefore the shapes of
+attention depend only on a row's length, and inputs of matrix products are padded to full tiles, with which CPU libraries use
+the same order for each row. The engine verifies this at its start (`hf_forward.Forward`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ _BLOCK = 32
 
 
 def _blocks(length: int) -> int:
-    """Returns the number of columns of the blocks for `length` tokens."""
+    """Rounds a number of tokens up to a multiple of the block size."""
     return -(-length // _BLOCK) * _BLOCK
 
 
 class KVCache:
     """KV cache of all layers, `[rows, heads, columns, width]` each.
 
-    Each row begins at column 0, whatever the lengths of the others. When a row joins or leaves, no other row is copied, except
-    the one that replaces a leaving row. Values behind a row's end are finite and have weight zero.
+    Each row begins at column 0. When a row is added or removed, no other row is copied, except the one that replaces a removed
+    row. Values after a row's end are finite and get attention weight zero.
 
     Attributes:
-        rows: Rows in use.
-        length: Tokens in each row.
-        present: Row and column of each token that is computed next.
-        places: Position of each of them: its column, shifted by images before it.
-        only: The row of the only token that is computed next; None for all rows.
+        max_rows: Maximum number of rows.
+        rows: Number of rows in use.
+        length: Number of tokens in each row, `[max_rows]`.
+        present: Rows and columns of the tokens that the next pass computes.
+        places: Positions of these tokens: their columns, shifted by preceding images.
+        only: The row whose token the next pass computes; None for all rows.
+        keys, values: Tensor of each layer.
     """
 
     present: tuple[Tensor, Tensor]
@@ -58,22 +60,22 @@ class KVCache:
         self.values: list[Tensor] = []
 
     def clear(self) -> None:
-        """Drops the rows, keeps the memory."""
+        """Removes all rows and keeps the memory."""
         self.rows = 0
 
     def free(self) -> None:
-        """Drops the rows and the memory."""
+        """Removes all rows and frees the memory."""
         self.clear()
         self.keys, self.values = [], []
 
     def append(self, layers: Any, lengths: Sequence[int], source: Sequence[int], shifts: Sequence[int]) -> None:
-        """Adds rows from a prefill of several sequences, one after the other.
+        """Adds rows from a prefill of several concatenated sequences.
 
         Args:
-            layers: Layers of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
-            lengths: Tokens of each sequence.
-            source: The sequence of each new row; rows with the same prompt share one.
-            shifts: Difference between each sequence's next position and its next column.
+            layers: Layers of the prefill's cache, with `keys` and `values` `[1, heads, at least all tokens, width]`.
+            lengths: Number of tokens of each sequence.
+            source: Index of each new row's sequence, ascending; rows with the same prompt share a sequence.
+            shifts: Next position of each sequence minus its next column.
         """
         starts = [0, *accumulate(lengths)]
         prefilled = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
@@ -93,7 +95,7 @@ class KVCache:
         self.rows = end_row
 
     def reserve(self, only: int | None = None) -> None:
-        """Reserves a column for the next token of each row, or of one row, and sets `present` and `places`."""
+        """Reserves a column for the next token of each row, or of row `only`; sets `present`, `places` and `only`."""
         self._fit((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
         rows = np.arange(self.rows) if only is None else np.array([only])
         device = self.keys[0].device
@@ -102,7 +104,7 @@ class KVCache:
         self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
-        """Removes rows, which the last rows replace; returns these moves (from, to), for other per-row data."""
+        """Removes rows and moves the last rows into their places; returns the moves (from, to), for other per-row data."""
         row_moves = moves_into_places(self.rows, leaving)
         if row_moves:
             moved_rows, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
@@ -114,7 +116,10 @@ class KVCache:
         return row_moves
 
     def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
-        """Grows the tensors to so many rows and columns, with a reserve."""
+        """Grows the tensors, if necessary, to at least `rows` rows and `columns` columns, with spare capacity.
+
+        Before the first allocation, `like` holds a tensor for the keys of each layer, then for the values.
+        """
         capacity = self.keys[0].shape if self.keys else (0, 0, 0)
         if rows <= capacity[0] and columns <= capacity[2]:
             return
@@ -123,27 +128,27 @@ class KVCache:
         if columns > capacity[2]:
             columns = _blocks(columns + columns // 2 + 64)
         rows, columns = max(rows, capacity[0]), max(columns, capacity[2])
-        resized = list[Tensor]()
+        resized_tensors = list[Tensor]()
         for tensor in (*self.keys, *self.values) or like:
-            # Zeros, not uninitialized memory: 0 weight times NaN is NaN.
+            # Zeros rather than uninitialized memory, because weight 0 times NaN is NaN.
             resized_tensor = tensor.new_zeros((rows, tensor.shape[1], columns, tensor.shape[3]))
             if self.keys:
                 resized_tensor[: self.rows, :, : capacity[2]] = tensor[: self.rows]
-            resized.append(resized_tensor)
-        num_layers = len(resized) // 2
-        self.keys, self.values = resized[:num_layers], resized[num_layers:]
+            resized_tensors.append(resized_tensor)
+        num_layers = len(resized_tensors) // 2
+        self.keys, self.values = resized_tensors[:num_layers], resized_tensors[num_layers:]
 
 
 def decoding_cache(store: KVCache) -> Any:
-    """Returns `store` as a cache of transformers' models, for one token at a time of `store.present`.
+    """Wraps `store` as a transformers cache for decoding one token of each row in `store.present`.
 
-    For a single row, layers return the row's part. Otherwise they return all rows, and attention has to select the columns of
-    each.
+    If `store.only` is set, layers return that row's keys and values. Otherwise they return all rows, and the attention
+    function selects the columns of each row.
     """
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Layer(DynamicLayer):
-        """Cache layer that writes a token of each row and returns views, without copies."""
+        """Cache layer that writes one token per row and returns views of the store."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
@@ -170,17 +175,17 @@ def decoding_cache(store: KVCache) -> Any:
 
 
 def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the moves (from, to) by which the last rows replace the rows that leave."""
+    """Returns the moves (from, to) that fill the places of removed rows with the last rows."""
     leaving_rows = set(leaving)
-    remaining = rows - len(leaving_rows)
-    freed_rows = [row for row in sorted(leaving_rows) if row < remaining]
-    moved_rows = [row for row in range(remaining, rows) if row not in leaving_rows]
+    num_remaining = rows - len(leaving_rows)
+    freed_rows = [row for row in sorted(leaving_rows) if row < num_remaining]
+    moved_rows = [row for row in range(num_remaining, rows) if row not in leaving_rows]
     return list(zip(moved_rows, freed_rows, strict=True))
 
 
 #: Name under which the functions are registered with transformers.
 NAME = "rlhpc_batch_invariant"
-#: Tokens are padded to a multiple of this: vectorized functions compute a remainder in another way.
+#: Tokens are padded to a multiple of this, because vectorized functions compute a remainder differently.
 TILE = 32
 #: Rows of a matrix product are padded to multiples of this.
 _PRODUCT_TILE = 8
@@ -193,13 +198,13 @@ _BY_LONGEST = frozenset({"dynamic", "longrope"})
 
 
 def tiles(count: int, size: int = TILE) -> int:
-    """Returns the next multiple of the tile size."""
+    """Rounds a count up to a multiple of the tile size."""
     return -(-count // size) * size
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows for which attention reads the same columns: `first` to `end` of `rows`; `mask` `[rows, 1, 1, columns]`."""
+    """Rows for which attention reads the same columns, `first` to `end - 1`; `mask` is `[rows, 1, 1, columns]`."""
 
     rows: slice | Tensor
     first: int
@@ -208,16 +213,16 @@ class _Group:
 
 
 class Decoding:
-    """Decoding of one token for each row of a cache, the token's column included.
+    """Shapes of a decoding pass that computes one token for each row of a cache.
 
     Args:
-        store: The cache.
-        padded_rows: Rows of the layers' inputs, of which the first are those of the cache.
-        dtype, device: Of the model.
+        store: The cache, in which columns for the tokens are reserved.
+        padded_rows: Number of rows of the layers' inputs; the cache's rows come first.
+        dtype, device: Dtype and device of the model.
 
     Attributes:
-        product_rows: Rows for which matrix products are computed.
-        padded_rows: See above.
+        product_rows: Number of rows for which matrix products are computed.
+        padded_rows: Number of rows of the layers' inputs.
     """
 
     def __init__(self, store: KVCache, padded_rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -229,7 +234,7 @@ class Decoding:
         self._groups: dict[int | None, list[_Group]] = {}
 
     def groups(self, window: int | None) -> list[_Group]:
-        """Returns the rows grouped by the columns that they need within a window."""
+        """Returns the rows grouped by the columns that attention reads, for a sliding window or None."""
         if window not in self._groups:
             self._groups[window] = list(self._grouped(window))
         return self._groups[window]
@@ -243,9 +248,7 @@ class Decoding:
         for begin, end in np.unique(column_ranges, axis=0).tolist():
             rows = np.flatnonzero((column_ranges == (begin, end)).all(axis=1))
             if len(rows) == 1 and torch.get_num_threads() > 1:
-                rows = rows.repeat(
-                    2
-                )  # otherwise the products of a single row with a single head would be divided among threads
+                rows = rows.repeat(2)  # otherwise torch may divide the products of a single row among threads
             columns = np.arange(begin, end)
             visible = (columns >= starts[rows, None]) & (columns < lengths[rows, None])
             mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._device, self._dtype)
@@ -256,13 +259,13 @@ class Decoding:
             yield _Group(selection, begin, end, mask[:, None, None])
 
 
-#: Current computation: lengths of sequences one after the other, or a token of each row; None for rectangles.
+#: Shapes of the current pass: lengths of concatenated sequences (prefill), or `Decoding`; None for rectangles.
 _present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", default=None)
 
 
 @contextmanager
 def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
-    """Sets the computation of attention within the block: lengths of a prefill, or one token for each row."""
+    """Sets the shapes of the model's passes within the block: lengths of a prefill's sequences, or `Decoding`."""
     token = _present.set(computation)
     try:
         yield
@@ -271,10 +274,10 @@ def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
 
 
 class DecodingLinear(nn.Linear):
-    """Linear layer that, in decoding, computes only the rows in use: the others pad operations other than products."""
+    """Linear layer that in decoding computes only `product_rows` rows; the other rows are padding."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes `[rows, …, inputs]` to `[rows, …, outputs]`, with zeros in unused rows."""
+        """Computes `[rows, …, outputs]` from `[rows, …, inputs]`; rows that are not computed are zero."""
         decoding = _present.get()
         if isinstance(decoding, Decoding) and decoding.product_rows < decoding.padded_rows == len(input):
             outputs = super().forward(input[: decoding.product_rows])
@@ -293,17 +296,20 @@ def _attend(
     sliding_window: int | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention in the form that transformers calls, to `[B, T, heads, width]`.
+    """Computes causal attention; transformers calls it as a registered attention function.
 
     Args:
-        module: The layer's attention.
-        query: `[1, heads, T, d]` of a prefill, `[rows, heads, 1, d]` of a token of each row.
+        module: The layer's attention module.
+        query: `[1, heads, T, d]` in a prefill, `[rows, heads, 1, d]` in decoding.
         key, value: Keys and values of the same tokens; in decoding, those of the cache.
-        attention_mask: None: transformers builds none for a function that it does not know.
-        scaling: Factor of the logits; None is 1/√d.
+        attention_mask: Always None, because transformers builds no mask for functions that it does not know.
+        scaling: Factor of the attention logits; None means 1/√d.
         dropout: Unused in generation.
-        sliding_window: Number of tokens, itself included, that a token attends to; None for all.
-        further: Additional arguments of a family; a bound on logits is ignored, as it is by the attention `sdpa`.
+        sliding_window: Number of tokens that a token attends to, including itself; None for all.
+        further: Additional arguments of a model family; soft-capping of logits is ignored, as in `sdpa` attention.
+
+    Returns:
+        Outputs `[B, T, heads, width]`, and None in place of attention weights.
     """
     computation = _present.get()
     outputs = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
@@ -324,7 +330,7 @@ def _attend(
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Limits torch to one thread in the block: on a CPU, a row's result may depend on the thread that computes it."""
+    """Limits torch to one thread within the block on a CPU, where a row's result may depend on its thread."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
         yield
@@ -337,7 +343,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
-    """Computes attention of complete sequences of the same length, `[B, heads, T, d]`."""
+    """Computes causal attention of complete sequences of equal length, `[B, heads, T, d]`."""
     length = query.shape[2]
     key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
     if window is None or window >= length:
@@ -349,28 +355,29 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scali
 
 
 def _attend_last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Computes attention of one token for each row `[rows, heads, 1, d]`."""
+    """Computes attention of one query token per row, `[rows, heads, 1, d]`, to the row's keys and values."""
     is_misaligned = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
     if query.device.type == "cpu" and is_misaligned and len(query) > 1:
-        # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
+        # Row by row, because torch's CPU kernel does not support these shapes or the rows are not aligned.
         row_inputs = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
         return torch.cat([_attend_last(q.clone(), k, v, m, scaling) for q, k, v, m in row_inputs])
-    # Heads that share keys are computed as several tokens of one head, so keys need not be copied.
+    # Heads that share keys are computed as several tokens of one head, which avoids copies of the keys.
     grouped_query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     outputs = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=mask, scale=scaling)
     return outputs.reshape(*query.shape[:3], -1)
 
 
 def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Computes a layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in full
-    tiles.
+    """Computes the output of a layer's experts, `[T, H]`; transformers calls it as a registered experts function.
+
+    Each expert's tokens are padded to full tiles.
     """
     count, top_k = top_k_index.shape
     expert_ids = top_k_index.reshape(-1)
     by_expert = expert_ids.argsort(stable=True)
     counts = torch.bincount(expert_ids, minlength=module.num_experts)
     padded_counts = -(-counts // _PRODUCT_TILE) * _PRODUCT_TILE
-    # Index of each pair of token and expert: after the tiles of the preceding experts, in the order within its expert.
+    # Index of each (token, expert) pair: pairs of an expert are adjacent and begin after the preceding experts' tiles.
     padding = (padded_counts.cumsum(0) - padded_counts) - (counts.cumsum(0) - counts)
     positions = torch.empty_like(by_expert)
     positions[by_expert] = torch.arange(len(by_expert), device=by_expert.device) + padding[expert_ids[by_expert]]
@@ -398,13 +405,13 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def can_join(model: Any, context: int) -> bool:
-    """Returns whether a causal model of transformers can probably use the attention of this module.
+    """Returns whether the configuration of a causal model permits the attention of this module.
 
-    It cannot if it mixes tokens by other means, or if positions depend on the longest sequence of a batch.
+    It does not if tokens interact other than through this attention, or if positions depend on a batch's longest sequence.
 
     Args:
         model: Model of transformers.
-        context: Tokens of the longest sequence.
+        context: Maximum number of tokens of a sequence.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -427,7 +434,7 @@ def can_join(model: Any, context: int) -> bool:
 
 
 def join(model: Any, device: torch.device) -> None:
-    """Makes a model use the functions here, and on CPUs `DecodingLinear` in place of linear layers."""
+    """Makes a model use this module's attention, and on CPUs also its experts function and `DecodingLinear`."""
     for name, module in list(model.named_modules()) if device.type == "cpu" else ():
         if type(module) is nn.Linear:
             model.set_submodule(name, linear_of(DecodingLinear, module))

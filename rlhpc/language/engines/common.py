@@ -1,4 +1,4 @@
-"""Base of both engines: options, checks of requests, and completeness of weight updates."""
+"""Common base of the engines hf and vllm: options, request checks, and checks of weight updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Default number of concurrent sequences, if neither the configuration nor the engine has one.
+#: Number of concurrent sequences if neither the configuration nor the engine sets one.
 _BATCH = 64
 
 
@@ -33,19 +33,19 @@ class EngineOptions:
         model_path: Hugging Face folder or hub name.
         device: Device of the computation, such as `cpu` or `cuda:0`.
         dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_batch_size: Concurrent sequences; None selects the engine's default.
-        max_model_len: Maximum length of prompt and response; None takes the model's context.
+        max_batch_size: Number of concurrent sequences; None selects the engine's default.
+        max_model_len: Maximum number of tokens of prompt and response; None selects the model's context.
         gpu_memory_utilization: Fraction of the accelerator's memory for vLLM.
         attn_implementation: Attention implementation of transformers.
-        trust_remote_code: Runs code that comes with the model.
+        trust_remote_code: Whether to run code that comes with the model.
         engine_kwargs: Further arguments of the engine's constructor.
-        sleep_mode: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
-            demonstrations does not.
+        sleep_mode: Whether the engine frees the accelerator between rollouts (`actor.offload_in_rollout`); false for
+            configurations without this key, such as those of SFT.
         keeps_cache: `rollout.keep_cache_on_update`.
         expert_parallel: `rollout.parallel.expert`.
         returns_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
-        policies: Names of several policies, each with such adapters.
+        policies: Names of the policies, each with such adapters (`agent.policies`); empty for a single policy.
     """
 
     model_path: str
@@ -69,7 +69,7 @@ class EngineOptions:
         """Reads and checks the options of a configuration.
 
         Raises:
-            ConfigError: A value is out of range; names the key.
+            ConfigError: A value is out of range; the message names the key.
         """
         rollout, model = cfg.rollout, cfg.actor.model
         for key, limit in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
@@ -97,12 +97,12 @@ class EngineOptions:
 
     @property
     def batch(self) -> int:
-        """Number of concurrent sequences, for an engine without a default."""
+        """Number of concurrent sequences, `max_batch_size` or a default."""
         return _BATCH if self.max_batch_size is None else self.max_batch_size
 
 
 def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
-    """Returns how many experts an engine returns for a token (`RolloutBackend.choices`); 0 without routing replay.
+    """Returns the number of experts that an engine returns per token (`RolloutBackend.choices`); 0 without routing replay.
 
     Raises:
         ConfigError: The engine does not return experts.
@@ -118,15 +118,15 @@ def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
 
 
 def has_separate_adapters(cfg: LanguageConfig) -> bool:
-    """Returns whether engines get LoRA adapters separately, rather than merged into the weights."""
+    """Returns whether engines get LoRA adapters separately instead of merged into the weights."""
     return (select(cfg, "actor.lora.rank") or 0) > 0 and select(cfg, "rollout.merge_adapters") is False
 
 
 def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
-    """Returns the dtype of an engine's weights on a device: `rollout.dtype`, or that of the model.
+    """Returns the dtype of an engine's weights on a device: `rollout.dtype`, or the model's dtype if it is `auto`.
 
     Raises:
-        ConfigError: The dtype is unknown; names the key.
+        ConfigError: The dtype is unknown; the message names the key.
     """
     if cfg.rollout.dtype == "auto":
         from rlhpc.language.models.loading import compute_dtype
@@ -138,18 +138,19 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
 
 
 class WeightUpdateError(RlhpcError):
-    """Error of an interrupted weight update: the engine's weights are of two versions, so it samples no more tokens."""
+    """Invalid or incomplete weight update, after which the engine samples no tokens until a complete update."""
 
 
 class EngineBase(RolloutBackend):
-    """Base of the engines: checks requests, and retains completions of other requests during `generate` until the next `step`.
+    """Base class of the engines, which checks requests and tracks which are unfinished.
 
-    A subclass sets `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
+    Completions of other requests that end during `generate` are returned by the next `step`. A subclass sets `context` and
+    `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
     """
 
     can_drop = True
     vocabulary: int
-    """Token ids are below this."""
+    """Size of the vocabulary; token ids are smaller."""
 
     def __init__(self) -> None:
         self._active_ids: set[int] = set()
@@ -162,11 +163,11 @@ class EngineBase(RolloutBackend):
 
     @abc.abstractmethod
     def _advance(self) -> list[Completion]:
-        """Advances the running requests; returns those that ended."""
+        """Advances the running requests; returns the completions of those that ended."""
 
     @abc.abstractmethod
     def _abort(self) -> list[Completion]:
-        """Ends all requests; returns the tokens of each so far."""
+        """Ends all requests; returns completions with their tokens so far."""
 
     @abc.abstractmethod
     def _drop(self, ids: Collection[int]) -> None:
@@ -177,7 +178,7 @@ class EngineBase(RolloutBackend):
         return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests (`RolloutBackend.add`): all of them or none."""
+        """Queues all of the requests, or none if one is invalid; see `RolloutBackend.add`."""
         batch = list(requests)
         ids = [request.id for request in batch]
         if len(set(ids)) < len(ids) or not self._active_ids.isdisjoint(ids):
@@ -216,7 +217,11 @@ class EngineBase(RolloutBackend):
                 raise ConfigError(f"rollout.{key} is {value}; allowed: {requirement}")
 
     def step(self) -> list[Completion]:
-        """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
+        """Advances the running requests; see `RolloutBackend.step`.
+
+        Raises:
+            WeightUpdateError: The last weight update was not completed.
+        """
         if self._update_error:
             raise WeightUpdateError(self._update_error)
         completions, self._retained = self._retained, []
@@ -226,17 +231,17 @@ class EngineBase(RolloutBackend):
         return completions
 
     def unfinished(self) -> int:
-        """Returns the number of requests that have not been returned (`RolloutBackend.unfinished`)."""
+        """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
         return len(self._active_ids)
 
     def abort(self) -> list[Completion]:
-        """Ends all requests; returns the tokens of each so far (`RolloutBackend.abort`)."""
+        """Ends all requests; see `RolloutBackend.abort`."""
         completions, self._retained = self._retained, []
         self._active_ids.clear()
         return completions + self._abort()
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends some requests, which are not returned (`RolloutBackend.drop`)."""
+        """Ends the given requests without completions; see `RolloutBackend.drop`."""
         running_ids = self._active_ids.intersection(ids)
         self._retained = [completion for completion in self._retained if completion.id not in running_ids]
         if running_ids:
@@ -244,15 +249,15 @@ class EngineBase(RolloutBackend):
             self._active_ids -= running_ids
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in this time."""
+        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end meanwhile."""
         self.add(requests)
         completions: dict[int, Completion | None] = {request.id: None for request in requests}
-        missing, other_completions = len(completions), []
-        while missing:
+        num_missing, other_completions = len(completions), []
+        while num_missing:
             for completion in self.step():
                 if completion.id in completions:
                     completions[completion.id] = completion
-                    missing -= 1
+                    num_missing -= 1
                 else:
                     other_completions.append(completion)
         self._retained += other_completions
@@ -276,16 +281,16 @@ def checked_update(
     *,
     complete: bool = True,
 ) -> Iterator[tuple[str, T]]:
-    """Passes an update's tensors on; raises where a name or shape is wrong, and at the end if one is missing.
+    """Yields the tensors of a weight update after checking their names and shapes.
 
     Args:
-        named_tensors: Tensors by Hugging Face names.
-        needed: Shapes that must come, each once.
-        optional: Shapes that may come: the other names of tied weights, and buffers.
-        complete: All tensors must come; otherwise missing ones stay unchanged.
+        named_tensors: Hugging Face names and tensors.
+        needed: Shape of each required tensor.
+        optional: Shape of each tensor that the update may omit: other names of tied weights, and buffers.
+        complete: Whether all required tensors must be in the update.
 
     Raises:
-        WeightUpdateError: Names the tensors.
+        WeightUpdateError: A tensor is unknown, duplicate, missing or of a wrong shape; the message names it.
     """
     received_names: set[str] = set()
     for name, tensor in named_tensors:
@@ -300,7 +305,7 @@ def checked_update(
             raise WeightUpdateError(f"a weight update brought {name!r} twice")
         received_names.add(name)
         yield name, tensor
-    missing = sorted(needed.keys() - received_names) if complete else []
-    if missing:
-        remainder = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise WeightUpdateError(f"a weight update left out {', '.join(missing[:3])}{remainder}")
+    missing_names = sorted(needed.keys() - received_names) if complete else []
+    if missing_names:
+        remainder = f" and {len(missing_names) - 3} more" if len(missing_names) > 3 else ""
+        raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])}{remainder}")

@@ -1,4 +1,4 @@
-"""Forward passes over the running rows, in which a row's numbers do not depend on the other rows."""
+"""Batch-invariant prefill and decoding for the hf engine: a row's results do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of tokens in a joint prefill; up to here torch computes norms in one thread.
+#: Maximum number of tokens in a joint prefill; up to this number torch computes norms in one thread.
 _PREFILL_TOKENS = 1024
-#: Elements that torch does not divide among threads, and the step of vectorized functions, in any dtype.
+#: Largest number of elements that torch does not divide among threads, and step of vectorized functions, in any dtype.
 _MAX_THREAD_ELEMENTS, _STEP = 32768, 64
 
 
 class Forward:
-    """Prefill and decoding: of all rows jointly, if their numbers are then the same as alone; otherwise row by row.
+    """Prefill and decoding of all rows jointly if the model permits batch invariance, otherwise row by row.
 
-    On CPUs the numbers are the same, bit for bit, by the choice of shapes (`batch_invariance`), and a comparison of a row
-    alone and in a batch verifies it when the engine starts. Accelerators' libraries guarantee less: there, a step always
-    computes the maximum number of rows, and a prefill one sequence, so that a row's numbers could only depend on its index.
+    On CPUs, the choice of shapes makes results bitwise identical (`batch_invariance`); the constructor verifies this by
+    comparing rows alone and in a batch. Libraries of accelerators guarantee less: there, a decoding pass always computes the
+    maximum number of rows, and a prefill one sequence, so that a row's results could depend only on its index.
 
     Args:
         model: Model of transformers; changed in place.
         device: Device of the computation.
         max_rows: Maximum number of rows.
-        context: Tokens of the longest sequence.
-        vocabulary: Token ids are below this.
+        context: Maximum number of tokens of a sequence.
+        vocabulary: Size of the vocabulary.
 
     Attributes:
-        kv: The rows' keys and values.
+        kv: KV cache of the rows.
         batched: Whether rows are computed jointly.
-        routing: Routers of a mixture, if their choices are requested.
-        experts: Their choices in the last call: for the tokens of each sequence, or for one of each row.
+        routing: Routers whose choices are recorded; None if not requested.
+        experts: Router choices of the last call, `[tokens, choices]` int16 for each sequence (prefill) or row (decoding).
     """
 
     def __init__(self, model: Any, device: torch.device, max_rows: int, context: int, vocabulary: int) -> None:
@@ -81,27 +81,27 @@ class Forward:
             )
 
     def record_routing(self, routing: Routing) -> int:
-        """Records the choices of a mixture's routers from now on; returns the number of choices of a token."""
+        """Starts recording the choices of a mixture-of-experts model's routers; returns the number of choices per token."""
         self.routing = routing
         return routing.choices
 
     def free(self) -> None:
-        """Drops the rows and the memory."""
+        """Removes all rows and frees the memory."""
         self.kv.free()
         self._cache = None
 
     def prefill(
         self, sequences: Sequence[Sequence[int]], source: Sequence[int], images: Sequence[PromptImages | None] = ()
     ) -> Tensor:
-        """Fills the cache with sequences.
+        """Computes sequences and adds rows with their keys and values to the cache.
 
         Args:
-            sequences: Prompts, and tokens sampled since.
-            source: The sequence of each new row, ascending.
+            sequences: Token ids of prompts, each followed by its tokens sampled so far.
+            source: Index of each new row's sequence, ascending.
             images: Images of each sequence; a sequence with images is computed alone.
 
         Returns:
-            `[sequences, V]`, the logits behind each.
+            Logits of the token after each sequence, `[sequences, V]`.
         """
         logits, self.experts = list[Tensor](), []
         images = images or [None] * len(sequences)
@@ -120,7 +120,7 @@ class Forward:
         return torch.cat(logits)
 
     def decode(self, last: Tensor) -> Tensor:
-        """Computes one token for each row: `last` `[rows]` are the current tokens; returns logits `[rows, V]` of the next."""
+        """Reads the last sampled token of each row, `[rows]`; returns the logits of the next token, `[rows, V]`."""
         kv, self.experts = self.kv, []
         if self._cache is None:
             self._cache = decoding_cache(kv)
@@ -178,7 +178,7 @@ class Forward:
 
     @contextmanager
     def _recorded_routing(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Records the routers' choices within the block, for sequences of these lengths."""
+        """Adds the routers' choices within the block to `experts`, split into sequences of these lengths."""
         if self.routing is None:
             yield
             return
@@ -206,7 +206,10 @@ class Forward:
         return [(7 * row + 5 * token + 3) % self._vocabulary for token in range(length)]
 
     def _probe_logits(self, attention: str | None) -> Tensor:
-        """Computes the logits of a text's last tokens: in one pass with the given attention, or by this module's attention."""
+        """Computes logits `[3, V]` after the last three tokens of a probe text.
+
+        With `attention`, one ordinary pass computes them; with None, a prefill and two decoding passes of this class.
+        """
         probe_ids = [*self._probe_ids(10), 1, 2]
         if attention is not None:
             logits: Tensor = self._model(
@@ -216,7 +219,7 @@ class Forward:
         return torch.cat(self._logits([probe_ids[:-2]], [torch.tensor([token]) for token in probe_ids[-2:]]))
 
     def _is_batch_invariant(self) -> bool:
-        """Returns whether two of several rows have, bit for bit, the same logits alone."""
+        """Returns whether two probe rows have bitwise the same logits alone as in a batch of 37 rows."""
         texts = [self._probe_ids(row) for row in range(37)]
         tokens = [torch.arange(37) % self._vocabulary for _ in range(2)]
         batch_logits = self._logits(texts, tokens)
@@ -228,7 +231,7 @@ class Forward:
         )
 
     def _logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
-        """Returns logits `[rows, V]` behind texts, and behind each further token of each."""
+        """Returns logits `[rows, V]` after texts, then after each of `tokens` (`[rows]` each), with a temporary cache."""
         saved_kv, saved_max_rows = self.kv, self._max_rows
         self.kv, self._cache, self._max_rows = KVCache(len(texts)), None, max(saved_max_rows, len(texts))
         logits = [self.prefill(texts, range(len(texts)))]
@@ -242,8 +245,9 @@ def _pad(values: Tensor, count: int) -> Tensor:
 
 
 def _limit_activation_rows(model: nn.Module) -> None:
-    """Makes activations take so few rows at a time that no thread boundary lies within a row, where numbers differ by a
-    rounding.
+    """Makes activation functions process few rows at a time, so that torch divides no row among threads.
+
+    At the boundary between two threads, results differ in rounding.
     """
     from transformers.activations import ACT2CLS
 

@@ -1,4 +1,4 @@
-"""Engine of several policies: one engine for each, with its weights; a request names its policy."""
+"""Engine for several policies, which combines one engine per policy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class MultiPolicyEngine(RolloutBackend):
-    """Engines of several policies, each with merged adapters, which sample in turn.
+    """Combination of one engine per policy, each with merged adapters; the engines run alternately.
 
-    They must accept partial updates, end single requests, score, and declare the weights that they need: `hf`.
+    The engines must support partial updates, `drop`, `score` and `needs`, as `hf` does.
 
     Args:
         names: Names of the policies.
-        make: Function that builds the engine of a policy, by name.
+        make: Function that builds the engine of a policy from its name.
     """
 
     takes_partial_updates = True
@@ -46,7 +46,7 @@ class MultiPolicyEngine(RolloutBackend):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """Version of the weights; see `RolloutBackend.version`."""
+        """Version of the weights that the next step uses."""
         return int(self._engines[0].version)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -91,8 +91,8 @@ class MultiPolicyEngine(RolloutBackend):
     ) -> None:
         """Loads weights; see `RolloutBackend.update_weights`.
 
-        Tensors that all policies share come once, by their names; the others are named `policy/name` (`of_policy`). They come
-        in any order.
+        Tensors shared by all policies are given once, by their names; a policy's own tensors are named `policy/name`
+        (`of_policy`). The order is arbitrary.
         """
         self._broken_update = (
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "
@@ -112,13 +112,13 @@ class MultiPolicyEngine(RolloutBackend):
                 for name, engine in engines.items():
                     engine.update_weights(version, _record_names([named_tensor], received_names[name]), complete=False)
         for name, engine in engines.items():
-            if complete and (missing := sorted(engine.needs() - received_names[name])):
-                raise WeightUpdateError(f"a weight update left out {', '.join(missing[:3])} of policy {name}")
+            if complete and (missing_names := sorted(engine.needs() - received_names[name])):
+                raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])} of policy {name}")
             engine.update_weights(version, (), complete=False)
         self._broken_update = ""
 
     def held(self, name: str) -> torch.Tensor | None:
-        """Returns a current tensor; of shared tensors, the first policy's. See `RolloutBackend.held`."""
+        """Returns the current tensor named `policy/name`, or `name` for the first policy; see `RolloutBackend.held`."""
         policy, _, tensor_name = name.rpartition("/")
         tensor: torch.Tensor | None = self._engines[self._names.index(policy) if policy else 0].held(tensor_name)
         return tensor
@@ -129,17 +129,17 @@ class MultiPolicyEngine(RolloutBackend):
         return logprobs
 
     def offload(self) -> None:
-        """Frees the accelerator; see `RolloutBackend.offload`."""
+        """Frees the accelerator's memory; see `RolloutBackend.offload`."""
         for engine in self._engines:
             engine.offload()
 
     def reload(self) -> None:
-        """Returns to the accelerator; see `RolloutBackend.reload`."""
+        """Reverses `offload`; see `RolloutBackend.reload`."""
         for engine in self._engines:
             engine.reload()
 
     def close(self) -> None:
-        """Ends the engines; see `RolloutBackend.close`."""
+        """Shuts the engines down; see `RolloutBackend.close`."""
         for engine in self._engines:
             engine.close()
 
@@ -149,7 +149,11 @@ def _policy(request: Request) -> int:
 
 
 def _record_names(named: Iterable[Any], received_names: set[str]) -> Iterator[Any]:
-    """Yields tensors by their names without the policy, and records these names."""
+    """Yields tensors with their names without the policy, and adds these names to `received_names`.
+
+    Raises:
+        WeightUpdateError: A name occurs twice.
+    """
     for full_name, tensor in named:
         name = full_name.rpartition("/")[2]
         if name in received_names:

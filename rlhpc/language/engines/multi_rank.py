@@ -1,9 +1,9 @@
-"""Engine group: the ranks that form one engine; the leader decides, and the others repeat its commands.
+"""Engine group: several ranks that form one engine; the leader broadcasts commands, and the followers repeat them.
 
-Each rank has an engine of the same model, holds a part of it, and computes the same step at the same time: their kernels wait
-for each other within a step. So all of them must get the same requests in the same order, and take the same steps. The leader
-broadcasts each command before it runs it. The sampled tokens follow from the weights, the requests and their seeds, so they
-are not sent, but a checksum of them is compared.
+Each rank's engine holds a part of the model, and all ranks compute the same step at the same time, because their kernels wait
+for each other. Therefore all ranks must get the same requests in the same order and make the same steps. The leader broadcasts
+each command before it runs it. Sampled tokens are determined by weights, requests and seeds, so that they are not sent; only
+a checksum is compared.
 """
 
 from __future__ import annotations
@@ -21,46 +21,44 @@ from rlhpc.runtime.errors import RlhpcError
 if TYPE_CHECKING:
     import torch
 
-#: Commands of the leader; a tuple begins with one of these, and all but the last two are methods of the engine.
+#: Names of the leader's commands, the first elements of command tuples; all but the last two are engine methods.
 _ADD, _STEP, _GENERATE, _SCORE, _ABORT, _DROP, _OFFLOAD, _RELOAD, _WEIGHTS, _END = (
     "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
 )  # fmt: skip
-#: Commands, and the checksum of the leader's finished sequences so far.
+#: Commands, and the checksum of the sequences that the leader has finished.
 Commands = tuple[list[tuple[Any, ...]], int]
 
 
 class EngineLink(Protocol):
-    """Connection of the ranks of one engine."""
+    """Connection between the ranks of an engine group."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the engine; rank 0 is the leader."""
+        """Index of this rank in the group; rank 0 is the leader."""
 
     @property
     def size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks in the group."""
 
     @property
     def ident(self) -> str:
-        """Name that the engine's ranks on this host share, and no other engine has."""
+        """Unique name of the engine, common to its ranks on this host."""
 
     def form(self) -> None:
-        """Forms torch's default process group of the engine's ranks."""
+        """Initializes torch's default process group with the engine's ranks."""
 
     def broadcast(self, commands: Commands) -> None:
-        """Broadcasts commands; called by rank 0 alone."""
+        """Broadcasts commands; only rank 0 calls it."""
 
     def receive(self) -> Commands:
         """Waits for the commands of rank 0; called by the other ranks."""
 
     def handle_failure(self, error: BaseException) -> None:
-        """Handles a failed joint computation: returns if no rank of the engine has ended; otherwise waits until this one is
-        ended.
-        """
+        """Returns after a failed joint computation if all ranks of the engine still run; otherwise waits to be terminated."""
 
 
 class EngineDivergenceError(RlhpcError):
-    """Error of ranks of an engine that have sampled different tokens. No rank may continue."""
+    """Divergence of an engine's ranks, which sampled different tokens; none of them may continue."""
 
 
 class _Checksum:
@@ -76,9 +74,9 @@ class _Checksum:
 
 
 class Leader(RolloutBackend):
-    """Leader's side of an engine group: an engine that makes the other ranks repeat each call.
+    """Engine of the leader, which makes the other ranks of the group repeat each call.
 
-    Commands that need no immediate computation (requests, aborts) are sent with the next step.
+    Commands that need no immediate computation (added and aborted requests) are sent with the next step.
 
     Args:
         engine: This rank's engine.
@@ -96,7 +94,7 @@ class Leader(RolloutBackend):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """Version of the weights; see `RolloutBackend.version`."""
+        """Version of the weights that the next step uses."""
         return self._engine.version
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -115,10 +113,10 @@ class Leader(RolloutBackend):
 
     def abort(self) -> list[Completion]:
         """Ends all running requests; see `RolloutBackend.abort`."""
-        aborted = self._engine.abort()
-        self._checksum.update(aborted)
+        completions = self._engine.abort()
+        self._checksum.update(completions)
         self._queued_commands.append((_ABORT,))
-        return aborted
+        return completions
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends some requests; see `RolloutBackend.drop`."""
@@ -142,31 +140,31 @@ class Leader(RolloutBackend):
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], *, complete: bool = True
     ) -> None:
-        """Loads weights, as the other ranks do with theirs; see `RolloutBackend.update_weights`."""
+        """Loads this rank's weights while the other ranks load theirs; see `RolloutBackend.update_weights`."""
         self.begin_weights()
         assert complete, "engines of several ranks take complete updates"
         self._engine.update_weights(version, named_tensors)
 
     def begin_weights(self) -> None:
-        """Makes the other ranks load their weights, as this rank is about to do."""
+        """Makes the other ranks start to load their weights."""
         self._broadcast((_WEIGHTS,))
 
     def offload(self) -> None:
-        """Frees all ranks' accelerators; see `RolloutBackend.offload`."""
+        """Frees the accelerator memory of all ranks; see `RolloutBackend.offload`."""
         self._broadcast((_OFFLOAD,))
         self._engine.offload()
 
     def reload(self) -> None:
-        """Returns to all ranks' accelerators; see `RolloutBackend.reload`."""
+        """Reverses `offload` on all ranks; see `RolloutBackend.reload`."""
         self._broadcast((_RELOAD,))
         self._engine.reload()
 
     def end(self) -> None:
-        """Releases the other ranks until the next command."""
+        """Makes the other ranks return from `FollowerEngine.follow`."""
         self._broadcast((_END,))
 
     def close(self) -> None:
-        """Ends this rank's engine; the other ranks end theirs."""
+        """Shuts down this rank's engine; the other ranks shut down their own."""
         self._engine.close()
 
     def _run_jointly(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
@@ -183,12 +181,12 @@ class Leader(RolloutBackend):
 
 
 class FollowerEngine:
-    """Follower's side of an engine group.
+    """Engine of a follower, which repeats the leader's commands.
 
     Args:
         engine: This rank's engine.
-        link: Connection to rank 0.
-        load_weights: Loads the weights that come next.
+        link: Connection to the leader.
+        load_weights: Function that receives and loads the next weights.
     """
 
     def __init__(self, engine: RolloutBackend, link: EngineLink, load_weights: Callable[[], object]) -> None:
@@ -198,16 +196,16 @@ class FollowerEngine:
         self._checksum = _Checksum()
 
     def follow(self) -> None:
-        """Repeats the commands of rank 0 until it releases this rank.
+        """Repeats the leader's commands until its `end`.
 
         Raises:
-            EngineDivergenceError: This rank has sampled other tokens.
+            EngineDivergenceError: This rank sampled other tokens than the leader.
         """
         with _joint_computation(self._link):
             while True:
                 commands, checksum = self._link.receive()
                 for command, *arguments in commands:
-                    # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
+                    # The leader's checksum includes aborts of this message, which this rank has repeated by now.
                     if command in (_STEP, _GENERATE, _END) and checksum != self._checksum.check:
                         raise EngineDivergenceError(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
@@ -229,7 +227,7 @@ class FollowerEngine:
 
 @contextmanager
 def _joint_computation(link: EngineLink) -> Iterator[None]:
-    """Suppresses consequential errors: if a rank of the engine has ended, the errors of the others are of no interest."""
+    """Passes errors of the block to `link.handle_failure`, since they may only follow from the end of another rank."""
     try:
         yield
     except (RuntimeError, RlhpcError) as error:

@@ -37,8 +37,8 @@ def make_rollout(
         link: Connection to the other ranks of an engine group; all of them build their engines at the same time.
 
     Raises:
-        ConfigError: The engine cannot be built: an unknown name, a library that is not installed, a missing model, or too
-            little memory.
+        ConfigError: The engine cannot be built: its name is unknown, a library or the model is missing, or memory is too
+            small.
     """
     link_kwargs = {} if link is None else {"link": link}
     return _factory(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **link_kwargs)
@@ -47,11 +47,11 @@ def make_rollout(
 def make_engine(
     cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
-    """Builds the engine of a run, of one policy or several (`agent.policies`).
+    """Builds the engine of a run with one or several policies (`agent.policies`).
 
     Args:
         cfg, device, seed, link: See `make_rollout`.
-        model_path: See `make_rollout`; it may contain a folder for each of several policies (`folders_of`).
+        model_path: See `make_rollout`; with several policies it may contain a folder for each policy (`folders_of`).
 
     Raises:
         ConfigError: See `make_rollout`.
@@ -74,19 +74,21 @@ def make_engine(
 
 
 def awaiting_weights(cfg: Run) -> Run:
-    """Returns the configuration for an engine that samples nothing before an update has brought all weights.
+    """Returns the configuration for an engine that gets a complete weight update before it samples.
 
-    If the engine supports it, it does not read the weights from the model's files, unless `rollout.engine_kwargs` sets how
-    they are loaded.
+    If the engine supports this (`RolloutBackend.awaiting`), it does not read weights from the model's files, unless
+    `rollout.engine_kwargs` sets how they are loaded.
     """
     engine_kwargs = getattr(_factory(cfg.rollout.rollout_backend), "awaiting", None)
-    if has_separate_adapters(cfg) or engine_kwargs is None:  # the model's weights never come, or must be loaded
+    if (
+        has_separate_adapters(cfg) or engine_kwargs is None
+    ):  # updates omit the base weights, or the engine always loads them
         return cfg
     return changed(cfg, "rollout.engine_kwargs", {**engine_kwargs, **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:
-    """Returns whether the ranks of an engine of `rollout.rollout_backend` may be forked.
+    """Returns whether ranks with this engine (`rollout.rollout_backend`) may be forked.
 
     Raises:
         ConfigError: The name is unknown.
@@ -95,7 +97,7 @@ def forkable(name: str) -> bool:
 
 
 def _factory(name: str) -> EngineFactory:
-    """Returns the factory of `rollout.rollout_backend`: a class of engines derives from `RolloutBackend`."""
+    """Returns the factory of an engine; a class that does not derive from `RolloutBackend` is wrapped."""
     factory = ENGINES.find(name)
     if isinstance(factory, type) and not issubclass(factory, RolloutBackend):
         return with_base_class(factory)
