@@ -189,7 +189,7 @@ def test_a_run_of_self_play(tmp_path: Path) -> None:
     assert all(bool((mine[name] == theirs[name]).all()) for name in theirs), "however many are under way at a time"
     for override, said in (
         ("agent.target=poker", "did you mean 'kuhn_poker'"),
-        ("agent.kwargs={long: true}", "it takes: short"),
+        ("agent.kwargs={long: true}", "allowed: short"),
         ("agent.roles=[a]", "agent.roles"),
         ("algorithm.adv_type=raw", "algorithm.credit"),
     ):
