@@ -12,106 +12,107 @@ from rlhpc.config.constraints import COUNT, FREE, NOT_NEGATIVE, POSITIVE, Choice
 
 @dataclass
 class ToolServerConfig:
-    """A server of tools, in the Model Context Protocol, by a command or a URL; or a shell."""
+    """A tool server: an MCP server started by a command or reached by a URL, or a shell."""
 
     command: list[str] = field(default_factory=list)
-    """Command that starts the server for each episode; it speaks over its standard streams."""
+    """Command that starts the server for each episode; the server communicates over its standard streams."""
     url: str | None = None
-    """Address of the server for all episodes; `{name}` in it is the address of a service."""
+    """URL of a server that all episodes use; `{name}` in it stands for the address of a service."""
     shell: bool = False
-    """A bash for each episode, in `agent.sandbox`: its folder and variables are those that the last command left."""
+    """A bash shell for each episode, in `agent.sandbox`; it keeps its working folder and variables between commands."""
 
 
 @dataclass
 class ServiceConfig:
-    """A program that agents need beside the model, which runs as long as those that run agents."""
+    """A program that agents need in addition to the model; it runs as long as the processes that run agents."""
 
     name: str = MISSING
-    """`{name}` is its address (`127.0.0.1:port`) in `agent.servers`, `agent.framework` and `agent.command`, and so is the
-    environment variable `RLHPC_SERVICE_<NAME>` of agents."""
+    """Name of the service. `{name}` in `agent.servers`, `agent.framework` and `agent.command`, and the environment variable
+    `RLHPC_SERVICE_<NAME>` of agents, give its address (`127.0.0.1:port`)."""
     command: list[str] = field(default_factory=list)
-    """argv; `{port}` in it is the port where it is to listen, as is the environment variable `PORT`."""
+    """Command and its arguments; `{port}` in them, and the environment variable `PORT`, give the port to listen on."""
     ready: str = "port"
-    """Sign that it is ready: `port`, it listens there; `/path`, it answers a GET there with a status below 400; `line:
-    text`, it has printed that."""
+    """Sign that the service is ready: `port`, it listens on the port; `/path`, it answers a GET of this path with a status
+    below 400; `line: text`, it has printed the text."""
     timeout_s: Annotated[float, POSITIVE] = 120.0
-    """Longest time until it is ready."""
+    """Maximum time in seconds until the service is ready."""
 
 
 @dataclass
 class AgentConfig:
-    """Source of the answers to a prompt: the model directly, or an agent that calls the model, possibly often, and works
-    with its replies."""
+    """Source of the answers to a prompt: the model itself, or an agent that calls the model one or more times."""
 
     kind: Annotated[str, Choices("inline", "python", "command", "environment", "mcp", "verifiers", "openenv")] = (
         "inline"
     )
-    """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
-    `command`: any program, `agent.command`. These two ask the model over an endpoint in the form of OpenAI's, of which
-    they find URL and key in the environment. `environment`: a world that the model acts in, `agent.target`, in the rollout
-    rank. `mcp`: the model with the tools of `agent.servers`. `verifiers`, `openenv`: an environment of these frameworks,
-    `agent.framework`, with its rewards."""
+    """`inline`: the model, or the agent named by `rollout.agent`, in the rollout rank. `python`: a function, `agent.target`.
+    `command`: any program, `agent.command`. These two call the model through an OpenAI-compatible endpoint, whose URL and key
+    are in their environment variables. `environment`: an environment in which the model acts, `agent.target`, in the rollout
+    rank. `mcp`: the model with the tools of `agent.servers`. `verifiers`, `openenv`: an environment of one of these
+    frameworks, `agent.framework`, with its rewards."""
     target: str | None = None
-    """`module:function` of kind `python`: gets the task and the model, and returns the reward, or more; a coroutine, too.
-    Of kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, a registered name, or
-    `module:Class`."""
+    """For kind `python`: `module:function`, a function or coroutine that gets the task and the model and returns the reward,
+    or more. For kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, a
+    registered name, or `module:Class`."""
     command: list[str] = field(default_factory=list)
-    """argv of kind `command`; `{question}` in it is the question. What it prints is the response that is judged."""
+    """For kind `command`: command and its arguments; `{question}` in them stands for the question. Its output is the response
+    that is scored."""
     servers: list[ToolServerConfig] = field(default_factory=list)
-    """Servers of tools, of kind `mcp`."""
+    """For kind `mcp`: tool servers."""
     framework: dict[str, Any] = field(default_factory=dict)
-    """Of kind `verifiers`: its environment's configuration, such as `{taskset: {id: my_taskset}}`. Of kind `openenv`:
-    `base_url`, and if wanted `action` (which key of an action is what the model writes; by default `message`), `observation`
-    (which key of an observation the model reads; by default all of it) and `reset` (arguments)."""
+    """For kind `verifiers`: the environment's configuration, such as `{taskset: {id: my_taskset}}`. For kind `openenv`:
+    `base_url`, and optionally `action` (key of an action that holds the model's text; default `message`), `observation` (key
+    of an observation that the model reads; default all of it) and `reset` (arguments)."""
     sandbox: Annotated[str | None, Choices("bubblewrap", "unshare", "none")] = None
-    """Sandbox of `agent.command` and shells: `bubblewrap` (no network; of the files the system's programs, the
-    interpreter and what `agent.command` names, read-only, and a folder of the episode), `unshare` (no network; the files are
-    the user's, all of them), or `none`. A command finds the model at `127.0.0.1:8000`."""
+    """Sandbox of `agent.command` and shells: `bubblewrap` (no network; read-only access to the system's programs, the
+    interpreter and files named in `agent.command`, and a writable folder per episode), `unshare` (no network; access to all
+    files of the user), or `none`. A command reaches the model at `127.0.0.1:8000`."""
     sandbox_read: Annotated[list[str], FREE] = field(default_factory=list)
-    """Further files and folders that bubblewrap shows, read-only; `~` is the home folder. What lies in them is readable for
-    the model, too, except the run folder and the files of `data`: these are hidden, unless they are named here themselves."""
+    """Further files and folders that bubblewrap makes readable; `~` is the home folder. The model can read their contents,
+    too, except the run folder and the files of `data`, which are hidden unless they are named here themselves."""
     memory_mb: Annotated[int, COUNT, FREE] = 8192
-    """Maximum memory of all processes of an episode in a sandbox. Measured about four times a second: in between an episode
-    may use more, and each process may map four times as much. Memory files (`memfd_create`) count where they are mapped."""
+    """Maximum memory in MB of all processes of an episode in a sandbox. It is measured about four times a second; in between,
+    an episode may use more, and each process may map four times as much. Memory files (`memfd_create`) count where they are
+    mapped."""
     disk_mb: Annotated[int, COUNT, FREE] = 8192
-    """Maximum disk space of an episode in a sandbox, its `/tmp` included, and the largest file. Measured about four times a
-    second, less often where there are many files; a file that is open and has been deleted counts alone."""
+    """Maximum disk space in MB of an episode in a sandbox, including its `/tmp`, and maximum size of a file. It is measured
+    about four times a second, or less often with many files; a deleted file that is still open counts alone."""
     services: list[ServiceConfig] = field(default_factory=list)
-    """Programs that agents need: once on each node of the group `agent`, or else once for each engine."""
+    """Programs that agents need; they run once per node of the group `agent`, or without this group once per engine."""
     python: Annotated[str | None, FREE] = None
-    """Interpreter of the agent, with its packages; null is rlhpc's."""
+    """Python interpreter with the agent's packages; null uses the interpreter of rlhpc."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """For the agent, as `task.kwargs`; of kind `environment`, its constructor's arguments."""
+    """Arguments that the agent gets as `task.kwargs`; for kind `environment`, arguments of its constructor."""
     episodes_per_rank: Annotated[int, COUNT, FREE] = 8
-    """Episodes that run at a time on each rank that runs them, each in a separate process."""
+    """Number of concurrent episodes on each rank that runs episodes, each in a separate process."""
     timeout_s: Annotated[float, POSITIVE, FREE] = 900.0
-    """Longest time of an episode, from its start to its reward. One that takes longer is ended, with all that it has started,
-    and is left out."""
+    """Maximum time in seconds of an episode, from its start to its reward. A longer episode is terminated with all processes
+    that it started, and omitted."""
     max_turns: Annotated[int, COUNT] = 40
-    """Maximum number of calls of the model in an episode."""
+    """Maximum number of model calls in an episode."""
     max_tokens: Annotated[int, COUNT] = 32768
-    """Maximum number of tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
+    """Maximum number of tokens that the model writes in an episode; `rollout.max_new_tokens` limits each turn."""
     roles: list[str] = field(default_factory=list)
-    """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
-    and is compared with its own kind. An environment brings its own."""
+    """Names of the roles of a multi-role episode, by which the agent calls the model. Each role has a separate context, and
+    its rewards are compared only with those of the same role. An environment defines its roles itself."""
     untrained_roles: list[str] = field(default_factory=list)
-    """Roles that speak by the policy as it is, and whose tokens are not trained on, such as an opponent or a judge."""
+    """Roles that use the current policy but whose tokens are not trained, such as an opponent or a judge."""
     tool_parser: str | None = "hermes"
-    """Parser of tool calls in the model's text: `hermes`, any of vLLM's where that is installed, or null."""
+    """Parser of tool calls in the model's text: `hermes`, any parser of vLLM if it is installed, or null."""
     reasoning_parser: str | None = "think"
-    """Parser that separates reasoning from the answer: `think` (`<think>…</think>`), any of vLLM's, or null."""
+    """Parser that separates reasoning from the answer: `think` (`<think>…</think>`), any parser of vLLM, or null."""
 
 
 @dataclass
 class TrainedAgentConfig(AgentConfig):
-    """The same, of a run that trains on its episodes."""
+    """Section `agent` of a run that trains on its episodes."""
 
     policies: dict[str, str] = field(default_factory=dict)
-    """Several policies, such as a proposer's and a solver's: the name of each role's, `{proposer: asks, solver: answers}`.
-    Each is a LoRA adapter of `actor.model` (`actor.lora`) with an optimizer of its own, and is trained on what its roles
-    say. Empty: all roles speak by one policy."""
+    """Several policies, such as a proposer and a solver: role → name of its policy, `{proposer: asks, solver: answers}`. Each
+    policy is a LoRA adapter of `actor.model` (`actor.lora`) with a separate optimizer, and is trained on the tokens of its
+    roles. Empty: all roles use one policy."""
     feedback_timeout_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.0
-    """Of kind `python`, where rewards come after an episode has ended (`{"later": True}`): longest time until they have come.
-    Without a reward by then an episode is left out. 0: no reward comes later."""
+    """For kind `python` with delayed rewards (`{"later": True}`): maximum time in seconds from the end of an episode to its
+    reward. An episode without a reward by then is omitted. 0: no delayed rewards."""
     feedback_ahead: Annotated[int, NOT_NEGATIVE, FREE] = 16
-    """Prompts on each rollout rank that may wait for such rewards while others take their places in the step."""
+    """Number of prompts per rollout rank that may wait for delayed rewards while other prompts fill the step."""

@@ -1,4 +1,4 @@
-"""Algorithms."""
+"""Sections `algorithm` of language runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.config.constraints import COUNT, FRACTION, NOT_NEGATIVE, PART, POSITI
 
 @dataclass
 class LanguageAlgorithmConfig:
-    """The learning rate's course."""
+    """Learning rate schedule."""
 
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
@@ -18,20 +18,22 @@ class LanguageAlgorithmConfig:
 
 @dataclass
 class DistillationConfig:
-    """On-policy distillation (`algorithm.name: distillation`): the model learns what section `teacher` says of its answers."""
+    """On-policy distillation (`algorithm.name: distillation`): the model learns from the distributions of section `teacher`
+    on its own responses."""
 
     mode: Annotated[str, Choices("sampled", "topk", "full")] = "sampled"
-    """Values of the teacher for each token: `sampled`, its log-prob alone, for a policy gradient; `topk`, those of its most
-    likely tokens, and of all other ones in sum; `full`, its full distribution, for which it must be on the actor's ranks."""
+    """Output of the teacher for each token: `sampled`, the token's log-prob, for a policy gradient; `topk`, the log-probs of
+    its most likely tokens and of the sum of all others; `full`, its full distribution, which requires it on the actor's
+    ranks."""
     topk: Annotated[int, COUNT] = 64
-    """Tokens in mode topk."""
+    """Number of tokens in mode topk."""
     beta: Annotated[float, FRACTION] = 1.0
-    """Divergence, in the modes topk and full: 1 is the reverse KL(model ‖ teacher), 0 the forward KL(teacher ‖ model), between
-    them generalized Jensen-Shannon."""
+    """Divergence in the modes topk and full: 1 is the reverse KL(model ‖ teacher), 0 the forward KL(teacher ‖ model), values
+    in between are generalized Jensen-Shannon divergences."""
     coef: Annotated[float, POSITIVE] = 1.0
-    """Weight of the distillation."""
+    """Weight of the distillation loss."""
     task_reward_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the advantages that the reward gives by `algorithm.adv_type`; 0 distils alone, and the reward is logged."""
+    """Weight of the advantages computed from the reward by `algorithm.adv_type`; with 0 the reward is only logged."""
 
 
 @dataclass
@@ -51,84 +53,85 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     loss_agg: Annotated[
         str, Choices("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
     ] = "token-mean"
-    """Average of the losses of tokens: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
-    seq-mean-token-sum-norm (Dr. GRPO: divided by the tokens that an episode may have, `rollout.max_new_tokens` or, with an
-    agent outside, `agent.max_tokens`). A sequence is what one role says in an episode."""
+    """Aggregation of token losses: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
+    seq-mean-token-sum-norm (Dr. GRPO: divided by the maximum number of tokens of an episode, `rollout.max_new_tokens` or, with
+    an external agent, `agent.max_tokens`). A sequence consists of one role's tokens in an episode."""
     gamma: Annotated[float, FRACTION] = 1.0
-    """Discount, from token to token."""
+    """Discount factor per token."""
     credit: Annotated[str, Choices("episode", "turn", "state")] = "episode"
-    """What a turn of an agent's is credited with: `episode`, what the whole was worth; `turn`, what was paid from it on,
-    compared with the same turn of the group's other episodes; `state`, as `episode`, and compared with turns that had just
-    read the same (GiGPO). The last two are for estimators that compare: grpo, dr_grpo, rloo."""
+    """Credit of a turn of an agent: `episode`, the reward of the whole episode; `turn`, the rewards from this turn on,
+    compared with the same turn of the group's other episodes; `state`, as `episode`, plus a comparison with turns that had
+    just read the same (GiGPO). The last two require an estimator that compares within groups: grpo, dr_grpo, rloo."""
     turn_gamma: Annotated[float, FRACTION] = 1.0
-    """Discount from turn to turn, for `algorithm.credit`."""
+    """Discount factor per turn, for `algorithm.credit`."""
     turn_coef: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Weight of the comparison of states, for `credit: state`."""
+    """Weight of the comparison with equal states, for `credit: state`."""
     gae_lambda: Annotated[float, FRACTION] = 1.0
-    """Trace decay of GAE, from token to token."""
+    """λ of GAE, per token."""
     value_clip: Annotated[float | None, POSITIVE] = None
-    """Clip range of the critic's loss; null is off."""
+    """Clip range of the value loss; null turns clipping off."""
     value_coef: Annotated[float, NOT_NEGATIVE] = 0.5
-    """Weight of the loss of values that come from the model's own head (`actor.model.value_head`)."""
+    """Weight of the value loss if the values come from the model's value head (`actor.model.value_head`)."""
     normalize_advantages: Annotated[str, Choices("auto", "batch", "none")] = "auto"
-    """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups, but for gae, where it is
-    batch."""
+    """Normalization of advantages: `batch` (over all ranks) or `none`; `auto` is batch for gae, and none for the other
+    estimators, which compare within groups."""
     clip_ratio_low: Annotated[float, PART] = 0.2
-    """PPO's ε below 1."""
+    """ε of PPO's lower clip bound 1 − ε."""
     clip_ratio_high: Annotated[float, NOT_NEGATIVE] = 0.2
-    """PPO's ε above 1."""
+    """ε of PPO's upper clip bound 1 + ε."""
     clip_ratio_c: Annotated[float | None, Range(1, above=True)] = None
-    """Dual clip's c (> 1); null is off."""
+    """c of dual-clip PPO (> 1); null turns it off."""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the entropy bonus."""
     update_epochs: Annotated[int, COUNT] = 1
-    """Passes over each rollout."""
+    """Number of passes over each rollout."""
     group_size: Annotated[int, COUNT] = 8
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the KL to the reference policy; 0 does without the reference."""
+    """Weight of the KL divergence from the reference policy; with 0 there is no reference."""
     kl_type: Annotated[str, Choices("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl")] = "k3"
-    """Estimator of that KL: k1, k2, k3 or abs. In the loss, k2 has the gradient of the KL, k3 and abs one close to it, and k1,
-    which has none, is refused."""
+    """Estimator of this KL divergence: k1, k2, k3 or abs. In the loss, k2 has the gradient of the KL, k3 and abs have a
+    similar one, and k1 has none and is rejected."""
     kl_in: Annotated[str, Choices("loss", "reward")] = "loss"
-    """Place of the KL penalty: `loss`, or `reward` (per token)."""
+    """Where the KL penalty is added: `loss`, or `reward` (per token)."""
     recompute_logprobs: bool = False
-    """Old log-probs come from the trainer rather than from the rollout engine."""
+    """Whether the trainer computes the old log-probs; otherwise the rollout engine's are used."""
     tis_cap: Annotated[float | None, POSITIVE] = None
-    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the
-    policy from before the update and the one that wrote); null is off."""
+    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo`, between the policy
+    before the update and the policy that sampled); null turns it off."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: groups whose rewards, without penalties on length, are all equal are dropped and refilled."""
     max_refills: Annotated[int, NOT_NEGATIVE] = 4
-    """Rounds of refilling in a step before it goes on with what it has."""
+    """Maximum number of refill rounds in a step; then the step continues with the groups that it has."""
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
-    """DAPO's soft length penalty: how many tokens before `rollout.max_new_tokens` it begins; 0 is off."""
+    """DAPO's soft length penalty: number of tokens before `rollout.max_new_tokens` at which it begins; 0 turns it off."""
     overlong_filter: bool = False
-    """Responses cut off at the length limit are left out: not trained on, and in no mean or spread of their group. The others
-    have the advantages that they would have if the cut ones had not been drawn."""
+    """Whether responses truncated at the length limit are excluded from training and from their group's mean and spread. The
+    other responses get the advantages that they would have without the truncated ones."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of versions by which the policy that wrote a token may lag behind the trained one; 0 is sync."""
+    """Maximum number of versions by which the policy that sampled a token may lag behind the trained policy; 0 is
+    synchronous."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """On-policy distillation (`algorithm.name: distillation`)."""
 
 
 @dataclass
 class DpoAlgorithmConfig(LanguageAlgorithmConfig):
-    """The loss."""
+    """Loss of DPO."""
 
     loss_type: Annotated[str, Choices("sigmoid", "ipo")] = "sigmoid"
-    """Loss: sigmoid (DPO: −log σ of the difference of rewards), or ipo (its square distance from 1 / (2 β))."""
+    """Loss: sigmoid (DPO: −log σ of the difference of rewards), or ipo (its squared distance from 1 / (2 β))."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """β: how strongly the policy is held to the reference. The reward of a completion is β · (log π − log π_ref)."""
+    """β, the strength of the constraint to the reference. The reward of a response is β · (log π − log π_ref)."""
     label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.0
-    """Probability that a pair is the wrong way round (conservative DPO)."""
+    """Probability that the responses of a pair are swapped (conservative DPO)."""
 
 
 @dataclass
 class RewardAlgorithmConfig(LanguageAlgorithmConfig):
-    """The loss."""
+    """Loss of reward models."""
 
     loss_type: Annotated[str, Registered("rlhpc.algorithms.registry:REWARD_LOSSES")] = "bradley_terry"
-    """Loss: bradley_terry (of pairs), regression (of labels), a registered name, or `module:function`."""
+    """Loss: bradley_terry (for pairs), regression (for labels), a registered name, or `module:function`."""
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the loss: `bradley_terry`: {centering: 0.01}, the weight of (r_chosen + r_rejected)²."""

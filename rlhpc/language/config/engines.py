@@ -1,4 +1,4 @@
-"""Engines."""
+"""Sections of engines and of the rollout group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class ServingConfig:
     """Memory and precision of an engine for a language model."""
 
     max_batch_size: Annotated[int | None, COUNT, FREE] = None
-    """Sequences that a rank makes at a time; null takes vLLM's own number for an accelerator, and 64 otherwise."""
+    """Number of concurrent sequences of a rank; null is vLLM's default on an accelerator, and 64 otherwise."""
     max_model_len: Annotated[int | None, COUNT] = None
-    """Longest prompt and response together; null takes the model's context."""
+    """Maximum number of tokens of prompt and response; null is the model's context."""
     dtype: Annotated[str, ENGINE_DTYPES] = "auto"
-    """Precision of the engine's weights: float32, bfloat16, float16, or auto: the model's `dtype`, as it is on the engine's
-    device."""
+    """Precision of the engine's weights: float32, bfloat16, float16, or auto: the model's `dtype` on the engine's device."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True), FREE] = 0.6
-    """Fraction of the accelerator's memory that vLLM takes."""
+    """Fraction of the accelerator's memory that vLLM uses."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
 
@@ -47,16 +46,16 @@ class GenerationConfig(ServingConfig):
 
 @dataclass
 class EngineConfig(GenerationConfig):
-    """Engine of a model that answers: in evaluation, and in training on its answers."""
+    """Engine of a model that generates responses in evaluation or in training."""
 
     top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Nucleus sampling (top-p); 1 is off."""
     top_k: Annotated[int, Range(1, also=(-1, "off"))] = -1
-    """Number of most likely tokens kept in sampling; -1 is off."""
+    """Number of most likely tokens to sample from; -1 for all."""
     max_turns: Annotated[int, COUNT] = 1
     """Maximum number of turns of a multi-turn episode (`rollout.agent`)."""
     agent: Annotated[str | None, Registered("rlhpc.language.agents.registry:AGENTS")] = None
-    """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
+    """Agent of multi-turn episodes with tools: a registered name, or `module:Class`; null is one response per prompt."""
 
 
 @dataclass
@@ -64,10 +63,10 @@ class EngineParallelConfig:
     """Ranks of an engine, and the division of the model among them (`rollout_backend: vllm`)."""
 
     tensor: Annotated[int | None, COUNT] = None
-    """Ranks over which each layer of an engine is divided; null takes the accelerators that the placement gives a process
-    (`rollout: 0-7:0-3` is four engines of two ranks)."""
+    """Number of ranks over which each layer of an engine is divided; null is the number of accelerators per process in the
+    placement (`rollout: 0-7:0-3` is four engines of two ranks)."""
     expert: bool = False
-    """Expert parallelism: divides the experts of a mixture among an engine's ranks, rather than each expert (not on CPUs)."""
+    """Expert parallelism: distributes whole experts over an engine's ranks instead of dividing each expert (not on CPUs)."""
 
 
 @dataclass
@@ -79,18 +78,19 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     temperature: Annotated[float, NOT_NEGATIVE] = 1.0
     """Temperature of sampling in training; the losses use the same."""
     probe_interval: Annotated[int, INTERVAL_OR_0] = 10
-    """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
-    not explain ends the run. The first two versions are looked at as well; 0 leaves only version 0. What is compared at the
-    start of a run does not depend on it."""
+    """Number of weight versions between two weight probes: engine and trainer score a fixed text, and a difference beyond
+    rounding ends the run. The first two versions are probed as well; with 0, only version 0 is. The comparison at the start
+    of a run does not depend on this key."""
     probe_tolerance: Annotated[float | None, POSITIVE] = None
-    """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02);
-    in half precision, and for the changed weights of the start, six times what the trainer finds rounding to make of it."""
+    """Maximum mean difference of the text's log-probs per token; null is 0.001 in float32 (0.02 on an accelerator); in half
+    precision, and for the changed weights at the start, it is six times the effect of rounding that the trainer measures."""
     merge_adapters: bool = True
-    """With `actor.lora.rank`, whether adapters are merged into the weights that engines get. False sends them as they are, and
-    nothing else (`vllm`, which then computes with them): an update is small, and each token costs a little more."""
+    """With `actor.lora.rank`, whether adapters are merged into the weights that engines get. False sends only the adapters
+    (`vllm`, which then applies them itself): updates are small, and each token costs a little more."""
     keep_cache_on_update: bool = False
-    """Sequences under way go on with the keys and values that older weights made, rather than have them recomputed (exact, and
-    slow for long ones): for `algorithm.max_staleness`. Log-probs are those that tokens were drawn with either way."""
+    """Whether running sequences keep their KV cache from older weights after an update, instead of recomputing it (which is
+    exact, and slow for long sequences); for `algorithm.max_staleness`. Log-probs are those of the sampling distribution in
+    both cases."""
     routing_replay: bool = False
-    """A mixture is trained with the experts that the engine (`hf`) chose for each token, weighted by its routers: rounding
-    then sends no token to other experts in the trainer than in the engine."""
+    """Whether a mixture-of-experts model is trained with the experts that the engine (`hf`) chose for each token, weighted by
+    the trainer's routers, so that rounding does not route tokens to different experts in trainer and engine."""

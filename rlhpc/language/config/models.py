@@ -1,4 +1,4 @@
-"""Sections of the configuration about a language model: which one, and how it is trained."""
+"""Sections of language models: their path, precision and training options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class PretrainedConfig:
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer."""
     dtype: Annotated[str, DTYPES] = "auto"
-    """Precision of weights and computation: float32, bfloat16, or auto: bfloat16 on an accelerator that computes in it, else
+    """Precision of weights and computation: float32, bfloat16, or auto: bfloat16 on an accelerator that supports it, otherwise
     float32."""
     attn_implementation: Annotated[str, ATTENTION] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
-    """Runs code that comes with the model."""
+    """Whether to run code that comes with the model."""
 
 
 @dataclass
@@ -38,16 +38,16 @@ class LanguageModelConfig(FrozenModelConfig):
     """The language model."""
 
     dtype: str = "auto"
-    """Precision of the computation: float32, bfloat16 (mixed precision: fp32 master weights), or auto: bfloat16 on an
-    accelerator that computes in it, else float32."""
+    """Precision of the computation: float32, bfloat16 (mixed precision with float32 master weights), or auto: bfloat16 on an
+    accelerator that supports it, otherwise float32."""
     attn_implementation: Annotated[str, FREE] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     gradient_checkpointing: Annotated[bool, FREE] = False
-    """Recomputes activations in the backward pass, which saves memory."""
+    """Whether to recompute activations in the backward pass, which saves memory."""
     router_aux_loss_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the loss that has the routers of a mixture of experts choose all of them about equally often."""
+    """Weight of the load balancing loss of a mixture-of-experts model's routers."""
     freeze_vision: bool = False
-    """Leaves the part of a vision-language model that looks at pictures as it is; its weights are sent to the engine once."""
+    """Whether to freeze the vision tower of a vision-language model; its weights are then sent to the engine only once."""
 
 
 @dataclass
@@ -55,5 +55,5 @@ class PolicyModelConfig(LanguageModelConfig):
     """The language model."""
 
     value_head: bool = False
-    """A head for values on the model's own layers, for `algorithm.adv_type: gae` without a group `critic`: both losses train
-    these layers. Rollout ranks and exports do without it."""
+    """Whether the model gets a value head, for `algorithm.adv_type: gae` without a group `critic`; policy and value loss then
+    train the same layers. Rollout ranks and exports omit the head."""

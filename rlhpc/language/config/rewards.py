@@ -1,4 +1,4 @@
-"""Rewards."""
+"""Section `reward`: reward terms and their processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RewardTermConfig:
     """One term of the reward."""
 
     name: Annotated[str, Registered("rlhpc.language.rewards.registry:REWARDS")] = MISSING
-    """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, `module:function`, or the name
-    of a group that rates answers, such as `reward` or `judge`."""
+    """Reward function: `math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name,
+    `module:function`, or the name of a group that rates answers, such as `reward` or `judge`."""
     weight: Annotated[float, ANY] = 1.0
     """Weight of the term in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -28,10 +28,10 @@ class RewardConfig:
     """Rewards of responses: the weighted sum of the terms."""
 
     terms: list[RewardTermConfig] = field(default_factory=list)
-    """Terms; the first one's value also says whether an answer is right in evaluation (1 is right)."""
+    """Reward terms. In evaluation, an answer is right if the first term is 1."""
     timeout_s: Annotated[float, POSITIVE, FREE] = 10.0
-    """Longest time for one sample; a reward that takes longer is ended, and the sample gets `failed`."""
+    """Maximum time in seconds per sample; a reward function that takes longer is terminated, and the sample gets `failed`."""
     failed: Annotated[float, ANY] = 0.0
-    """Reward of a sample whose judge hung, raised or died."""
+    """Reward of a sample whose reward function timed out, raised an error or crashed."""
     processes: Annotated[int, COUNT, FREE] = 1
-    """Judges working side by side on each reward rank."""
+    """Number of parallel processes that compute rewards on each reward rank."""

@@ -1,4 +1,4 @@
-"""The configurations of language models' runs. The docstring under a field is its entry in the reference."""
+"""Configurations of language runs. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class GrpoRunnerConfig(RunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
-    """Steps between evaluations during training, by the rollout ranks, of the suites that `workflow.eval_suites` names; -1 for
-    none (the workflow evaluates checkpoints anyway)."""
+    """Number of steps between evaluations during training, in which the rollout ranks answer the suites of
+    `workflow.eval_suites`; -1 for none (the workflow evaluates checkpoints in any case)."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class LanguageWorkflowConfig(WorkflowConfig):
     """Actions of the Snakemake rules on a run."""
 
     sft: str | None = None
-    """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
-    the folder into which the workflow exports its chosen step, `export/chosen` in its run folder."""
+    """Configuration of an SFT run that precedes this run, relative to this file. This run's `actor.model.model_path` then
+    names the folder to which the workflow exports the SFT run's chosen step, `export/chosen` in the SFT run's folder."""
     sft_overrides: list[str] = field(default_factory=list)
     """Changes to the configuration of that SFT run, as `key=value`."""
     eval_start: bool = False
-    """Evaluates the model before training, too, as step 0."""
+    """Whether to evaluate the model before training, as step 0."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class TrainedLanguageConfig(RunConfig):
 
 @dataclass
 class LanguageConfig(TrainedLanguageConfig):
-    """A run whose model answers: in evaluation, and maybe where it is trained."""
+    """Configuration of a run whose model generates responses, in evaluation or also in training."""
 
     rollout: EngineConfig = field(default_factory=EngineConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -78,13 +78,13 @@ class LanguageConfig(TrainedLanguageConfig):
 
 
 def answers(cfg: RunConfig) -> TypeGuard[LanguageConfig]:
-    """Returns whether the model of a run answers problems, so that it has the sections `rollout` and `reward`."""
+    """Returns whether a run's model generates responses: its configuration has the sections `rollout` and `reward`."""
     return {"rollout", "reward"} <= set(mapping(cfg))
 
 
 @dataclass
 class GrpoConfig(LanguageConfig):
-    """A language model on verifiable tasks."""
+    """Configuration of RL of a language model on verifiable tasks."""
 
     cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: GrpoRunnerConfig = field(default_factory=GrpoRunnerConfig)
@@ -98,16 +98,16 @@ class GrpoConfig(LanguageConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     groups: list[ScoringGroupConfig] = field(default_factory=list)
-    """Further groups that score what the model writes; `cluster.component_placement` says where."""
+    """Further groups that score the model's responses; `cluster.component_placement` places them."""
 
 
 def responses_per_step(cfg: GrpoConfig) -> int:
-    """Returns the responses of a step."""
+    """Returns the number of responses of a step."""
     return cfg.data.prompts_per_step * cfg.algorithm.group_size
 
 
 def minibatch_size(cfg: GrpoConfig, section: GrpoActorConfig | CriticConfig) -> int:
-    """Returns the responses of one optimizer step of the actor or the critic: its `global_batch_size`, or all of a step."""
+    """Returns the number of responses per optimizer step of actor or critic: `global_batch_size`, or all of a step."""
     return section.global_batch_size or responses_per_step(cfg)
 
 
@@ -116,14 +116,14 @@ class SftRunnerConfig(RunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
-    """Steps between two evaluations, which the last step has, too; -1 for none. Each is the held-out loss (`eval/loss`) and,
-    where `cluster.component_placement` has a group `rollout`, the suites of `workflow.eval_suites`, which its engines answer.
-    Checkpoints are evaluated on suites either way (by the workflow, or `rlhpc eval`)."""
+    """Number of steps between two evaluations, of which the last step also has one; -1 for none. An evaluation computes the
+    held-out loss (`eval/loss`) and, if `cluster.component_placement` has a group `rollout`, its engines answer the suites of
+    `workflow.eval_suites`. Checkpoints are evaluated on suites in any case (by the workflow, or `rlhpc eval`)."""
 
 
 @dataclass
 class SftConfig(LanguageConfig):
-    """A language model on demonstrations."""
+    """Configuration of supervised fine-tuning of a language model on demonstrations."""
 
     runner: SftRunnerConfig = field(default_factory=SftRunnerConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
@@ -135,13 +135,13 @@ class RewardRunnerConfig(RunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
-    """Steps between evaluations during training, by the actor's ranks, of the suites that `workflow.eval_suites` names; -1
-    for none (the workflow evaluates checkpoints anyway)."""
+    """Number of steps between evaluations during training, in which the actor's ranks score the suites of
+    `workflow.eval_suites`; -1 for none (the workflow evaluates checkpoints in any case)."""
 
 
 @dataclass
 class RewardRunConfig(TrainedLanguageConfig):
-    """A reward model: a language model's trunk with a head that gives one number to a response."""
+    """Configuration of training a reward model: a language model with a head that computes one number per response."""
 
     runner: RewardRunnerConfig = field(default_factory=RewardRunnerConfig)
     algorithm: RewardAlgorithmConfig = field(default_factory=RewardAlgorithmConfig)
@@ -151,7 +151,7 @@ class RewardRunConfig(TrainedLanguageConfig):
 
 @dataclass
 class DpoConfig(SftConfig):
-    """A language model on preferences, held to the weights from before training (DPO)."""
+    """Configuration of DPO: training of a language model on preferences, with its initial weights as the reference."""
 
     algorithm: DpoAlgorithmConfig = field(default_factory=DpoAlgorithmConfig)
     data: DpoDataConfig = field(default_factory=DpoDataConfig)

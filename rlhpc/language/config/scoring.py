@@ -1,5 +1,7 @@
-"""Sections of the configuration of the auxiliary groups: critic, reference, teacher, reward model,
-judge, and groups of one's own. The docstring under a field is its entry in the reference."""
+"""Sections of scoring groups: reference, teacher, reward model, judge, and user-defined groups.
+
+The docstring under a field is its entry in the reference.
+"""
 
 from __future__ import annotations
 
@@ -24,83 +26,81 @@ class ScoringConfig:
 
 @dataclass
 class ReferenceConfig(ScoringConfig):
-    """The reference group: the policy that `algorithm.kl_coef` keeps the actor close to. Without a place of its own, the
-    actor scores for it."""
+    """The reference group: the policy to which `algorithm.kl_coef` constrains the actor. If the placement has no group
+    `reference`, the actor's ranks compute its log-probs."""
 
     update_interval: Annotated[int, INTERVAL_OR_0] = 0
-    """Steps after which the reference becomes the actor's present policy, again and again; 0 keeps the one from before
-    training. It needs a group `reference` with a place of its own."""
+    """Number of steps between updates of the reference to the actor's current policy; 0 keeps the initial policy. It requires
+    a separately placed group `reference`."""
 
 
 @dataclass
 class TeacherConfig(ServingConfig, ScoringConfig):
-    """The teacher: the model that `algorithm.name: distillation` learns from. Without a place of its own, it is on each actor
-    rank, beside the model there, and takes `actor.max_tokens_per_micro_batch`."""
+    """The teacher: the model from which `algorithm.name: distillation` learns. If the placement has no group `teacher`, each
+    actor rank also holds the teacher and uses `actor.max_tokens_per_micro_batch` for it."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model; it must have the actor's vocabulary."""
+    """The teacher model; it must have the actor's vocabulary."""
     rollout_backend: Annotated[str | None, FREE] = None
-    """`vllm`: an engine computes, on ranks of the teacher's own, and the keys about engines hold. Null: the model as it is in
+    """`vllm`: an engine on separate ranks computes the log-probs, and the keys of engines apply. Null: the model runs in
     transformers."""
 
 
 @dataclass
 class RewardModelConfig(PretrainedConfig, ScoringConfig):
-    """The reward model of the group `reward`: a Hugging Face sequence classifier of one label, with its tokenizer."""
+    """The reward model of the group `reward`: a Hugging Face sequence classifier with one label, and its tokenizer."""
 
 
 @dataclass
 class JudgeConfig(GenerationConfig):
-    """The judge group: a language model that is asked what an answer is worth. An answer without a readable verdict gets
-    `reward.failed`."""
+    """The judge group: a language model that rates answers. An answer without a parsable verdict gets `reward.failed`."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model; if it has a chat template, it is asked in its form."""
+    """The judge's model; its chat template is used if it has one."""
     max_new_tokens: int = 128
-    """Maximum number of tokens of a reply; a truncated one has no verdict."""
+    """Maximum number of tokens of a reply; a truncated reply has no verdict."""
     mode: Annotated[str, Choices("grade", "compare")] = "grade"
-    """`grade`: a number for each answer. `compare`: which of two answers to a problem is better, asked in both orders; an
-    answer's value is its share of wins, a tie counting half."""
+    """`grade`: the judge gives each answer a number. `compare`: it decides which of two answers to a problem is better, in
+    both orders; an answer's value is its share of wins, and a tie counts half."""
     rubric: str | None = None
-    """The question: a text with `{response}`, and `{prompt}` and `{answer}` (the reference) where they are wanted; the form of
-    the verdict is added at its end. Null is a question about correctness."""
+    """The question to the judge: a text with `{response}`, and optionally `{prompt}` and `{answer}` (the reference); the form
+    of the verdict is appended. Null is a question about correctness."""
     reply_start: str = ""
-    """Beginning of each reply, such as `Score:` or `Better:`, which the model continues. For small models, which miss
-    the form of a verdict otherwise."""
+    """Beginning of each reply, such as `Score:` or `Better:`, which the model continues. It helps small models to keep to the
+    form of a verdict."""
     scale: Annotated[list[float], ANY] = field(default_factory=lambda: [1.0, 10.0])
-    """`grade`: lowest and highest grade; the value of an answer is 0 at the lowest and 1 at the highest."""
+    """For `grade`: lowest and highest grade; an answer's value is 0 at the lowest and 1 at the highest grade."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     """Temperature of the replies; 0 is greedy."""
     max_prompt_tokens: Annotated[int, COUNT] = 2048
-    """Maximum number of tokens of a question. Longer ones are not asked: an answer that is too long is not rated."""
+    """Maximum number of tokens of a question. Longer questions are not asked, so that a too long answer is not rated."""
     max_requests: Annotated[int, COUNT] = 64
-    """Maximum number of questions about the answers to one problem; a comparison is two. Further ones are not asked."""
+    """Maximum number of questions about the answers to one problem; a comparison counts as two."""
     cache_size: Annotated[int, NOT_NEGATIVE, FREE] = 10000
-    """Replies that a rank keeps, for a question that it has been asked before; 0 for none."""
+    """Number of replies that a rank caches for repeated questions; 0 for none."""
 
 
 @dataclass
 class ScoringGroupConfig(ScoringConfig):
-    """A further group that scores what the model writes."""
+    """A user-defined group that scores the model's responses."""
 
     name: str = MISSING
-    """Its name in `cluster.component_placement`, and as a term of the reward."""
+    """Name of the group in `cluster.component_placement` and in reward terms."""
     scorer: Annotated[str, Registered("rlhpc.language.scoring.registry:SCORERS")] = MISSING
     """`logprobs`, `classifier`, `process`, `judge`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer`
-    (values of tokens, for `reward.process_terms` or an algorithm that asks for them) or of `rlhpc.Rater` (a term of the
-    reward)."""
+    (values per token, for `reward.process_terms` or an algorithm that uses them) or of `rlhpc.Rater` (a reward term)."""
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model, if it has one."""
+    """The scorer's model, if it has one."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the scorer. A `judge` takes the keys of section `judge`, but for the model."""
+    """Options of the scorer. A `judge` accepts the keys of section `judge` except `model`."""
 
 
 @dataclass
 class ProcessTermConfig:
-    """One term of the reward that is given on the way."""
+    """One term of the process reward."""
 
     name: str = MISSING
-    """The group that says what each token is worth, such as one with the scorer `process`."""
+    """Name of a group that computes a value per token, such as one with the scorer `process`."""
     weight: Annotated[float, ANY] = 1.0
     """Weight of the term in the sum."""
 
@@ -110,9 +110,9 @@ class GrpoRewardConfig(RewardConfig):
     """Rewards of responses: the weighted sum of the terms."""
 
     process_terms: list[ProcessTermConfig] = field(default_factory=list)
-    """Terms that are given on the way, at the end of each step of a response, by groups. The estimators `gae` and `raw` credit
-    each to the tokens before it; the others compare whole responses, and add them up."""
+    """Process reward terms, which groups compute at the end of each step of a response. The estimators `gae` and `raw` credit
+    each reward to the tokens before it; the others compare whole responses by the sums."""
     max_failed_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps in a row in which no sample could be judged that a run survives; the next such step ends it."""
+    """Maximum number of consecutive steps in which no sample could be scored; one more such step ends the run."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """The reward model of the group `reward`, which the term of that name asks."""
+    """The reward model of the group `reward`, used by the term of that name."""

@@ -1,4 +1,4 @@
-"""Training."""
+"""Sections of training groups: actor, critic and their optimizers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class LanguageOptimConfig(OptimConfig):
     name: str = "adamw"
     """`adam` or `adamw`."""
     lr: float = 1.0e-6
-    """Learning rate. The default is for all weights of a pretrained model; adapters take ten times as much or more."""
+    """Learning rate. The default suits training all weights of a pretrained model; adapters need ten times as much or more."""
     adam_eps: float = 1.0e-8
     """Added to the denominator, for numerical stability."""
     clip_grad: float | None = 1.0
-    """Largest gradient norm; null does not clip."""
+    """Maximum gradient norm; null turns clipping off."""
     lr_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps over which the learning rate rises from 0."""
+    """Number of steps over which the learning rate rises from 0."""
     lr_scheduler: Annotated[str, Choices("constant", "linear", "cosine")] = "constant"
-    """Course of the learning rate after the warm-up, until the end of the run: constant, linear (to 0) or cosine (to
+    """Schedule of the learning rate after the warm-up until the end of the run: constant, linear (to 0) or cosine (to
     0)."""
 
 
@@ -36,20 +36,21 @@ class LanguageActorConfig:
     """The actor group: training."""
 
     training_backend: Annotated[str, FREE, Registered("rlhpc.training.registry:BACKENDS")] = "local"
-    """`local` (all weights on each rank, gradients summed over the ranks), `fsdp`, `deepspeed`, or `module:Class`."""
+    """Training backend: `local` (all weights on each rank, gradients summed over ranks), `fsdp`, `deepspeed`, or
+    `module:Class`."""
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """The model."""
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
     """The optimizer."""
     max_tokens_per_micro_batch: Annotated[int, COUNT, FREE] = 16384
-    """Maximum number of tokens, padding included, in one forward and backward pass on a rank."""
+    """Maximum number of tokens, including padding, in one forward and backward pass on a rank."""
     use_remove_padding: Annotated[bool, FREE] = True
-    """Sequence packing: a model that supports it (with `sdpa`) reads samples as one row without padding, rather than those of
-    similar length as a rectangle."""
+    """Sequence packing: a model that supports it (with `sdpa`) reads samples as one row without padding, instead of samples of
+    similar length as a padded rectangle."""
     enable_dp_load_balance: Annotated[bool, FREE] = True
-    """Load balance: samples change ranks before each optimizer step, so that all ranks have about equal work."""
+    """Load balance: samples are redistributed before each optimizer step, so that all ranks have about equal work."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Adapters."""
+    """LoRA adapters."""
     fsdp: Annotated[FsdpConfig, FREE] = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
     parallel: Annotated[ParallelConfig, FREE] = field(default_factory=ParallelConfig)
@@ -65,9 +66,11 @@ class GrpoActorConfig(LanguageActorConfig):
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     """The model."""
     global_batch_size: Annotated[int | None, COUNT] = None
-    """Responses of one optimizer step, over all ranks; null takes all responses of a step, for one optimizer step an epoch."""
+    """Number of responses per optimizer step over all ranks; null is all responses of a step, so that an epoch has one
+    optimizer step."""
     offload_in_rollout: Annotated[bool, FREE] = False
-    """Collocated: moves the actor to the host while the rollout ranks generate, and these away while it trains."""
+    """Colocated placement: offloads the actor to the host while the rollout ranks generate, and their engines while it
+    trains."""
 
 
 @dataclass
@@ -96,7 +99,7 @@ class DpoOptimConfig(SftOptimConfig):
 
 @dataclass
 class DpoActorConfig(SftActorConfig):
-    """The actor group: training, and the reference."""
+    """The actor group: training, and the reference's log-probs."""
 
     optim: DpoOptimConfig = field(default_factory=DpoOptimConfig)
     """The optimizer."""
@@ -104,11 +107,11 @@ class DpoActorConfig(SftActorConfig):
 
 @dataclass
 class CriticModelConfig(LanguageModelConfig):
-    """The value model: a language model's layers, with a head of one number for each token."""
+    """The value model: a language model with a head that computes one number per token."""
 
     model_path: str | None = II("actor.model.model_path")
-    """A Hugging Face folder or hub name, or a built-in model; by default that of the actor. A sequence classifier of one
-    label, such as an exported reward model, brings its head along; of any other model the head is new."""
+    """A Hugging Face folder or hub name, or a built-in model; by default the actor's. A sequence classifier with one label,
+    such as an exported reward model, keeps its head; any other model gets a new head."""
 
 
 @dataclass
@@ -121,18 +124,18 @@ class CriticOptimConfig(LanguageOptimConfig):
 
 @dataclass
 class CriticConfig(LanguageActorConfig):
-    """The critic group, for `algorithm.adv_type: gae`: the values of tokens, trained beside the actor."""
+    """The critic group, for `algorithm.adv_type: gae`: a value model that is trained together with the actor."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """The value model."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """The optimizer."""
     global_batch_size: Annotated[int | None, COUNT] = II("actor.global_batch_size")
-    """Responses of one optimizer step, over all ranks; null takes all responses of a step."""
+    """Number of responses per optimizer step over all ranks; null is all responses of a step."""
     update_epochs: Annotated[int, COUNT] = II("algorithm.update_epochs")
-    """Passes over each rollout."""
+    """Number of passes over each rollout."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps at the start of the run in which the critic alone is trained."""
+    """Number of steps at the start of the run in which only the critic is trained."""
 
 
 @dataclass
