@@ -1,4 +1,4 @@
-"""Base of embodied actors: device and seed, policy with its learner, weight sync and checkpoints; and trajectory receiver."""
+"""Base of embodied actors (device, policy, weight sync, checkpoints), and the receiver of trajectories."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ FILE, SPEC = "actor-{rank}.pt", "model.json"
 
 
 class PolicyLearner(Protocol):
-    """Owner of weights and optimizers: a `TrainingBackend`, or an update that has several optimizers."""
+    """Interface of the object that holds weights and optimizers: a `TrainingBackend`, or an update with several optimizers."""
 
     @property
     def lockstep(self) -> bool:
-        """True if the ranks hold different parts of the weights, and so must call together."""
+        """True if the ranks hold different parts of the weights, so that all ranks must call each method."""
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """Yields all weights in full; all ranks iterate."""
+        """Yields all full weights except those in `without`; all ranks must iterate."""
 
     def frozen_names(self) -> frozenset[str]:
         """Returns the names of the weights that never change."""
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces all weights by full tensors."""
+        """Replaces all weights with full tensors."""
 
     def local_tensors(self) -> Named:
         """Yields this rank's tensors of weights and optimizers."""
 
     def save(self, folder: Path) -> None:
-        """Writes the training state without the weights; all ranks call."""
+        """Writes the training state without the weights; all ranks must call it."""
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
@@ -74,19 +74,19 @@ class PolicyLearner(Protocol):
         """Moves everything back to the device after `offload`."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Undoes `offload` while the block runs."""
+        """Returns a context in which offloaded tensors are back on the device."""
 
 
 class PolicyTrainer(SavingWorker, Generic[Cfg]):
-    """One data-parallel rank of a trainer.
+    """Base of actors: one data-parallel rank that trains a policy.
 
-    A subclass builds `policy` and `learner` in its `init_worker`, which begins with `set_up_device`.
+    A subclass builds `policy` and `learner` in its `init_worker`, which first calls `set_up_device`.
 
     Attributes:
-        policy: Trained policy; a rank may hold a part of its weights.
-        learner: Owner of weights and optimizers.
-        counters: Integer attributes that a checkpoint stores for each rank: key in the file → name.
-        sync: Weight sync to the rollout ranks; None in a trainer that sends no weights.
+        policy: Trained policy; a rank may hold only a part of its weights.
+        learner: Object that holds weights and optimizers.
+        counters: Integer attributes that a checkpoint stores for each rank: key in the file → attribute.
+        sync: Weight sync to the rollout ranks; None if the actor sends no weights.
     """
 
     counters: Mapping[str, str] = {"updates": "updates"}
@@ -104,11 +104,11 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.updates = 0
         self._sent: frozenset[str] = frozenset()
         self._gathers_once = False
-        #: Weight sync to each rank that has joined, by rank.
+        #: Weight syncs to joined ranks, by rank.
         self._joined_syncs: dict[int, WeightSync] = {}
 
     def set_up_device(self) -> None:
-        """Sets up device and seed."""
+        """Selects the device and seeds the process."""
         self.seed = self.cfg.runner.seed
         self.device = worker_device(self)
         seed_process(self.seed, "actor", self.rank)
@@ -116,7 +116,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     def build_backend(
         self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, look: bool, levels: str = "chunk_level"
     ) -> TrainingBackend:
-        """Builds the policy for an environment, in the backend that `actor.training_backend` names.
+        """Builds the policy in the backend `actor.training_backend`; sets `policy` and `learner`.
 
         Args:
             actor: Section `actor`.
@@ -132,7 +132,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         return backend
 
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
-        """Prepares the weight sync to the rollout ranks."""
+        """Prepares the weight sync to the acting rollout ranks."""
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
 
         def make(group: str, ranks: Sequence[int]) -> WeightSync:
@@ -143,34 +143,33 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._set_receivers(slots.acting_ranks)
 
     def _set_receivers(self, ranks: Sequence[int]) -> None:
-        """Sets the rollout ranks that receive weights from now on; if the set has changed, the next sync sends all
-        weights."""
+        """Sets the rollout ranks that receive weights from now on. If they have changed, the next sync sends all weights."""
         if tuple(ranks) == self._receivers:
             return
         if self._previous_sync is not None:
             self._previous_sync.forget()
-        # A rank may still have to receive the state that the last version builds upon: it is released with the next change.
+        # A rank may not have received the last version yet, so the previous sync is released at the next change only.
         self._receivers, self._previous_sync, self._sent = tuple(ranks), self.sync, frozenset()
         self.sync = self._make_sync(self._rollout_name, ranks)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def sent_weights(self, without: Container[str]) -> Named:
-        """Yields the weights that the rollout ranks need; all ranks iterate."""
+        """Yields the weights that the rollout ranks need, except those in `without`; all ranks must iterate."""
         return self.learner.named_weights(without)
 
     def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the weights, as `version`, to rollout ranks; sharded weights that are not trained are gathered only once."""
+        """Sends the weights, as `version`, to rollout ranks; sharded frozen weights are gathered only once."""
         if self.rank and not self.learner.lockstep:
             return
         self._set_receivers(ranks)
-        with self.learner.awake():  # the last weights are written when all have been gathered
+        with self.learner.awake():  # until all weights have been gathered and sent
             self._send(version, self.sync if self.rank == 0 else None, self._sent)
         if self._gathers_once:
             self._sent = self.learner.frozen_names()
 
     def _send(self, version: int, sync: WeightSync | None, without: frozenset[str]) -> None:
-        """Gathers the weights with all ranks, and sends them if there is a sync."""
+        """Gathers the weights with all ranks, and sends them if `sync` is given."""
         weights = self.sent_weights(without)
         if sync is None:
             deque(weights, maxlen=0)
@@ -178,13 +177,13 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             sync.send(version, weights, frozen=self.learner.frozen_names())
 
     def send_weights_to(self, version: int, group: str, ranks: Sequence[int], left_ranks: Sequence[int] = ()) -> None:
-        """Sends the weights, as `version`, to ranks that have joined; sharded weights are gathered once for each rank.
+        """Sends the weights, as `version`, to joined ranks; sharded weights are gathered once for each rank.
 
         Args:
             version: Version of the weights.
-            group: Group of these ranks.
-            ranks: Ranks that get the weights.
-            left_ranks: Ranks that had weights and have left.
+            group: Group of the joined ranks.
+            ranks: Ranks that receive the weights.
+            left_ranks: Ranks that received weights before and have left.
         """
         if self.rank and not self.learner.lockstep:
             return
@@ -198,13 +197,13 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
                 self._send(version, self._joined_syncs[rank] if is_notified else None, frozenset())
 
     def start_from(self, folder: str) -> None:
-        """Loads the weights of a checkpoint or an export; optimizer and counters stay fresh."""
+        """Loads the weights of a checkpoint or an export; optimizer and counters keep their initial state."""
         shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
         self.learner.replace_weights(weights_that_fit(shapes, Path(folder)))
         self._replaced()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights on the host of rank 0; the other ranks take part."""
+        """Returns all weights, on the CPU, on rank 0; the other ranks take part in the gathering and return {}."""
         return {name: tensor.cpu() for name, tensor in self.learner.named_weights() if self.rank == 0}
 
     def _replaced(self) -> None:
@@ -217,15 +216,15 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt` and the learner's state; rank 0 also writes the model, in full.
+        """Writes `actor-<rank>.pt` and the learner's state; rank 0 also writes the full model.
 
         Raises:
-            NonFinite: A weight, or the optimizer's state, is not finite.
+            NonFinite: A weight or a value of the optimizer state is not finite.
         """
         path = Path(folder)
         weights_name = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
         weights = self._weights() if self.rank == 0 or self.learner.lockstep else {}
-        require_finite(weights.items(), weights_name)  # those of rank 0
+        require_finite(weights.items(), weights_name)  # {} on other ranks
         if self.rank == 0 or self.learner.lockstep:
             require_finite(self.learner.local_tensors(), weights_name)
         if self.rank == 0:
@@ -239,7 +238,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Restores a checkpoint; a rank without a file in it uses rank 0's.
 
         Raises:
-            CheckpointError: The model of the configuration is another one.
+            CheckpointError: The weights do not fit the configured model.
         """
         path = Path(folder)
         try:
@@ -265,36 +264,36 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.learner.reload()
 
 
-#: Time that a message may take to arrive that a rank sent before it left.
+#: Maximum time, in seconds, for a message to arrive that a rank sent before it left.
 _LAST_S = 0.5
 
 
 class TrajectoryReceiver:
-    """Receiving end of the transitions that rollout ranks, and env ranks that joined, send to an actor rank.
+    """Receiver of the transitions that rollout ranks and joined env ranks send to an actor rank.
 
     Args:
         cfg: Configuration.
         slots: Slot map.
-        rank: Rank of the trainer.
+        rank: Actor rank.
     """
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
-        #: Messages of later turns, by key and number of the turn.
+        #: Early messages of later turns, by key and turn number.
         self._early: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
-        #: Columns of the last message, without slots: shapes and dtypes of one that is missing.
+        #: Empty columns with the shapes and dtypes of the last message, from which missing batches are built.
         self._like: dict[str, np.ndarray] = {}
 
     def connect(self, trajectories: Channel, parts: Channel) -> None:
-        """Connects to the channels that it receives from."""
+        """Sets the channels to receive from, and drops early messages."""
         self._trajectories, self._parts = trajectories, parts
         self._early.clear()
 
     def receive(self, step: int, source: Source) -> RolloutBatch[np.ndarray]:
-        """Receives a step's transitions of the rank's slots, `[n, T, ...]`; `missing` marks those of ranks that have gone.
+        """Receives a step's transitions of the rank's slots, `[n, T, ...]`; `missing` marks transitions of lost ranks.
 
         Raises:
-            NonFinite: A number is not finite, and `runner.on_nonfinite` is stop.
+            NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
         """
         slots = source.slots
         self._discard(slots, source.useless)
@@ -317,13 +316,13 @@ class TrajectoryReceiver:
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
     def _turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
-        """Returns the rollout ranks' transitions of a turn, in slot order."""
+        """Receives the rollout ranks' transitions of a turn, in slot order."""
         sources = acted.slots.sources_of(self._rank)
         batches = [(slots, self._from(acted, later, stage, rank)) for stage, rank, slots in sources]
         return [self._missing(len(slots), acted.turn.decisions) if batch is None else batch for slots, batch in batches]
 
     def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
-        """Returns a rollout rank's transitions of a turn's stage; None if it has gone without sending them."""
+        """Receives a rollout rank's transitions of a turn's stage; returns None if the rank has gone without sending them."""
         slots, turn_number = acted.slots, acted.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
         early_batches = self._early[key] = {
@@ -334,7 +333,7 @@ class TrajectoryReceiver:
         batch = early_batches.pop(turn_number, None)
         try:
             while batch is None:
-                # such a message is from the rank that replaced one that has gone
+                # a message of a later turn is from the rank that replaced a lost one
                 if any(rollout_number > turn_number for rollout_number in early_batches):
                     return None
                 message = self._next(key, peer, has_left=rank in acted.lost_ranks)
@@ -343,7 +342,7 @@ class TrajectoryReceiver:
                     batch = RolloutBatch.from_columns(message)
                 elif rollout_number in later:
                     early_batches[rollout_number] = RolloutBatch.from_columns(message)
-                # else it belongs to a turn that is already over
+                # otherwise the turn is already over
         except PeerLeft:
             return None
         self._like = {
@@ -360,10 +359,10 @@ class TrajectoryReceiver:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
 
     def _missing(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
-        """Returns a batch of missing transitions, for slots and decisions without a message.
+        """Builds a batch of missing transitions for `count` slots.
 
         Raises:
-            ChannelError: The columns are unknown, because no message has ever arrived.
+            ChannelError: The columns are unknown, because no message has arrived yet.
         """
         if not self._like:
             raise ChannelError(
@@ -372,12 +371,12 @@ class TrajectoryReceiver:
         return RolloutBatch.blank(self._like, count, decisions)
 
     def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
-        """Receives the shards of a unit and concatenates them, for this rank's slots."""
+        """Receives the shards of a unit for this rank's slots and concatenates them."""
         messages = [self._parts.get(key=slots.shard_key(key, self._rank)) for key in keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
-        """Removes shards that will not be used from the channel, if they have arrived."""
+        """Removes unused shards from the channel, if they have arrived."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
                 self._parts.get_nowait(key=slots.shard_key(key, self._rank))

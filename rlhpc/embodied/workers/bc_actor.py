@@ -1,4 +1,4 @@
-"""Actor of behaviour cloning: one data-parallel rank that trains on demonstrations."""
+"""Actor worker of behaviour cloning: one data-parallel rank that trains on demonstrations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 
 
 def environment_of(cfg: BcConfig) -> EnvSideConfig:
-    """Returns the section of the demonstrations' environment."""
+    """Returns the configuration of the demonstrations' environment, from `env.train`."""
     task = cfg.env.train
     env_cfg = EnvSideConfig(
         env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
@@ -45,26 +45,26 @@ def environment_of(cfg: BcConfig) -> EnvSideConfig:
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
-    """Returns observation space and action space of the demonstrations' environment.
+    """Returns the observation space and the action space of the demonstrations' environment.
 
     Raises:
-        ConfigError: There is no such environment.
+        ConfigError: The environment does not exist.
     """
     return check_env(environment_of(cfg))
 
 
 def check_actions(cfg: BcConfig, action_space: Any) -> None:
-    """Raises an error for a loss that does not fit the actions.
+    """Checks that `algorithm.bc_loss` fits the action space.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: The loss is mse and actions are not a Box.
     """
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
 
 
 class BcActor(PolicyTrainer[BcConfig]):
-    """Actor rank that trains the policy on demonstrations; each rank holds an equal share of their steps.
+    """Actor worker that trains the policy on demonstrations; each rank holds an equal share of their steps.
 
     Attributes:
         labels: Checksum of the improvement labels.
@@ -76,7 +76,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
-            parameters, episodes and transitions for training, and the number of episodes left out because they are not finite.
+            `parameters`, `episodes` and `transitions`: numbers used in training; `left_out`: number of non-finite episodes.
         """
         cfg = self.cfg
         self.set_up_device()
@@ -126,7 +126,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             )
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
-        """Stores the episodes as transitions, this rank's share on its device."""
+        """Stores this rank's share of the training transitions, and the held-out episodes, on the device."""
         held_out = held_out_of(len(trajectories), self.cfg)
         train_trajectories = [trajectory for i, trajectory in enumerate(trajectories) if i not in held_out]
         self.episodes, self.total = (
@@ -144,7 +144,7 @@ class BcActor(PolicyTrainer[BcConfig]):
 
     @property
     def _computes_holdout(self) -> bool:
-        """True if this rank takes part in computing the held-out loss: rank 0 alone, if possible."""
+        """True if this rank computes the held-out loss: rank 0 only, or all ranks if they hold parts of the weights."""
         return self.rank == 0 or self.backend.lockstep
 
     def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
@@ -170,7 +170,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         return batch
 
     def _extra_columns(self, available: Container[str]) -> list[str]:
-        """Returns the names of `Policy.bc_loss` inputs other than observations and actions."""
+        """Returns the names of the available inputs of `Policy.bc_loss` other than observations and actions."""
         return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available]
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -190,12 +190,14 @@ class BcActor(PolicyTrainer[BcConfig]):
         """
         cfg = self.cfg
         rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
-        size = min(cfg.actor.global_batch_size, self.total)
-        micro = size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
+        batch_size = min(cfg.actor.global_batch_size, self.total)
+        micro_batch_size = batch_size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
         sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
         for epoch in range(cfg.algorithm.update_epochs):
-            minibatches = local_minibatches(permutation(self.total, self.seed, step, epoch), size, self.local_rows)
-            micro_batches = [list(rows.split(micro)) if rows.numel() else [] for rows in minibatches]
+            minibatches = local_minibatches(
+                permutation(self.total, self.seed, step, epoch), batch_size, self.local_rows
+            )
+            micro_batches = [list(rows.split(micro_batch_size)) if rows.numel() else [] for rows in minibatches]
             if self.backend.lockstep:
                 num_passes = passes(
                     [len(minibatch) for minibatch in micro_batches], self.rank, self.world_size, self.all_reduce
@@ -206,7 +208,7 @@ class BcActor(PolicyTrainer[BcConfig]):
                     for minibatch, minibatch_passes in zip(micro_batches, num_passes, strict=True)
                 ]
             for index, index_chunks in enumerate(micro_batches):
-                count = min(size, self.total - index * size)
+                count = min(batch_size, self.total - index * batch_size)
                 minibatch_sums = torch.zeros_like(sums)
                 for outputs in self.backend.forward_backward(
                     [(indices, count) for indices in index_chunks], self._loss
@@ -242,7 +244,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         return metrics
 
     def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
-        """Returns the loss of the demonstrations at these indices, as part of a minibatch of `count`; 0 without indices."""
+        """Returns a micro-batch's share of the loss of a minibatch with `count` rows, and its terms; 0 for an empty one."""
         indices, count = micro_batch
         rows = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
         losses = self._losses(called, (self.demos, rows, count))
@@ -252,8 +254,8 @@ class BcActor(PolicyTrainer[BcConfig]):
         return loss, {"losses": torch.stack(losses)}
 
     def _losses(self, called: nn.Module, rows_of_batch: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
-        """Returns the contribution of rows of a batch to the policy's and the value's loss over a minibatch of `count`
-        rows.
+        """Returns the shares that rows of a batch contribute to the policy loss and the value loss of a minibatch with
+        `count` rows.
         """
         batch, indices, count = rows_of_batch
         obs, actions, has_returns = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
@@ -284,9 +286,9 @@ class BcActor(PolicyTrainer[BcConfig]):
         return called(work)
 
     def evaluate(self) -> dict[str, float]:
-        """Runs `env.eval` with the present weights, deterministically, on rank 0.
+        """Evaluates the current weights on `env.eval` with deterministic actions; returns the metrics on rank 0, {} on others.
 
-        Sharded weights are first gathered into a policy that is built for the evaluation. All ranks call.
+        Sharded weights are first gathered into a separate policy, so all ranks must call it.
         """
         policy = self.policy
         if self.backend.lockstep:

@@ -1,4 +1,4 @@
-"""Env workers: simulation of a share of the slots for the rollout ranks that act on them. Ranks that joined also act."""
+"""Env workers, which simulate a share of the slots for the rollout ranks that act on them. Joined ranks also act."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class SimulatingWorker(SavingWorker, Generic[Cfg]):
-    """Base of env ranks; a subclass defines the level (action or chunk) of rewards and log-probabilities."""
+    """Base of env workers; a subclass defines the level (action or chunk) of rewards and log-probabilities."""
 
     envs: list[VectorEnv]
 
@@ -60,7 +60,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
         Args:
             slots: Slot map.
-            seed: Seed of these environments, where it differs from the run's.
+            seed: Seed of these environments; None takes the run's.
 
         Returns:
             `observation_space`, `action_space` (of one slot) and `supports_state`.
@@ -68,13 +68,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
         self.seed = self.run_seed if seed is None else seed
-        # Simulators ask torch for an accelerator, and silently take the CPU if there is none.
+        # Selects the accelerator first: simulators that find none silently use the CPU.
         device = worker_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
         self.envs = [self._build_env(env_slots, device) for env_slots in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
-        #: Slots of each stage whose episode contains actions that are not the policy's.
+        #: Slots of each stage whose current episode contains actions that the policy did not choose.
         self._mixed = [np.zeros(len(env_slots), bool) for env_slots in self.shares]
         self.log.info("simulates %d of %d slots of %s", sum(map(len, self.shares)), slots.num_envs, cfg.env_id)
         return {
@@ -94,7 +94,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         return SuccessRewardEnv(env, cfg, device)
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
+        """Connects to the channels that the driver has created. Called again with a new map when ranks join or leave."""
         self.slots = slots
         self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
         device_peers = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
@@ -108,18 +108,18 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def interact(self, turn: FullRollout) -> dict[str, np.ndarray]:
         """Simulates the decisions of a turn in every slot.
 
-        While the policy acts on one stage, this rank simulates the other stages. If a rollout rank has gone, its slots have no
-        policy for the rest of the step: they get copies of other slots' actions, do not train, and episodes with such actions
-        are left out. A stage without any rollout rank pauses.
+        While the policy acts on one stage, this rank simulates the other stages. If a rollout rank is lost, its slots get
+        copies of other slots' actions for the rest of the step. These transitions are not trained on, and episodes with such
+        actions are not reported. A stage without any rollout rank pauses.
 
         If a rollout is one complete episode per slot, every slot first begins a new episode, whose start depends only on seed,
         step and turn.
 
         Returns:
-            Episodes that ended, with counts (`EpisodeLog.report`).
+            Report of the episodes that ended, with counts (`EpisodeLog.report`).
 
         Raises:
-            NonFinite: A simulator returned a number that is not finite, and `runner.on_nonfinite` is stop.
+            NonFinite: A simulator returned a non-finite number, and `runner.on_nonfinite` is stop.
         """
         stages, start, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
         outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
@@ -127,7 +127,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.new_episodes(turn.step, turn.begin)
         episodes, num_crossed_before = EpisodeLog(), current().service.lane.num_device_messages
         for stage in stages:
-            if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
+            if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot has moved since the last rollout
                 self.obs[stage] = refreshed_obs
             self._send(stage, outcomes[stage], 0)
         for t in range(turn.decisions):
@@ -161,10 +161,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     @abstractmethod
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
 
     def outcomes_of(self, step: int, share: range) -> Outcomes:
-        """Returns the object that collects the outcomes of a step."""
+        """Builds the collector of a step's outcomes for the slots `share`."""
         shape = self.shape()
 
         def spoiled(quantity: str, t: int, rows: np.ndarray) -> None:
@@ -185,7 +185,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         )
 
     def new_episodes(self, step: int, begin: int = 0) -> None:
-        """Begins new episodes, whose starts depend only on seed, step, and the number of the step's earlier decisions."""
+        """Begins a new episode in every slot; its start depends only on seed, step, and the step's decisions so far."""
         seed = self.seed
         if not self.cfg.env.train.use_fixed_reset_state_ids:
             entropy = [self.seed, step, begin] if begin else [self.seed, step]
@@ -199,7 +199,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self.links.put(stage, lambda common: take(obs, within(common, self.shares[stage])))
 
     def _receive(self, stage: int) -> np.ndarray | None:
-        """Returns the actions in all slots of a stage, or None if no rollout rank is left."""
+        """Receives the actions for all slots of a stage; returns None if no rollout rank is left."""
         start = time.perf_counter()
         actions_by_peer = self.links.get(stage)
         self._waited += time.perf_counter() - start
@@ -219,13 +219,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         )
 
     def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
-        """Returns those of the ended slots in whose episode only the policy acted."""
+        """Returns the subset of `ended_slots` in whose episode only the policy acted."""
         policy_slots: np.ndarray = ended_slots[~self._mixed[stage][ended_slots]]
         self._mixed[stage][ended_slots] = False
         return policy_slots
 
     def _send_outcomes(self, stage: int, outcomes: Outcomes, num_decisions: int) -> None:
-        """Sends a stage's outcomes to the rollout ranks."""
+        """Sends each rollout rank the outcomes of its slots of a stage."""
         last_obs = outcomes.cleaned_obs(num_decisions, self.obs[stage])
         for index, (rank, peer_slots) in enumerate(self.peers[stage]):
             if self.links.has_gone(stage, index):
@@ -244,9 +244,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `env-<rank>.pt`: for each vector environment its slots, its simulators' state and the policy's
-        observation.
-        """
+        """Writes `env-<rank>.pt`: the slots, simulator state and current observation of each vector environment."""
         units = [
             {
                 "start": slots.start,
@@ -259,10 +257,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
 
     def load(self, folder: str) -> bool:
-        """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
+        """Restores the slots from the files of all env ranks of a checkpoint; the number of ranks may differ.
 
         Returns:
-            False if the simulators cannot be restored; their episodes start anew.
+            False if some simulators cannot be restored; their episodes start anew.
         """
         units = [
             unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
@@ -306,13 +304,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             env.close()
 
 
-#: Notice of the actor to a rank to which it sends weights.
+#: Notice that the actor sends to a rank before it sends weights to it.
 WEIGHTS_SENT = "weights sent"
 _LOOK_S = 0.005
 
 
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
-    """Returns the slots of a rank that has joined: as many as the largest unit has, with numbers unique to this rank."""
+    """Returns the slot map of a joined rank: as many slots as the largest unit has, with numbers unique to this rank."""
     return UnitMap(
         slots.unit,
         group_size=slots.group_size,
@@ -324,21 +322,21 @@ def unit_map(slots: SlotMap, rank: int) -> UnitMap:
 
 
 def entropy_of(seed: int, rank: int, start_step: int) -> list[int]:
-    """Returns the entropy from which the seeds of a rank that has joined are derived.
+    """Returns the entropy from which a joined rank's seeds are derived.
 
-    Its slots begin episodes that differ from those of all other ranks, and of earlier starts of the run.
+    The rank's episodes differ from those of all other ranks, and from those of earlier starts of the run.
     """
     return [seed, 1, rank, start_step]
 
 
 class JoinedEnvRank:
-    """Env rank that joined the run and acts on its slots without other ranks.
+    """Joined env rank, which simulates and acts without other ranks.
 
     Args:
-        simulating: This rank, which has built its simulators.
-        acting: Policy's side, in the same process.
+        simulating: This rank's worker, which has built its simulators.
+        acting: Rollout worker that acts, in the same process.
         slots: Slot map of the run.
-        start_step: Steps that were complete when it joined.
+        start_step: Number of steps that were complete when the rank joined.
     """
 
     def __init__(
@@ -349,24 +347,22 @@ class JoinedEnvRank:
         self._version = -1
 
     def connect(self) -> None:
-        """Connects to the channels; again after a failure of other ranks. Weights come before anything else."""
+        """Connects to the channels. Called again after a failure of other ranks; weights are then received first."""
         self._parts = self._simulating.connect_channel(PARTS)
         self._played = self._simulating.connect_channel(PLAYED)
         self._acting.sync.forget()
         self._version = -1
 
     def play(self, shard: RolloutShard, random: bool) -> None:
-        """Plays a shard and sends it to the actors: the complete shard, or, if this rank is to leave, the decisions made so
-        far.
-
-        Rollouts of one complete episode per slot are sent completely or not at all.
+        """Plays a shard and sends its transitions to the actors. If this rank is told to leave, it sends only the decisions
+        made so far, or none if rollouts are complete episodes.
 
         Args:
             shard: The shard.
-            random: Whether actions are drawn at random, as at the start of off-policy runs.
+            random: Whether actions are random, as at the start of off-policy runs.
         """
         rank = self._simulating
-        rank.before_leaving(lambda: None)  # from now on it ends after this call, which returns early
+        rank.before_leaving(lambda: None)  # a rank that is told to leave now exits after this call, which returns early
         self._receive_weights(shard.version)
         self._acting.set_random_actions(random)
         num_decisions, batch, episodes = self._play_decisions(shard)
@@ -384,7 +380,9 @@ class JoinedEnvRank:
     def _play_decisions(
         self, shard: RolloutShard
     ) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
-        """Returns the number of decisions made, their transitions (None without a decision), and episodes."""
+        """Plays a shard; returns the number of decisions made, their transitions (None without decisions), and the report of
+        the episodes.
+        """
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
         env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
@@ -420,10 +418,11 @@ class JoinedEnvRank:
         return noise_of_slots(self._acting.policy.sample_noise, entropy, slots).to(self._acting.device)
 
     def _receive_weights(self, version: int) -> None:
-        """Receives the weights that the actor has sent, and waits until they are new enough, unless this rank is to leave.
+        """Receives all weights that the actor has sent, and waits until they are at least `version`, unless this rank is told
+        to leave.
 
         Raises:
-            DeadlineExceeded: They did not come.
+            DeadlineExceeded: The weights did not arrive in time.
         """
         deadline = time.monotonic() + self._acting.cfg.runner.step_timeout_s
         while True:
@@ -448,17 +447,17 @@ def open_joined_rank(
     spaces: tuple[Any, Any],
     start_step: int,
 ) -> JoinedEnvRank:
-    """Builds simulators and policy of a rank that has joined.
+    """Builds the simulators and the policy of a joined rank.
 
     Args:
-        simulating: This rank.
-        make: Makes the policy's side.
+        simulating: This rank's worker.
+        make: Builds the rollout worker that acts.
         slots: Slot map of the run.
         spaces: Observation space and action space of the run's slots.
-        start_step: Steps that are complete.
+        start_step: Number of complete steps.
 
     Raises:
-        ConfigError: The environment has other spaces here.
+        ConfigError: The environment has different spaces on this node.
     """
     unit = unit_map(slots, simulating.rank)
     entropy = entropy_of(simulating.run_seed, simulating.rank, start_step)
@@ -474,19 +473,19 @@ def open_joined_rank(
 
 
 class JoinableEnvWorker(SimulatingWorker[Cfg]):
-    """Env rank that may have joined the run, in which case it also acts on its slots."""
+    """Env worker that also acts on its slots if its rank joined during the run."""
 
-    #: Import path of the rollout worker that acts then.
+    #: Import path of the rollout worker that acts on a joined rank.
     acts: str = ""
     _joined_rank: JoinedEnvRank | None = None
 
     def open_joined_rank(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
-        """Builds this rank's simulators, and a policy that acts on them."""
+        """Builds this joined rank's simulators, and a policy that acts on them."""
         worker_class = load_attribute(self.acts, f"who acts for {type(self).__name__}")
         self._joined_rank = open_joined_rank(self, lambda: worker_class(self.cfg), slots, spaces, start_step)
 
     def connect_joined_rank(self) -> None:
-        """Connects a rank that joined to the channels (`JoinedEnvRank.connect`)."""
+        """Connects a joined rank to the channels (`JoinedEnvRank.connect`)."""
         assert self._joined_rank is not None
         self._joined_rank.connect()
 
@@ -497,10 +496,10 @@ class JoinableEnvWorker(SimulatingWorker[Cfg]):
 
 
 class EnvWorker(JoinableEnvWorker[PpoConfig]):
-    """Env rank with one vector environment per pipeline stage, for the slots that the `SlotMap` assigns to it."""
+    """Env worker of on-policy runs, with one vector environment per pipeline stage."""
 
     acts = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"
 
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
         return ppo_shape(self.cfg)

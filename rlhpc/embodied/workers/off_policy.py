@@ -1,4 +1,4 @@
-"""Workers of off-policy runs: rollout ranks send transitions, and actor ranks store them and train on samples of them."""
+"""Workers of off-policy runs: rollout ranks send transitions; actor ranks store them and train on samples from the buffer."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from rlhpc.training.backend import Named
 
 
 class IncompleteRows:
-    """Regrouping of transitions if some slots delivered none, so that each row of the table is again a decision in
-    every slot.
+    """Regrouping of a step's transitions if some slots are missing, so that each row again has one transition for every
+    slot.
 
-    Transitions change slots: in an off-policy buffer nothing depends on the slot. Transitions that do not fill a row wait for
-    the next such step.
+    Transitions may move to other slots, because an off-policy buffer does not depend on the slot. Transitions that do not
+    fill a row wait for the next step with missing slots.
 
     Args:
-        num_envs: Slots of the run.
+        num_envs: Number of slots of the run.
         share: Slots of this rank.
     """
 
@@ -49,18 +49,18 @@ class IncompleteRows:
         self.clear()
 
     def clear(self) -> None:
-        """Drops the waiting transitions, which do not fill a row."""
+        """Drops the waiting transitions."""
         self._waiting: dict[str, np.ndarray] = {}
 
     def table(
         self, columns: dict[str, np.ndarray], present: np.ndarray, gather: Callable[[Any], list[Any]]
     ) -> dict[str, np.ndarray]:
-        """Returns rows of this rank's slots, `[n, rows, ...]`, equally many on all ranks, which call together.
+        """Returns full rows for this rank's slots, `[n, rows, ...]`. All ranks must call it and get the same number of rows.
 
         Args:
-            columns: A step's transitions `[n, T, ...]`.
-            present: Mask of the transitions that exist, `[n, T]`.
-            gather: Returns the objects of all ranks.
+            columns: Transitions of a step, `[n, T, ...]`.
+            present: Mask of the existing transitions, `[n, T]`.
+            gather: Gathers an object from all ranks.
         """
         steps, slots = np.nonzero(present.T)
         positions = steps * self._num_envs + slots + self._share.start
@@ -96,24 +96,24 @@ def read_demo_buffer(cfg: SacConfig) -> np.ndarray:
 
 
 class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
-    """Env rank of off-policy runs; a decision is one transition."""
+    """Env worker of off-policy runs; each decision is one transition."""
 
     acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
 
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
         return OutcomeShape()
 
 
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
-    """Rollout rank that sends transitions: observation, action, reward, true next observation, end. It first acts at
-    random.
+    """Rollout worker of off-policy runs: sends transitions (observation, action, reward, true next observation,
+    termination). The first actions of a run are random.
     """
 
     policy: ActorCritic
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """Builds the network with fresh weights."""
+        """Builds the policy with newly initialized weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
     def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
@@ -122,7 +122,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         return super().generate(turn)
 
     def set_random_actions(self, random: bool) -> None:
-        """Sets whether the next actions are drawn at random (`ActingWorker.set_random_actions`)."""
+        """Sets whether the next actions are random (`ActingWorker.set_random_actions`)."""
         self._random = self.steps * self.slots.num_envs if random else 0
 
     def _choose(
@@ -141,7 +141,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         return self.policy.executed(inputs, actions), {"actions": actions}
 
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
         return OutcomeShape()
 
     def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
@@ -154,7 +154,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 next_obs = columns[f"next_{name}"] = np.empty_like(columns[name])
                 next_obs[:, :-1], next_obs[:, -1] = columns[name][:, 1:], last_obs[name]
                 next_obs[outcome.final_slot, outcome.final_step] = final_obs[name]
-            # A value is bootstrapped wherever an episode is not terminated.
+            # Values are bootstrapped after all transitions that are not terminated, so truncations are not needed.
             batches.append(
                 replace(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}), truncations=None)
             )
@@ -165,8 +165,8 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
 
 
 class OffPolicyActor(PolicyTrainer[SacConfig]):
-    """Actor rank that stores the transitions of its slots and trains actor and critics: small networks, which every rank
-    holds.
+    """Actor worker of off-policy runs: stores the transitions of its slots, and trains actor and critics. Every rank holds
+    the complete networks.
     """
 
     policy: ActorCritic
@@ -220,24 +220,24 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         return num_parameters
 
     def connect(self) -> None:
-        """Connects to the channels, once the driver has created them."""
+        """Connects to the channels that the driver has created."""
         self.receiver.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
         self.incomplete.clear()
 
     def start_from(self, folder: str) -> None:
-        """Loads the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
+        """Loads the weights of a checkpoint or an export, such as a behaviour-cloned policy, also into the target networks."""
         super().start_from(folder)
         self.off_policy.reset_targets()
 
     def sent_weights(self, without: Container[str]) -> Named:
-        """Yields the weights that rollout ranks need for acting."""
+        """Yields the weights that rollout ranks need for acting, except those in `without`."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
-        """Adds this step's transitions of the rank's slots to the buffer.
+        """Adds this step's transitions of the rank's slots to the buffer; returns their counts.
 
-        Transitions that are not finite, whose simulator or robot failed, or whose env or rollout rank has gone are left out:
-        the buffer gets fewer transitions of this step, and none twice (`IncompleteRows`).
+        Transitions that are non-finite, whose simulator or robot failed, or whose env or rollout rank was lost are dropped
+        (`IncompleteRows`).
 
         Args:
             step: Global step.
@@ -248,8 +248,10 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """
         batch = self.receiver.receive(step, source).drop_lost_and_failed(by_slot=False, failures_by_slot=False)
         columns = batch.transition_columns()
-        count = torch.tensor([float(sum(batch.dropped.values()))])
-        if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
+        num_dropped = torch.tensor([float(sum(batch.dropped.values()))])
+        if (
+            self.all_reduce(num_dropped) if self.world_size > 1 else num_dropped
+        ).item():  # then all ranks exchange transitions
             present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
             gather: Callable[[Any], list[Any]] = self.all_gather_object if self.world_size > 1 else lambda rows: [rows]
             columns = self.incomplete.table(columns, present_mask, gather)
@@ -260,25 +262,23 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         return batch.counts(len(self.receiver.share) * rows)
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes the pending updates: `update_to_data` for each transition since learning started.
+        """Makes the pending updates: `update_to_data` updates per transition since learning started.
 
         Args:
             step: Global step.
             progress: Completed fraction of the run, 0 to 1, for the learning rates.
 
         Returns:
-            Metrics, the same on all ranks, and `update_s`: the seconds that it took.
+            Metrics, the same on all ranks, and `update_s`, the duration in seconds.
         """
         algorithm = self.cfg.algorithm
         num_learned = max(0, self.transitions - algorithm.replay_buffer.min_buffer_size)
-        total = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 < 1 in floats
-        count, self.updates_due = total - self.updates_due, total
-        return self._learn(count, progress)
+        total_updates = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 < 1 in floats
+        num_updates, self.updates_due = total_updates - self.updates_due, total_updates
+        return self._learn(num_updates, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result are those of
-        `update`.
-        """
+        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result as in `update`."""
         del step
         return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
 
@@ -314,7 +314,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """Restores a checkpoint; a rank without a file in it uses rank 0's.
 
         Raises:
-            CheckpointError: The model of the configuration is another one.
+            CheckpointError: The weights do not fit the configured model.
         """
         super().load(folder)
         self.replay.load(Path(folder))

@@ -1,4 +1,4 @@
-"""Actor of on-policy embodied runs: computes advantages and trains the policy on the rollout ranks' trajectories."""
+"""Actor worker of on-policy embodied runs: computes advantages and trains the policy on the rollout ranks' trajectories."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
 
 
 class EmbodiedActor(PolicyTrainer[PpoConfig]):
-    """Actor rank that trains by PPO and related algorithms on the rollout ranks' trajectories."""
+    """Actor worker that trains by PPO and related algorithms on the rollout ranks' trajectories."""
 
     #: Batch of the step, which `update` trains on.
     batch: TrainBatch | None = None
-    #: Stream of the step's transitions, where training overlaps with the rollout.
+    #: Stream of the step's transitions, if training overlaps with the rollout.
     stream: TransitionStream | None = None
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
-        """Builds policy and optimizer; the initial weights depend on the seed alone.
+        """Builds policy and optimizer; the initial weights depend only on the seed.
 
         Returns:
             Number of trainable parameters.
@@ -62,20 +62,21 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         return num_parameters
 
     def connect(self) -> None:
-        """Connects to the channels, once the driver has created them."""
+        """Connects to the channels that the driver has created."""
         self.receiver.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
-        """Receives this step's transitions of its slots, and computes advantages and returns without those that are dropped.
+        """Receives this step's transitions of its slots, and computes advantages and returns; returns the counts of
+        transitions.
 
-        With `runner.use_training_pipeline` these are the transitions of the step's first part; `update` receives the others.
+        With `runner.use_training_pipeline`, it receives only the step's first part; `update` receives the other parts.
 
         Args:
             step: Global step.
             source: Turns and shards that make up the step.
 
         Raises:
-            NonFinite: Something is not finite, and `runner.on_nonfinite` is stop.
+            NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
         """
         parts = 1 if self.cfg.algorithm.max_staleness else self.parts
         if parts == 1:
@@ -95,7 +96,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
 
         self.stream = TransitionStream(part, parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
-            self.stream.wait_until(0)  # of those to come nothing may be missing
+            self.stream.wait_until(0)  # later parts must be complete, so their counts are known
             return replace(counts_by_part[0], received=counts_by_part[0].received * parts)
         self.stream.wait_until(parts - 1)
         self.batch, self.stream = self.stream.batch, None
@@ -104,16 +105,16 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
     def _receive_part(self, step: int, source: Source) -> tuple[TrainBatch, RolloutCounts]:
         """Receives a step, or a part of it; returns the batch to train on, `[n, T, ...]`, and its counts."""
         algorithm = self.cfg.algorithm
-        # GAE bootstraps from the observation before a failure; to other estimators a slot's transitions are one unit.
+        # GAE bootstraps from the observation before a failure; other estimators need all transitions of a slot.
         drops_failed_slots = algorithm.adv_type.lower() != "gae"
-        received = self.receiver.receive(step, source)
-        received = received.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
-        # Slots that are left out altogether are no members of their groups.
+        received_batch = self.receiver.receive(step, source)
+        received_batch = received_batch.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
+        # Slots whose transitions are all dropped do not belong to their groups.
         members = None
-        if received.drops is not None:
-            members = torch.from_numpy(~received.drops.all(1)).to(self.device)
-            received = received.cleaned()
-        rollout = received.to_tensors(self.device)
+        if received_batch.drops is not None:
+            members = torch.from_numpy(~received_batch.drops.all(1)).to(self.device)
+            received_batch = received_batch.cleaned()
+        rollout = received_batch.to_tensors(self.device)
         sequence = rollout.reward_sequence()
         slots = torch.arange(self.share.start, self.share.stop, device=self.device)
         with torch.no_grad():
@@ -126,32 +127,32 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
                 members=members,
                 **sequence.estimator_inputs(),
             )
-        num_lost = received.dropped.get(DropReason.RANK_LOST, 0)
-        counts = received.counts(received.rewards.shape[0] * received.rewards.shape[1] - num_lost)
+        num_lost = received_batch.dropped.get(DropReason.RANK_LOST, 0)
+        counts = received_batch.counts(received_batch.rewards.shape[0] * received_batch.rewards.shape[1] - num_lost)
         return rollout.with_advantages(advantages, returns, sequence), counts
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Trains on the trajectories that `receive` took in.
+        """Trains on the trajectories that `receive` has received.
 
         Args:
             step: Global step.
             progress: Completed fraction of the run, 0 to 1, for the learning rate.
 
         Returns:
-            Metrics, the same on all ranks, and `update_s`: the seconds that it took, without those spent on receiving parts.
+            Metrics, the same on all ranks, and `update_s`, the duration in seconds without the time spent receiving parts.
         """
         start = time.perf_counter()
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
         stream, self.stream = self.stream, None
         batch, self.batch = self.batch if stream is None else stream.batch, None
         assert batch is not None, "update follows receive"
-        # Where nothing is left to train on, Adam would move by its momentum alone.
+        # Without transitions to train on, Adam would still move the weights by its momentum.
         if stream is None and not self.all_reduce(batch.mask.sum()).item():
             return {"lr": rate, "epochs": 0.0}
         local_indices = range(self.share.start * self.steps, self.share.stop * self.steps)
-        total = self.slots.num_envs * self.steps
+        num_transitions = self.slots.num_envs * self.steps
         waited_before_s = 0.0 if stream is None else stream.waited
-        metrics = self.update_policy.run(batch, local_indices, total, step, rate, stream)
+        metrics = self.update_policy.run(batch, local_indices, num_transitions, step, rate, stream)
         explained_variance = self._explained_variance(batch)
         self._observe(batch)
         self.updates += 1
@@ -161,8 +162,8 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
 
     def _observe(self, batch: TrainBatch) -> None:
-        """Adds this step's observations to the policy's running statistics, once its update is done: until then, the
-        statistics with which the policy acted and was trained stay in use.
+        """Adds this step's observations to the policy's running statistics. Called after the update, so that acting and
+        training of a step use the same statistics.
         """
         normaliser = self.policy.normaliser
         if normaliser is None:
@@ -176,9 +177,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         normaliser.update(moments.to(self.device))
 
     def _explained_variance(self, batch: TrainBatch) -> float:
-        """Returns 1 − Var(returns − values) / Var(returns) over all transitions that train, over all ranks."""
+        """Returns 1 − Var(returns − values) / Var(returns) over the trained transitions of all ranks; nan if undefined."""
         values, returns, mask = batch.values, batch.returns, batch.mask
-        if values.shape != returns.shape:  # returns of single actions, where no value is asked for
+        if values.shape != returns.shape:  # returns per action, without values per action
             return float("nan")
         error, target = ((returns - values) * mask).double(), (returns * mask).double()
         sums = torch.stack(

@@ -41,10 +41,10 @@ class StageBuffer:
 
     Args:
         share: Global slots.
-        steps: T, decisions of a rollout.
+        steps: T, number of decisions in a complete rollout.
 
     Attributes:
-        num_decisions: Decisions of the present rollout, which may have ended early.
+        num_decisions: Number of decisions in the current rollout, which may be shorter.
     """
 
     def __init__(self, share: range, steps: int) -> None:
@@ -52,7 +52,7 @@ class StageBuffer:
         self._rows: dict[str, np.ndarray] = {}
 
     def write(self, t: int, part: slice, **rows: Any) -> None:
-        """Stores one step of the slots `part`, from arrays or tensors `[n, ...]` of all slots."""
+        """Stores step `t` of the slots `part`; `rows` are arrays or tensors `[n, ...]` of all slots."""
         for name, row in rows.items():
             if name not in self._rows:
                 self._rows[name] = np.empty((self.steps, *row.shape), np.asarray(as_arrays(row[:0])).dtype)
@@ -69,7 +69,7 @@ class StageBuffer:
 
 
 class ActingWorker(SavingWorker, Generic[Cfg]):
-    """Base of rollout ranks; a subclass defines the policy and the columns that are sent."""
+    """Base of rollout workers; a subclass defines the policy and the columns that are sent."""
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -100,17 +100,17 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """Builds the network with fresh weights."""
+        """Builds the policy with newly initialized weights."""
 
     def set_random_actions(self, random: bool) -> None:
-        """Sets whether the next actions are drawn at random, which only off-policy runs do."""
+        """Sets whether the next actions are random; only off-policy runs support this."""
 
     @abstractmethod
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
+        """Connects to the channels that the driver has created. Called again with a new map when ranks join or leave."""
         self._set_slots(slots)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
@@ -122,11 +122,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
 
     def allow_exit(self) -> None:
-        """Lets this rank exit, if it is to leave: the others continue without it."""
+        """Lets this rank exit if it was told to leave; the other ranks no longer depend on it."""
         self.before_leaving(None)
 
     def sync_weights(self) -> int:
-        """Receives the actor's next version of the weights."""
+        """Receives the actor's next version of the weights; returns the version."""
         self.version = apply(self.sync, self._named(), adopt=self.policy)
         return self.version
 
@@ -139,11 +139,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def generate(self, turn: FullRollout) -> dict[str, float]:
         """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
-        Noise is drawn from (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
+        Noise is seeded by (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
         the other slots of its batch.
 
         Returns:
-            `busy_s`: seconds in which it did not wait for the simulators.
+            `busy_s`: seconds that the rank did not wait for the simulators.
         """
         start, self._waited, self._turn = time.perf_counter(), 0.0, turn
         for buffer in self.buffers:
@@ -158,7 +158,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return {"busy_s": time.perf_counter() - start - self._waited}
 
     def _noise(self, t: int, slots: range) -> torch.Tensor:
-        """Returns the noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
+        """Returns the noise of the turn's decision `t` for global slots, on the policy's device."""
         entropy = (self.seed, self._turn.step, self._turn.begin + t)
         return noise_of_slots(self.policy.sample_noise, entropy, slots).to(self.device)
 
@@ -175,10 +175,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), send)
 
     def _act_on_arrival(self) -> None:
-        """Acts for env ranks in the order in which their observations arrive; each pass serves all that have arrived by then.
+        """Acts for env ranks in the order in which their observations arrive; each pass serves all observations that have
+        arrived by then.
 
-        A pass always covers all slots of a stage; slots without a request use their last observation. So an action does not
-        depend on which other slots are served, to the last bit.
+        A pass always covers all slots of a stage; slots without a request use their last observation. Actions are therefore
+        bit-identical whichever other slots are served.
         """
         latest = [[self._observation(peer_slots, None) for _, peer_slots in peers] for peers in self.peers]
         next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
@@ -196,7 +197,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                     del next_decisions[peer_key]
 
     def _act_on_arrival_in_stage(self, stage: int, decisions: dict[int, int], latest: list[Any]) -> None:
-        """Acts for env ranks, each for its own decision (by index of the rank); stores their observations in `latest`."""
+        """Acts in one stage for the env ranks in `decisions` (index → decision); stores their observations in `latest`."""
         rows = {index: within(self.peers[stage][index][1], self.shares[stage]) for index in decisions}
         noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in decisions.items()}
         first_noise = next(iter(noise_by_peer.values()))
@@ -213,7 +214,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.decide(stage, [(rows[index], t) for index, t in decisions.items()], noise, join(latest), send)
 
     def _observation(self, slots: range, obs: Any) -> Any:
-        """Returns the observation of slots: zeros, if the env rank has gone or has sent nothing yet."""
+        """Returns the observation `obs` of slots; zeros if the env rank has gone or has sent nothing yet."""
         return blank(self.policy.observation_space, len(slots)) if obs is None else obs
 
     def decide(
@@ -228,15 +229,15 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
         Args:
             stage: The stage.
-            requests: Slots that need an action, and the number of their decision.
-            noise: Noise of all slots of the stage, like `obs` and the actions.
-            obs: Observations.
-            send: Sends the actions.
+            requests: Slots that need an action, and the index of their decision.
+            noise: Noise of all slots of the stage.
+            obs: Observations of all slots of the stage.
+            send: Sends the actions of all slots.
         """
         actions, extras = self._choose(obs, noise, requests)
         actions_array = actions.cpu().numpy()
         send(actions_array)
-        # The environments are busy now; what follows costs no time.
+        # The environments simulate meanwhile, so recording costs no time.
         columns = {"actions": actions_array} | {name: column.cpu().numpy() for name, column in extras.items()}
         for rows, t in requests:
             self.buffers[stage].write(t, rows, **columns_of("obs", obs), **columns)
@@ -244,14 +245,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def _choose(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns actions, and the columns that the trajectories store with them."""
+        """Returns actions, and the further columns that the trajectories store."""
         del requests
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
         return actions, rows | {f"inputs.{name}": model_input for name, model_input in extras.get("inputs", {}).items()}
 
     def _tensor(self, obs: Any) -> Any:
-        """Returns an observation, or another array, on the policy's device."""
+        """Returns an observation, or another array, as tensors on the policy's device."""
         return to_tensors(obs, self.device)
 
     def _send_trajectories(self) -> None:
@@ -261,9 +262,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self._send(stage, batch)
 
     def batches(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
-        """Returns the transitions of each stage from its outcomes, as the actors get them.
+        """Returns the transitions of each stage as the actors receive them.
 
-        Episodes of a rollout that is shorter than a step are truncated after it, because another rank's decisions follow.
+        If the rollout is shorter than a step, its episodes are marked as truncated at its end, because another rank plays the
+        following decisions.
         """
         return [
             batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch
@@ -271,9 +273,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         ]
 
     def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
-        """Returns the transitions of each stage from its outcomes: with rewards, ends and next values."""
+        """Returns the transitions of each stage, with rewards, ends of episodes and next values from its outcomes."""
         batches = []
-        # Observations without an action need values: the next ones, and the last ones of episodes that ended.
+        # Observations without an action need values, too: those after the rollout, and the last ones of ended episodes.
         observations = [obs for outcome in outcomes for obs in (outcome.last_obs, outcome.final_obs)]
         values = np.split(self._value(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1])
         for outcome, buffer, last_values, final_values in zip(
@@ -287,8 +289,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return batches
 
     def _send(self, stage: int, batch: RolloutBatch[np.ndarray]) -> None:
-        """Sends every actor rank its slots of a stage's transitions. If this rank may exit before they are received, it waits
-        until they are stored.
+        """Sends every actor rank the transitions of its slots of a stage. A joined rank, which may exit before the actors
+        receive them, waits until they are stored.
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, actor_slots in self.slots.actors_of(stage, self.rank):
@@ -297,8 +299,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> SlotOutcomes:
-        """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. `missing` marks the slots of
-        env ranks that have gone.
+        """Receives and merges the env ranks' outcomes of a stage; slot indices start at this rank's first slot. `missing`
+        marks the slots of env ranks that have gone.
         """
         stage_slots, outcomes_by_peer, is_gone = self.shares[stage], [], []
         for index, (_, peer_slots) in enumerate(self.peers[stage]):
@@ -320,7 +322,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return outcome
 
     def _outcomes_from(self, stage: int, index: int) -> SlotOutcomes | None:
-        """Returns an env rank's outcomes of its slots; None if it has gone."""
+        """Receives an env rank's outcomes of its slots; returns None if the rank has gone."""
         if self.links.has_gone(stage, index):
             return None
         rank, _ = self.peers[stage][index]
@@ -333,7 +335,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return SlotOutcomes.from_columns(message)
 
     def _value(self, obs: Any) -> np.ndarray:
-        """Returns values of any number of observations, in passes of no more rows than a stage has."""
+        """Returns the values of any number of observations, computed in batches of at most one stage's slots."""
         size, count = max([1, *map(len, self.shares)]), count_rows(obs)
         obs_batches = (take(obs, slice(start, start + size)) for start in range(0, count, size))
         return np.concatenate(
@@ -343,15 +345,15 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     # -- evaluation and checkpoint --------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Runs `env.eval` with the present weights, deterministically."""
+        """Evaluates the current weights on `env.eval` with deterministic actions; returns the metrics."""
         return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
 
     def save(self, folder: str) -> None:
-        """Writes `rollout-<rank>.pt`. The weights are in the actor's files; the noise follows from seed and step."""
+        """Writes `rollout-<rank>.pt`. The actor saves the weights, and noise depends only on seed and step."""
         save_state(Path(folder) / FILE.format(rank=self.rank), {"version": self.version, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank without a file in the checkpoint starts from its seed."""
+        """Restores version and random state from a checkpoint; a rank without a file in it keeps its initial state."""
         rank_file = Path(folder) / FILE.format(rank=self.rank)
         if rank_file.is_file():
             state = load_state(rank_file)
@@ -359,7 +361,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             set_rng_state(state["rng"])
 
     def release_observations(self) -> None:
-        """Releases the shared memory of env ranks' observations, so that these ranks can free it."""
+        """Releases the shared memory of received observations, so that the env ranks can free it."""
         current().service.lane.park()
 
     def offload(self) -> None:
@@ -373,16 +375,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
 
 class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
-    """Rollout rank of on-policy runs: it runs the policy's forward passes and never trains; its weights come from the
-    actor.
-    """
+    """Rollout worker of on-policy runs: acts with the policy whose weights the actor sends."""
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
-        """Builds the network with fresh weights."""
+        """Builds the policy with newly initialized weights."""
         policy = build_model(policy_section(self.cfg.actor, self.device), observation_space, action_space)
         policy.set_logprob_type(self.cfg.algorithm.logprob_type.lower())
         return policy
 
     def shape(self) -> OutcomeShape:
-        """Returns the shape of the outcomes."""
+        """Returns the options that determine the outcomes' columns."""
         return ppo_shape(self.cfg)
