@@ -1,7 +1,7 @@
-"""Env links: arrays between env and rollout ranks, by mailbox on one host if they are small, and otherwise by channel.
+"""Env links, which exchange arrays between env and rollout ranks: small arrays on one host by mailbox, others by channel.
 
-If both ranks compute on the same accelerator, observations are tensors that stay there. They travel by channel, because a
-mailbox has memory of the host.
+If both ranks use the same accelerator, observations are tensors that stay there. They are sent by channel, because mailboxes
+use host memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 
-#: Largest message that goes through a mailbox. Above it copying costs more than a channel's hand-over.
+#: Largest message in bytes that is sent by mailbox; for larger ones, copying costs more than a channel.
 _LARGEST = 1 << 20
-#: Room for one slot's actions.
+#: Capacity of a mailbox for one slot's actions, in bytes.
 _ACTION_BYTES = 16 << 10
-#: Interval at which a waiting rank checks that its peer is still there.
+#: Seconds between checks of a waiting rank that its peer is still present.
 _LOOK_S = 0.5
-#: Waiting for several peers: time spent polling without sleep, and the longest sleep after that.
+#: Seconds of polling without sleep while waiting for several peers, and longest sleep after that.
 _SPIN_S, _NAP_S = 0.0005, 0.001
-#: Time that the driver may take to notice that an unreachable rank has ended.
+#: Seconds within which the driver notices that an unreachable rank has ended.
 _NOTICE_S = 5.0
 
 
@@ -39,15 +39,11 @@ Peer = tuple[str, int]
 
 
 class PeerLeft(Exception):
-    """Error of an exchange with a rank that has left; the run continues without it."""
+    """Error raised when the peer of an exchange has left; the run continues without it."""
 
 
 def until_left(group: str, rank: int) -> Callable[[], None]:
-    """Returns a function to call while waiting for a rank.
-
-    It raises:
-        PeerLeft: The rank has gone.
-    """
+    """Returns a function to call repeatedly while waiting for a rank; it raises `PeerLeft` once the rank has gone."""
     context = current()
     context.member(group, rank)  # fixes the incarnation
     last_check = time.monotonic()
@@ -64,17 +60,17 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
 
 
 def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
-    """Receives an item that a rank has sent through a channel stored by this process.
+    """Receives an item from a rank through a channel stored by this process.
 
     Args:
-        channel: The channel.
-        key: The key.
-        peer: The rank.
-        check: See `until_left`.
+        channel: Channel.
+        key: Key of the item.
+        peer: Sending rank.
+        check: Function from `until_left`.
 
     Raises:
-        PeerLeft: The rank has gone, and has sent nothing, or its message was lost with it.
-        DeadlineExceeded: It has sent nothing until the deadline.
+        PeerLeft: The rank has gone without sending the item, or the item was lost with it.
+        DeadlineExceeded: Nothing arrived before the deadline.
     """
     deadline = time.monotonic() + current().wait_deadline
     while True:
@@ -88,7 +84,7 @@ def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]
 
 
 def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
-    """Sends an item to a rank through a channel that the rank stores.
+    """Sends an item to a rank through a channel that this rank stores.
 
     Raises:
         PeerLeft: The rank has gone.
@@ -99,7 +95,7 @@ def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
 
 @contextlib.contextmanager
 def _peer_left_on_error(peer: Peer) -> Iterator[None]:
-    """Turns errors of an exchange with a rank that has gone into `PeerLeft`."""
+    """Converts errors of an exchange with a rank that has gone to `PeerLeft`."""
     try:
         yield
     except (ChannelError, SegmentGone) as error:
@@ -109,37 +105,37 @@ def _peer_left_on_error(peer: Peer) -> Iterator[None]:
 
 
 class EnvLinks:
-    """Links of one rank, by stage, each to one of its peers, in slot order.
+    """Links of one rank to its peers, by stage and in slot order.
 
     Args:
-        worker: This rank.
+        worker: Worker of this rank.
         group: Group of the peers.
-        stages: For each stage, the peers, the common slots, and the links.
+        stages: For each stage, tuples of peer, common slots and link.
     """
 
     def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, EnvLink]]]) -> None:
         self._log, self._group, self._stages = worker.log, group, stages
 
     def put(self, stage: int, select: Callable[[range], Any]) -> None:
-        """Sends each peer the rows of the common slots, which `select` returns; a peer that has gone gets nothing."""
+        """Sends each peer the rows that `select` returns for the common slots; skips peers that have gone."""
         for index, (_, peer_slots, _) in enumerate(self._stages[stage]):
             self.put_to(stage, index, select(peer_slots))
 
     def put_to(self, stage: int, index: int, rows: Any) -> None:
-        """Sends one peer, by its index in the stage, the rows of the common slots."""
+        """Sends rows of the common slots to one peer, given by its index in the stage."""
         try:
             self._stages[stage][index][2].put(rows)
         except PeerLeft:
             self.lose(stage, index)
 
     def get(self, stage: int) -> list[tuple[range, Any]]:
-        """Receives from each peer; returns the common slots and the array, which is None if the peer has gone."""
+        """Receives from each peer; returns pairs of common slots and array, which is None if the peer has gone."""
         return [
             (peer_slots, self.get_from(stage, index)) for index, (_, peer_slots, _) in enumerate(self._stages[stage])
         ]
 
     def get_from(self, stage: int, index: int) -> Any:
-        """Receives from one peer; returns None if it has gone."""
+        """Receives an array from one peer; returns None if the peer has gone."""
         try:
             return self._stages[stage][index][2].get()
         except PeerLeft:
@@ -156,7 +152,7 @@ class EnvLinks:
             Peers for which `get_from` returns at once, in the order of the argument.
 
         Raises:
-            DeadlineExceeded: Nothing came; names the peers.
+            DeadlineExceeded: Nothing arrived in time; the message names the peers.
         """
         start = last_check = time.monotonic()
         while not (ready := [peer for peer in peers if self._stages[peer[0]][peer[1]][2].ready()]):
@@ -182,7 +178,7 @@ class EnvLinks:
         return isinstance(self._stages[stage][index][2], ClosedLink)
 
     def lose(self, stage: int, index: int) -> None:
-        """Marks a peer as gone: later messages to it are dropped, and none are expected from it."""
+        """Marks a peer as gone: further messages to it are dropped, and none are expected from it."""
         rank, peer_slots, link = self._stages[stage][index]
         if not isinstance(link, ClosedLink):
             self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, peer_slots)
@@ -190,12 +186,12 @@ class EnvLinks:
 
 
 class ChannelLink:
-    """Link over two channels.
+    """Link through two channels, one in each direction.
 
     Args:
         out, out_key: Channel and key to send to.
         inbound, in_key: Channel and key to receive from.
-        peer: The rank at the other end.
+        peer: Rank at the other end.
     """
 
     def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: Peer) -> None:
@@ -203,7 +199,7 @@ class ChannelLink:
         self._peer, self._check = peer, until_left(*peer)
 
     def put(self, array: Any) -> None:
-        """Sends to the other end."""
+        """Sends an array to the other end."""
         put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
@@ -235,7 +231,7 @@ class ClosedLink:
 
 
 class MailboxLink:
-    """Link over one mailbox for each entry of an observation; actions travel in the other direction of the first mailbox."""
+    """Link through one mailbox per entry of an observation; actions use the other direction of the first mailbox."""
 
     def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
@@ -257,21 +253,22 @@ class MailboxLink:
         return self._first.ready() if self._is_env else all(mailbox.ready() for mailbox in self._boxes.values())
 
 
-#: Both directions between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other end
-#: has gone; `ready` says whether `get` would return at once.
+#: Two-way link between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other end has
+#: gone; `ready` returns whether `get` would return at once.
 EnvLink = ChannelLink | ClosedLink | Mailbox | MailboxLink
 
 
 def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = ()) -> list[list[bool]]:
-    """Returns where observations stay on the accelerator: for each stage a list with one value per peer, in slot order.
+    """Agrees with the peers on whether observations stay on the accelerator; returns for each stage a list with one value per
+    peer, in slot order.
 
     Rollout ranks send their device to the env ranks, which decide. The decision is the same for all rollout ranks of a stage,
-    because the observations are made once for all of them.
+    because observations are produced once for all of them.
 
     Args:
-        worker: This rank.
+        worker: Worker of this rank.
         slots: Slot map.
-        can_stay: On an env rank, for each stage whether its observations are made on the accelerator.
+        can_stay: On an env rank: for each stage, whether its observations are produced on the accelerator.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
@@ -313,7 +310,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = (
 
 
 def _receive(channel: Any, key: str, peer: Peer) -> Any:
-    """Receives a value from a rank; returns None if it has gone, which the link detects, too."""
+    """Receives a value from a rank; returns None if the rank has gone, which the link detects, too."""
     try:
         return get_until_left(channel, key, peer, until_left(*peer))
     except PeerLeft:
@@ -321,13 +318,13 @@ def _receive(channel: Any, key: str, peer: Peer) -> Any:
 
 
 def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device: list[list[bool]]) -> EnvLinks:
-    """Opens this rank's links.
+    """Opens this rank's links to its peers.
 
     Args:
-        worker: This rank.
+        worker: Worker of this rank.
         slots: Slot map.
         observation_space: Observation space of one slot.
-        on_device: See `agree_on_device`.
+        on_device: Result of `agree_on_device`.
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
@@ -356,7 +353,9 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
 def _mailbox(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
 ) -> EnvLink | None:
-    """Opens a mailbox for a pair of ranks on one host, or returns None; both ends make the same decision."""
+    """Opens the mailboxes of a pair of ranks; returns None if the ranks are on different hosts or messages are too large. Both
+    ends decide alike.
+    """
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
     if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:

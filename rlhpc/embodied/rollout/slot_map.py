@@ -1,9 +1,9 @@
 """Slot map: assignment of environment slots to ranks, and the keys of the messages between them.
 
-A slot is one environment of the run, numbered 0 … num_envs-1 for any placement. Stage s of S holds the slots
-[s·n, (s+1)·n), n = num_envs / S. Inside a stage, env rank e and rollout rank r each own a contiguous share, of sizes that
-differ by at most one group of slots. A message concerns the slots that one env rank and one rollout rank have in common, for
-any numbers of ranks. The actors share all slots of the run, contiguously and equally.
+A slot is one environment of the run; slots are numbered 0 … num_envs-1 for any placement. Stage s of S holds the slots
+[s·n, (s+1)·n), where n = num_envs / S. Within a stage, each env rank and each rollout rank owns a contiguous share; the sizes
+of shares differ by at most one group of slots. A message contains the slots that an env rank and a rollout rank have in
+common. The actor ranks divide all slots of the run into equal contiguous shares.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def overlap(a: range, b: range) -> range:
 
 
 def _overlaps(share: range, shares: Mapping[Owner, range]) -> list[tuple[Owner, range]]:
-    """Returns the owners of shares that have slots in common with a share, each with those slots."""
+    """Returns the owners whose shares overlap `share`, each with the common slots."""
     return [(owner, slots) for owner, owned in shares.items() if (slots := overlap(share, owned))]
 
 
 class Homes(NamedTuple):
-    """Ranks of a group that share the storage of a channel's messages."""
+    """Ranks of a group that store a channel's messages."""
 
     group: str
     ranks: tuple[int, ...]
@@ -40,15 +40,15 @@ class Homes(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Slots of a run by stage and rank, and the groups' names.
+    """Assignment of a run's slots to stages and ranks.
 
     Attributes:
-        num_envs: Slots of the run.
+        num_envs: Number of slots of the run.
         stages: `rollout.pipeline_stage_num`.
         env_ranks, rollout_ranks, actor_ranks: World sizes of the groups.
-        group_size: Consecutive slots that share a reset, and so must share a rank.
-        actor_name, rollout_name, env_name: Names the groups were launched under.
-        token: Distinguishes this run's shared memory from that of an earlier run of the same session.
+        group_size: Number of consecutive slots that share a reset and therefore a rank.
+        actor_name, rollout_name, env_name: Names of the launched groups.
+        token: Random token that distinguishes the shared memory of successive connections.
         absent: Env ranks that have gone; the run continues without them.
         acting: Rollout ranks that act, in slot order, if rollout ranks have joined or left; empty for all ranks.
     """
@@ -106,7 +106,7 @@ class SlotMap:
         """Builds the map from a configuration and the world sizes of the three groups.
 
         Raises:
-            ConfigError: The counts do not fit one another; shows the numbers.
+            ConfigError: The numbers do not fit together; the message shows them.
         """
         return cls(
             num_envs=cfg.env.train.num_envs,
@@ -120,7 +120,7 @@ class SlotMap:
 
     @property
     def per_stage(self) -> int:
-        """Slots of one stage."""
+        """Number of slots per stage."""
         return self.num_envs // self.stages
 
     def env_share(self, stage: int, rank: int) -> range:
@@ -134,7 +134,7 @@ class SlotMap:
 
     @property
     def max_ranks(self) -> int:
-        """Largest number of rollout ranks, or env ranks, that get at least one slot."""
+        """Maximum number of rollout ranks, or env ranks, that get slots in every stage."""
         return self.per_stage // self.group_size
 
     def rollout_share(self, stage: int, rank: int) -> range:
@@ -148,28 +148,22 @@ class SlotMap:
         return range(rank * size, (rank + 1) * size)
 
     def rollouts_of(self, stage: int, env_rank: int) -> list[tuple[int, range]]:
-        """Returns the rollout ranks that serve an env rank's share of a stage, each with its slots of the share, in slot
-        order.
-        """
+        """Returns the rollout ranks that act on an env rank's share of a stage, each with the common slots, in slot order."""
         shares = {rank: self.rollout_share(stage, rank) for rank in self.acting_ranks}
         return _overlaps(self.env_share(stage, env_rank), shares)
 
     def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
-        """Returns the env ranks that simulate a rollout rank's share of a stage, each with its slots of the share, in slot
-        order.
-        """
+        """Returns the env ranks that simulate a rollout rank's share of a stage, each with the common slots, in slot order."""
         shares = {rank: self.env_share(stage, rank) for rank in range(self.env_ranks)}
         return _overlaps(self.rollout_share(stage, rollout_rank), shares)
 
     def actors_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
-        """Returns the actor ranks that train on a rollout rank's share of a stage, each with its slots of the share, in
-        slot order.
-        """
+        """Returns the actor ranks that train on a rollout rank's share of a stage, each with the common slots in order."""
         shares = {rank: self.actor_share(rank) for rank in range(self.actor_ranks)}
         return _overlaps(self.rollout_share(stage, rollout_rank), shares)
 
     def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
-        """Returns (stage, rollout rank, slots) of all messages an actor rank gets per step, in slot order."""
+        """Returns (stage, rollout rank, slots) of each message that an actor rank receives per turn, in slot order."""
         shares = {
             (stage, rank): self.rollout_share(stage, rank) for stage in range(self.stages) for rank in self.acting_ranks
         }
@@ -178,11 +172,11 @@ class SlotMap:
 
     @property
     def unit(self) -> int:
-        """Number of slots of a rank that joins the env group: the size of the largest unit."""
+        """Number of slots of a joined env rank: the size of the largest unit."""
         return max(len(self.unit_share(unit)) for unit in range(self.env_ranks))
 
     def unit_share(self, unit: int) -> range:
-        """Returns the global slots of a unit. There are as many units as env ranks, and they are contiguous."""
+        """Returns the global slots of a unit. Units are contiguous, and there are as many as env ranks."""
         groups = self.num_envs // self.group_size
         start, stop = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
         return range(start, stop)
@@ -193,7 +187,7 @@ class SlotMap:
         return within(overlap(unit_slots, self.actor_share(actor_rank)), unit_slots)
 
     def units_of(self, actor_rank: int) -> list[int]:
-        """Returns the units that have slots of an actor rank, in slot order."""
+        """Returns the units that contain slots of an actor rank, in slot order."""
         shares = {unit: self.unit_share(unit) for unit in range(self.env_ranks)}
         return [unit for unit, _ in _overlaps(self.actor_share(actor_rank), shares)]
 
@@ -215,17 +209,17 @@ class SlotMap:
         return str((rollout_rank * self.stages + stage) * self.actor_ranks + actor_rank)
 
     def shard_key(self, key: int, actor_rank: int) -> str:
-        """Returns the key of a rollout shard's message from a rank that joined to an actor rank."""
+        """Returns the key of a rollout shard's message from a joined rank to an actor rank."""
         return str(key * self.actor_ranks + actor_rank)
 
     def channels(self) -> dict[str, Homes]:
-        """Returns the channels of a run."""
+        """Returns the channels of a run, each with the ranks that store it."""
         actors = Homes(self.actor_name, tuple(range(self.actor_ranks)))
         return {**self.playing_channels(), TRAJECTORIES: actors, PARTS: actors}
 
     def playing_channels(self) -> dict[str, Homes]:
-        """Returns the channels between env and rollout ranks. The keys of an env rank that has gone are stored by another
-        one.
+        """Returns the channels between env and rollout ranks, each with the ranks that store it. The lowest present env rank
+        stores the keys of absent ones.
         """
         rollout = Homes(self.rollout_name, self.acting_ranks)
         present_ranks = {*range(self.env_ranks)} - self.absent
@@ -246,12 +240,12 @@ class SlotMap:
 
 @dataclass(frozen=True)
 class Acted:
-    """Turn as received by the actors.
+    """Turn that the actors receive.
 
     Attributes:
         turn: The turn.
         slots: Slot map of the turn.
-        lost_ranks: Rollout ranks that have gone since the turn was assigned to them.
+        lost_ranks: Rollout ranks lost since the turn was assigned to them.
     """
 
     turn: FullRollout
@@ -266,9 +260,9 @@ class Source:
     Attributes:
         slots: Slot map of the run.
         acted: Turns of the step.
-        later: Numbers of turns in progress, which are received later.
-        units: If env ranks that joined have played a part of the step: the keys of the shards, in order, of each unit.
-        useless: Keys of shards that are dropped.
+        later: Numbers of the turns in progress, which are received later.
+        units: Keys of each unit's shards, in order, if joined env ranks have played a part of the step.
+        useless: Keys of shards that must be dropped.
     """
 
     slots: SlotMap
@@ -280,16 +274,16 @@ class Source:
 
 @dataclass(frozen=True)
 class UnitMap(SlotMap):
-    """Slots of a rank that has joined, which simulates and acts in one process.
+    """Slot map of a joined rank, which simulates and acts in one process.
 
     Attributes:
-        first: Number of the first slot; no other rank of the run has these numbers.
+        first: Number of the first slot; slot numbers are unique in the run.
     """
 
     first: int = 0
 
     def rollout_share(self, stage: int, rank: int) -> range:
-        """Returns all slots."""
+        """Returns all slots of this rank."""
         return self._share(stage, 0, 1)
 
     def _share(self, stage: int, place: int, places: int) -> range:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutcomeShape:
-    """Options that determine the outcomes' columns; see the arguments of `Outcomes` with these names."""
+    """Options that determine the outcomes' columns; see the arguments of the same names of `Outcomes`."""
 
     chunk: int = 1
     reward_per_action: bool = False
@@ -35,14 +35,14 @@ class OutcomeShape:
 
 
 def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
-    """Returns the shape for the levels (action or chunk) of rewards and log-probabilities."""
+    """Returns the options for the levels (action or chunk) of rewards and log-probabilities."""
     per_action = rewards == "action_level"
     keeps_actions = per_action or logprobs != "chunk_level"
     return OutcomeShape(cfg.actor.model.num_action_chunks if keeps_actions else 1, per_action, single_episode)
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
-    """Returns the shape of a PPO run; without `env.train.auto_reset`, each rollout is one episode per slot."""
+    """Returns the options of a PPO run; without `env.train.auto_reset`, each rollout is one episode per slot."""
     algorithm = cfg.algorithm
     return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
 
@@ -56,15 +56,15 @@ class SlotOutcomes:
     """Outcomes of some slots over a rollout, `[n, T]`, as an env rank sends them to a rollout rank.
 
     Attributes:
-        rewards: `[n, T]`, or `[n, T, C]` if each action of a chunk has its own.
+        rewards: `[n, T]`, or `[n, T, C]` with a reward for each action of a chunk.
         terminations, truncations: Decisions after which an episode ended, bool.
-        executed: Actions that were executed, bool `[n, T, C]`; None if a decision is one action.
-        valid: Decisions that train, bool; None for all of them.
+        executed: Actions that were executed, bool `[n, T, C]`; None if actions of a chunk are not distinguished.
+        valid: Decisions that are trained on, bool; None for all.
         env_failed: Transitions whose simulator or robot failed, bool.
-        nonfinite: Transitions in which 0 replaced numbers that are not finite, bool; None if such numbers were not looked for.
+        nonfinite: Transitions in which 0 replaced non-finite values, bool; None if the values were not checked.
         last_obs: Observations after the rollout, `[n, ...]`.
-        final_slot, final_step, final_obs: Ends of episodes, `[k]`: slot, decision, and the last observation `[k, ...]`.
-        missing: Transitions whose outcome is missing because an env rank left the run, bool; None if no rank did.
+        final_slot, final_step, final_obs: Slot, decision `[k]` and last observation `[k, ...]` of each ended episode.
+        missing: Transitions whose outcome is missing because an env rank left the run, bool; None if none is missing.
     """
 
     rewards: np.ndarray
@@ -81,16 +81,16 @@ class SlotOutcomes:
     missing: np.ndarray | None = None
 
     def columns(self) -> dict[str, Any]:
-        """Returns the message, by column; fields that are None have none."""
+        """Returns the columns of the message; fields that are None are omitted."""
         columns = {
             _COLUMNS.get(attribute.name, attribute.name): getattr(self, attribute.name) for attribute in fields(self)
         }
         return {name: column for name, column in columns.items() if column is not None}
 
     def transition_columns(self) -> dict[str, np.ndarray]:
-        """Returns the columns `[n, T, ...]`, which belong to transitions."""
-        excluded = ("last_obs", "final_slot", "final_step", "final_obs")
-        return {name: column for name, column in self.columns().items() if name not in excluded}
+        """Returns the columns of transitions, `[n, T, ...]`."""
+        episode_columns = ("last_obs", "final_slot", "final_step", "final_obs")
+        return {name: column for name, column in self.columns().items() if name not in episode_columns}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> SlotOutcomes:
@@ -101,12 +101,12 @@ class SlotOutcomes:
         return cls(**arguments)
 
     def shifted(self, slots: int) -> SlotOutcomes:
-        """Returns the outcomes with `slots` added to the slot numbers of ended episodes."""
+        """Returns the outcomes with `slots` added to `final_slot`."""
         return replace(self, final_slot=self.final_slot + slots)
 
     @staticmethod
     def join(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
-        """Concatenates the outcomes of consecutive slots; `final_slot` of all parts counts from the same slot."""
+        """Concatenates the outcomes of consecutive slots; `final_slot` must be relative to the same slot in all parts."""
         columns = [outcomes.columns() for outcomes in parts]
         return SlotOutcomes.from_columns(
             {name: join([outcome_columns[name] for outcome_columns in columns]) for name in columns[0]}
@@ -114,19 +114,19 @@ class SlotOutcomes:
 
 
 class Outcomes:
-    """Outcomes of one vector environment over a rollout, batch first: `[n, T]`.
+    """Collector of one vector environment's outcomes over a rollout, batch first: `[n, T]`.
 
-    `env_failed [n, T]` marks the transitions whose simulator or robot failed: their outcome is unknown.
+    `env_failed [n, T]` marks the transitions whose simulator or robot failed, so that their outcome is unknown.
 
     Args:
         share: Global slots of the environment.
-        steps: T, decisions of a rollout.
-        chunk: Actions of a decision, if they are distinguished: `executed [n, T, chunk]` marks the executed ones.
+        steps: T, number of decisions in a rollout.
+        chunk: Number of actions per decision, if actions are distinguished: `executed [n, T, chunk]` marks the executed ones.
         reward_per_action: Rewards are `[n, T, chunk]`.
         single_episode: Each slot plays one episode; `valid [n, T]` excludes the decisions after its end.
         spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
-            the slots (bool `[n]`); it may raise. If it does not, `nonfinite [n, T]` marks the transitions in which 0 has
-            replaced the simulator's numbers.
+            the slots (bool `[n]`); it may raise an error. If it does not, 0 replaces the values and `nonfinite [n, T]` marks
+            their transitions.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Outcomes:
                 self._optional["nonfinite"][rows, step] = True
 
     def cleaned_obs(self, t: int, obs: Any) -> Any:
-        """Returns the observations `obs` as given to the policy before step `t`: 0 where they are not finite."""
+        """Returns the observations `obs` of step `t` for the policy, with 0 in place of non-finite values."""
         if all_finite(obs):
             return obs
         rows = bad_slots(obs)
@@ -222,15 +222,12 @@ class Outcomes:
         return cleaned(obs)
 
     def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> SlotOutcomes:
-        """Returns the outcomes of the slots `part`.
+        """Returns the outcomes of the slots `part`; `final_slot` is relative to the first of them.
 
         Args:
             part: Slots of the environment.
-            last_obs: Observations of those slots after the rollout.
-            num_decisions: T, if the rollout has ended early.
-
-        Returns:
-            The outcomes; slots count from the first of the part.
+            last_obs: Observations of these slots after the rollout.
+            num_decisions: T, if the rollout ended early.
         """
         slots, steps, rows = [], [], []
         for t, ended_slots, final_obs in self._finals:
@@ -257,7 +254,7 @@ class Outcomes:
 
 
 def unknown_outcomes(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> SlotOutcomes:
-    """Returns outcomes like `Outcomes.part` for slots whose env rank left the run; the receiver must mark them as lost."""
+    """Returns placeholder outcomes for slots whose env rank left the run; the caller must mark them as `missing`."""
     outcomes = Outcomes(
         share,
         steps,
@@ -280,11 +277,11 @@ def next_values(
     """Returns the value of the true next observation of each transition, `[n, T]`.
 
     Args:
-        values: `[n, T]`, of the observations that were acted on; `[n, T, chunk]` if each action of a chunk has one.
-        last_values: `[n]`, of the slots' observations after the rollout (of `[n, chunk]`, the first is used).
-        final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), ends of episodes and the value of their last
-            observation.
-        executed: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
+        values: Values of the observations that were acted on, `[n, T]`, or `[n, T, chunk]` with a value per action.
+        last_values: Values of the observations after the rollout, `[n]`, or `[n, chunk]`, of which the first is used.
+        final_slot, final_step, final_values: Slot, decision `[k]` and value of the last observation, `[k]` or `[k, chunk]`, of
+            each ended episode.
+        executed: Mask of the executed actions, `[n, T, chunk]`; required for values per action.
     """
     following_values = np.empty_like(values)
     if values.ndim == 3:
@@ -300,11 +297,11 @@ def next_values(
 
 
 class EpisodeLog:
-    """Episodes that ended during a rollout; episodes whose return is not finite are only counted.
+    """Log of the episodes that ended during a rollout; episodes with a non-finite return are only counted.
 
     Attributes:
-        spoiled: Number of episodes whose return is not finite.
-        skipped: Actions of chunks that were not executed because their episode had ended.
+        spoiled: Number of episodes with a non-finite return.
+        skipped: Number of actions of chunks that were not executed because the episode had ended.
     """
 
     def __init__(self) -> None:
@@ -312,22 +309,25 @@ class EpisodeLog:
         self.spoiled = self.skipped = 0
 
     def count_skipped(self, infos: dict[str, Any], slots: slice = slice(None)) -> None:
-        """Counts the actions of a step's chunks that were not executed, in these slots."""
+        """Counts the actions of a step's chunks that were not executed in `slots`."""
         if "chunk" in infos:
             self.skipped += int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
 
     def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended_slots: np.ndarray) -> None:
-        """Records the episodes that ended at step `t` in the slots `ended_slots` (counted from `slot_offset`)."""
+        """Records the episodes that ended at step `t` in `ended_slots`, which are relative to `slot_offset`."""
         episode = infos.get("episode")
         if episode is None:
             return
-        finished = ended_slots[np.asarray(episode["mask"])[ended_slots]] if "mask" in episode else ended_slots
-        finished = finished[~env_failed(infos, len(episode["return"]))[finished]]
+        finished_slots = ended_slots[np.asarray(episode["mask"])[ended_slots]] if "mask" in episode else ended_slots
+        finished_slots = finished_slots[~env_failed(infos, len(episode["return"]))[finished_slots]]
         success = episode.get("success_once", episode.get("success"))
-        rows = np.empty((finished.size, 5))
-        rows[:, 0], rows[:, 1] = t, finished + slot_offset
-        rows[:, 2], rows[:, 3] = np.asarray(episode["return"])[finished], np.asarray(episode["length"])[finished]
-        rows[:, 4] = np.nan if success is None else np.asarray(success)[finished]
+        rows = np.empty((finished_slots.size, 5))
+        rows[:, 0], rows[:, 1] = t, finished_slots + slot_offset
+        rows[:, 2], rows[:, 3] = (
+            np.asarray(episode["return"])[finished_slots],
+            np.asarray(episode["length"])[finished_slots],
+        )
+        rows[:, 4] = np.nan if success is None else np.asarray(success)[finished_slots]
         if not is_finite(rows[:, 2]):
             has_finite_return = np.isfinite(rows[:, 2])
             self.spoiled += int((~has_finite_return).sum())
@@ -349,13 +349,13 @@ class EpisodeLog:
         busy_s: float = 0.0,
         timing: Iterable[Timing | None] = (),
     ) -> dict[str, np.ndarray]:
-        """Returns a rank's report of a rollout that it simulated: `arrays`, `COUNTS` (each `[1]`), and `timed`.
+        """Returns the rank's report of a rollout: `arrays`, `COUNTS` (each `[1]`), and `timed`.
 
         Args:
-            restarts: Simulator processes that died or hung and were started again, since the rank started.
-            by_device: Messages with observations that stayed on the accelerator.
-            by_host: Messages that were made on an accelerator and did not stay there.
-            busy_s: Seconds in which the rank did not wait for actions.
+            restarts: Number of simulator processes restarted since the rank started, after they died or hung.
+            by_device: Number of observation messages that stayed on the accelerator.
+            by_host: Number of observation messages that were produced on the accelerator but copied to the host.
+            busy_s: Seconds that the rank did not wait for actions.
             timing: Timing statistics of the robots.
         """
         counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
@@ -366,12 +366,12 @@ class EpisodeLog:
         }
 
 
-#: Counts of an env rank's report of a rollout, in addition to episodes and `TIMED`; see `EpisodeLog.report`.
+#: Counts in an env rank's report, in addition to episodes and `TIMED`; see `EpisodeLog.report`.
 COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
 def merge_reports(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Merges the ranks' episodes by step and then slot; the result does not depend on which rank had which slot."""
+    """Merges the ranks' reports; episodes are ordered by step and slot, so the result does not depend on the placement."""
     parts = parts or [EpisodeLog().report()]
     columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}
     order = np.lexsort((columns["slot"], columns["step"]))

@@ -1,10 +1,9 @@
-"""Work sharing with env ranks that joined: assignment of rollout shards, and tracking of their delivery.
+"""Work sharing with joined env ranks: assignment of rollout shards, and tracking of their delivery.
 
-The slots of a step are divided into units, each with as many slots as an env rank of the run. The decisions of a unit are
-played in shards. A shard belongs to one rank: a rank that is told to leave ends it early, and another rank plays the rest of
-the unit in its own simulators, as a shard that follows. A shard counts once its rank has reported that all actors have it,
-and it counts only once: if a rank is lost before this report, the shard is assigned to another rank, even if the report
-arrives later.
+The slots of a step are divided into units, each about as large as an original env rank's share. The decisions of a unit are
+played in shards, each by one rank. A rank that is told to leave ends its shard early, and another rank plays the remaining
+decisions as a further shard in its own simulators. A shard counts, once, when its rank has reported that all actors have it.
+If the rank is lost before its report, the shard is assigned to another rank, and a later report is ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PlayingConfig
 
-#: Channels: the shards, stored by the actors, and the reports of their delivery to the driver.
+#: Names of the channels of shards, which the actors store, and of delivery reports to the driver.
 PARTS, PLAYED = "parts", "played"
 #: Smallest number of decisions that is worth a message.
 _MIN_DECISIONS = 4
@@ -26,14 +25,14 @@ _MIN_DECISIONS = 4
 
 @dataclass(frozen=True)
 class FullRollout:
-    """Turn: decisions of a step, at most one of its parts (`cuts`), that the env and rollout ranks that the run started with
-    play in one call.
+    """Turn: consecutive decisions of a step, within one of its parts (`cuts`), that the original env and rollout ranks play in
+    one call.
 
     Attributes:
         number: Unique number; later turns have higher numbers.
-        step: Step that it belongs to.
-        begin: Decisions of the step before it.
-        decisions: Number of its decisions.
+        step: Step of the turn.
+        begin: Number of the step's earlier decisions.
+        decisions: Number of decisions in the turn.
     """
 
     number: int
@@ -47,11 +46,11 @@ class RolloutShard:
     """Part of a unit that one rank plays.
 
     Attributes:
-        number: Unique number within a driver.
-        key: Key under which actors store it. It is used again once the shard has been received.
-        step, unit: Step and unit that it belongs to.
-        decisions: Number of its decisions.
-        version: Oldest weights that may act in it.
+        number: Number, unique within a driver.
+        key: Key under which actors store the shard. It is reused after the shard has been received.
+        step, unit: Step and unit of the shard.
+        decisions: Number of decisions in the shard.
+        version: Oldest version of the weights that may act.
     """
 
     number: int
@@ -64,14 +63,14 @@ class RolloutShard:
 
 @dataclass(frozen=True)
 class DeliveredShard:
-    """Report to the driver about a shard that all actors have.
+    """Report to the driver that all actors have a shard.
 
     Attributes:
         number, key: Number and key of the shard.
-        rank: Rank that played it.
-        decisions: Number of decisions made: fewer than requested from a rank that leaves.
-        version: Weights that acted.
-        episodes: See `SimulatingWorker.interact`.
+        rank: Rank that played the shard.
+        decisions: Number of decisions made, which is lower than requested if the rank was told to leave.
+        version: Version of the weights that acted.
+        episodes: Report of the episodes, as from `SimulatingWorker.interact`.
     """
 
     number: int
@@ -83,15 +82,15 @@ class DeliveredShard:
 
 
 class ShardTracker:
-    """The driver's account of rollout shards.
+    """Tracker of assigned and delivered rollout shards, on the driver.
 
     Args:
-        units: Units of a step.
-        decisions: Decisions of a unit.
+        units: Number of units per step.
+        decisions: Number of decisions per unit.
 
     Attributes:
-        delivered: Decisions of a unit's slots that were delivered and are or will be trained on, by rank.
-        useless: Keys of shards that actors may have and that will never be used.
+        delivered: Number of delivered decisions that count, by rank.
+        useless: Keys of shards that actors may hold but that will never be used.
     """
 
     def __init__(self, units: int, decisions: int) -> None:
@@ -103,13 +102,13 @@ class ShardTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Drops everything in progress. Numbers are not used again."""
-        #: Unassigned work: step, unit, decisions.
+        """Drops everything in progress. Shard numbers are not reused."""
+        #: Unassigned work: step, unit, number of decisions.
         self._open: deque[tuple[int, int, int]] = deque()
         #: Shards in progress with their ranks, by number.
         self._under_way: dict[int, tuple[RolloutShard, int]] = {}
         self._done: dict[int, list[list[DeliveredShard]]] = {}
-        #: Decisions of slots that are yet to be delivered, by step.
+        #: Number of decisions, summed over units, that are not delivered yet, by step.
         self._missing: dict[int, int] = {}
 
     def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
@@ -117,8 +116,8 @@ class ShardTracker:
 
         Args:
             step: The step.
-            decisions: Decisions of each unit, if other ranks play the rest.
-            pieces: Shards of a unit that may be played at the same time.
+            decisions: Number of decisions of each unit, if other ranks play the rest; None for all.
+            pieces: Number of shards of a unit that may be played at the same time.
         """
         count = self._decisions if decisions is None else decisions
         self._done[step], self._missing[step] = [[] for _ in range(self._units)], count * self._units
@@ -127,7 +126,7 @@ class ShardTracker:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were added and not closed."""
+        """Steps that were added and are not closed."""
         return list(self._done)
 
     @property
@@ -136,7 +135,7 @@ class ShardTracker:
         return bool(self._open)
 
     def num_assigned(self, rank: int) -> int:
-        """Returns the number of shards assigned to a rank."""
+        """Returns the number of shards in progress on a rank."""
         return sum(owner == rank for _, owner in self._under_way.values())
 
     def assign(self, rank: int, version: int) -> RolloutShard | None:
@@ -155,7 +154,7 @@ class ShardTracker:
     def accept(self, report: DeliveredShard) -> bool:
         """Records a report of delivery; returns whether it counts."""
         assignment = self._under_way.pop(report.number, None)
-        if assignment is None:  # it was assigned to another rank by then, or its step was given up
+        if assignment is None:  # the shard was reassigned to another rank, or its step was given up
             self.useless.append(report.key)
             return False
         shard, rank = assignment
@@ -170,7 +169,7 @@ class ShardTracker:
         return True
 
     def lose(self, rank: int) -> None:
-        """Returns the undelivered shards of a rank that has gone to the unassigned work."""
+        """Puts the undelivered shards of a lost rank back to the unassigned work."""
         shards = [shard for shard, owner in self._under_way.values() if owner == rank]
         for shard in reversed(shards):
             del self._under_way[shard.number]
@@ -182,8 +181,8 @@ class ShardTracker:
         return not self._missing[step]
 
     def close(self, step: int) -> list[list[DeliveredShard]]:
-        """Ends a complete step and returns the shards of each unit in their order. Actors receive them before any later shards
-        with the same keys.
+        """Closes a complete step; returns the shards of each unit, in order. Their keys may be reused, so actors must receive
+        these shards before any later ones.
         """
         units = self._done.pop(step)
         del self._missing[step]
@@ -191,7 +190,7 @@ class ShardTracker:
         return units
 
     def give_up(self, step: int) -> None:
-        """Ends a step that is produced without these ranks: their shards of it, delivered or in progress, are not used."""
+        """Closes a step that the original ranks will play instead; its shards, delivered or in progress, are not used."""
         for delivered_shard in (delivered_shard for unit in self._done.pop(step) for delivered_shard in unit):
             self.useless.append(delivered_shard.key)
             self.delivered[delivered_shard.rank] -= delivered_shard.decisions
@@ -208,16 +207,16 @@ class ShardTracker:
 
 
 def divisible(cfg: PlayingConfig) -> bool:
-    """Returns whether the decisions of a slot in a step may come from several ranks, one after the other.
+    """Returns whether several ranks may play the decisions of a slot in a step, one after the other.
 
-    Transitions of off-policy runs are independent, and GAE bootstraps where an episode is cut.
+    This requires off-policy runs, whose transitions are independent, or GAE, which bootstraps where an episode is cut.
     """
     ppo: Any = cfg if hasattr(cfg.algorithm, "adv_type") else None
     return ppo is None or (ppo.algorithm.adv_type.lower() == "gae" and ppo.env.train.auto_reset)
 
 
 def cuts(cfg: PlayingConfig) -> int:
-    """Returns the number of consecutive parts in which the decisions of a step are played."""
+    """Returns the number of consecutive parts into which a step's decisions are divided."""
     ppo: Any = cfg
     return int(ppo.algorithm.rollout_parts) if hasattr(cfg.algorithm, "adv_type") else 1
 
@@ -229,16 +228,16 @@ def max_sharing_ranks(decisions: int, units: int) -> int:
 
 @functools.cache
 def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
-    """Divides a step between the ranks that the run started with, which play one unit each, and ranks that joined, which play
-    the rest of all units at the same speed.
+    """Divides a step between the original ranks, which play the first decisions of one unit each, and the joined ranks, which
+    play the remaining decisions of all units. All ranks are assumed to be equally fast.
 
     Args:
-        decisions: Decisions of a step.
-        units: Units of a step.
-        ranks: Number of ranks that joined.
+        decisions: Number of decisions of a step.
+        units: Number of units of a step.
+        ranks: Number of joined ranks.
 
     Returns:
-        The decisions that the original ranks play; the number of pieces into which the rest of each unit is divided; and the
+        Number of decisions that the original ranks play; number of pieces into which the rest of each unit is divided; and
         duration, relative to perfectly divisible work.
     """
     options = [(decisions, decisions, 1)]
@@ -251,5 +250,5 @@ def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
 
 
 def keys_of(units: Sequence[Sequence[DeliveredShard]]) -> list[list[int]]:
-    """Returns the shards' keys, by unit."""
+    """Returns the keys of the shards, by unit."""
     return [[shard.key for shard in unit] for unit in units]
