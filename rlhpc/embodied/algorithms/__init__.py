@@ -1,1 +1,1 @@
-"""Algorithms of embodied runs: one update of a policy from a batch, by name."""
+"""Algorithms of embodied runs: policy updates from a batch of transitions."""

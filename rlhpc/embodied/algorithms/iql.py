@@ -36,8 +36,8 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the value network and the critics.
 
-        The value moves towards an expectile of the smaller target value; the critics move towards reward plus discounted
-        value.
+        The value network moves towards an expectile of the smaller target Q-value; the critics move towards the reward plus
+        the discounted value of the next state.
         """
         critics, actions = self.policy.critics, batch.actions.flatten(1)
         with torch.no_grad():
@@ -51,7 +51,7 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
         return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the actor towards the data's actions, each weighted by its advantage over the value."""
+        """Steps the actor towards the actions in the data, weighted by exp(temperature · advantage)."""
         weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
         logprobs, _ = self.policy.head.evaluate(self.policy.actor(obs), batch.actions, False)
         loss = -(weights * logprobs).sum() / batch.total

@@ -1,6 +1,7 @@
 """Base of off-policy updates: actor and critics with one optimizer each, target networks, and averaged metrics.
 
-An update on several ranks equals an update on one rank: losses are sums over a rank's rows, divided by the rows of all ranks.
+An update on several ranks equals an update on one rank: each rank's loss is a sum over its rows, divided by the number of rows
+on all ranks.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from rlhpc.weights import frozen_names
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 
-#: Target networks → their keys in a checkpoint.
+#: Keys in a checkpoint, by target network.
 _KEYS = {"critics": "targets", "actor": "target_actor"}
 PolicyNetworks = TypeVar("PolicyNetworks", bound=ActorCritic)
 
 
 @dataclass
 class TransitionBatch:
-    """One rank's rows of a batch, on the device.
+    """One rank's rows of a batch of transitions, on the device.
 
     Attributes:
-        obs, next_obs: `[b, ...]`, or dicts of such tensors.
-        actions: `[b, ...]`.
-        rewards: `[b]`.
-        terminations: `[b]` bool; False for truncated transitions, which bootstrap from their true next observation.
-        noise: `[2, b, d]` standard normal, for the next and the present actions.
-        total: Rows over all ranks.
+        obs, next_obs: Observations `[b, ...]`, or dicts of such tensors.
+        actions: Actions `[b, ...]`.
+        rewards: Rewards `[b]`.
+        terminations: Bool `[b]`; False for truncated transitions, which bootstrap from their true next observation.
+        noise: Standard normal noise `[2, b, d]`, for the next and the current actions.
+        total: Number of rows on all ranks.
     """
 
     obs: Any
@@ -57,10 +58,10 @@ class TransitionBatch:
 
 
 class TargetNetwork:
-    """Copy of a network that follows it by Polyak averaging, on one flat tensor.
+    """Target network: copy of a network that follows it by Polyak averaging on one flat tensor.
 
     Attributes:
-        module: The copy.
+        module: Target network.
     """
 
     def __init__(self, source: nn.Module, flat_source: FlatModule) -> None:
@@ -74,7 +75,7 @@ class TargetNetwork:
             parameter.data = weight_slice.view(parameter.shape)
 
     def follow(self, tau: float) -> None:
-        """Moves the copy towards the network by a fraction `tau`; 1 copies it completely."""
+        """Moves the target towards the network by a fraction `tau`; 1 copies the network."""
         if tau == 1:
             self._weights.copy_(self._source.weights)
         else:
@@ -91,11 +92,11 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         reduce: Sums a tensor over the ranks, in place.
         ranks: Number of ranks.
         rank: Rank of this process; rank 0 writes checkpoints.
-        skip: Skips updates whose gradient is not finite, rather than raise.
+        skip: Skip updates with a non-finite gradient instead of raising an error.
 
     Attributes:
         networks: Policy class that the algorithm can train.
-        critic_metrics, actor_metrics: Metrics of a critic and of an actor update; the last is the gradient norm.
+        critic_metrics, actor_metrics: Names of the metrics of critic and actor updates; the last is the gradient norm.
         targets: Target networks by name.
         updates: Number of updates made.
     """
@@ -132,11 +133,11 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self._counts = [0, 0]
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """Returns the target networks by name: here, those of the critics."""
+        """Builds the target networks by name; here only that of the critics."""
         return {"critics": TargetNetwork(self.policy.critics, self.critic)}
 
     def reset_targets(self) -> None:
-        """Copies the followed networks to the target networks."""
+        """Copies the trained networks to the target networks."""
         for target in self.targets.values():
             target.follow(1)
 
@@ -144,11 +145,11 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
 
     @abstractmethod
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics' optimizer; returns `critic_metrics`."""
+        """Steps the critics' optimizer; returns the values of `critic_metrics`."""
 
     @abstractmethod
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the actor's optimizer; returns `actor_metrics`."""
+        """Steps the actor's optimizer; returns the values of `actor_metrics`."""
 
     def step(self, batch: TransitionBatch) -> None:
         """Updates critics, actor and target networks.
@@ -158,21 +159,21 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """
         self.updates += 1
         obs, next_obs = flatten(batch.obs), flatten(batch.next_obs)
-        critic = self.train_critics(obs, next_obs, batch)
-        if self._is_skipped("critics", self.critic, critic[-1]):
+        critic_values = self.train_critics(obs, next_obs, batch)
+        if self._is_skipped("critics", self.critic, critic_values[-1]):
             return
-        actor = self.train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
-        if actor is not None and self._is_skipped("actor", self.actor, actor[-1]):
-            actor = None
+        actor_values = self.train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
+        if actor_values is not None and self._is_skipped("actor", self.actor, actor_values[-1]):
+            actor_values = None
         else:
-            self._counts[1] += actor is not None
+            self._counts[1] += actor_values is not None
             self.skips.record_step()
         if self.updates % self.targets_every == 0:
             for target in self.targets.values():
                 target.follow(self.tau)
         self._counts[0] += 1
         with torch.no_grad():
-            self._sums += torch.stack((*critic, *(actor or (self._zero,) * len(self.actor_metrics))))
+            self._sums += torch.stack((*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics))))
 
     def fit_critics(
         self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
@@ -180,10 +181,10 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Steps the critics towards reward plus discounted next value, by the sum of their mean squared errors.
 
         Args:
-            values: Values `[2, b]` of the critics.
-            next_values: Value `[b]` of the next state, without a gradient.
-            batch: The transitions.
-            extra_loss: Loss that is added and not reported.
+            values: Q-values `[2, b]` of the critics.
+            next_values: Values `[b]` of the next states, without a gradient.
+            batch: Transitions.
+            extra_loss: Further loss to minimise, which is not part of the returned loss.
 
         Returns:
             Loss, mean value and gradient norm, to be summed over the ranks.
@@ -197,13 +198,13 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
 
     def fit_actor(self, loss: Tensor) -> Tensor:
-        """Steps the actor; returns the norm of its gradient."""
+        """Steps the actor's optimizer; returns the norm of its gradient."""
         self.actor.zero_grad()
-        loss.backward(inputs=self._trained)  # the critics' own gradients are not even computed
+        loss.backward(inputs=self._trained)  # no gradients for the critics
         return self.actor.optimizer_step(self.actor.base_lr * self._rate)
 
     def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
-        """Returns whether an optimizer's step was skipped because its gradient is not finite."""
+        """Returns whether an optimizer step was skipped because of a non-finite gradient, and records it."""
         if not backend.refuses(norm):
             return False
 
@@ -219,10 +220,10 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Returns the means over the updates since the last call, over all ranks.
+        """Returns the metrics' means over the updates since the last call and over all ranks.
 
         Raises:
-            NonFinite: A mean is not finite; metrics of an accelerator are read here, before any weight leaves the rank.
+            NonFinite: A mean is not finite. Metrics are read from the accelerator only here, before weights are sent.
         """
         sums = self._sums.double()
         if self._ranks > 1:
@@ -261,7 +262,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned; a subclass adds its additional state."""
+        """Loads the state that `state_dict` returned; subclasses load their additional state."""
         self.actor.load_state_dict(state["actor"])
         self.critic.load_state_dict(state["critic"])
         for name, target in self.targets.items():
@@ -270,10 +271,10 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
+        """Loads the state that `state_dict` returned, and resets the metrics.
 
         Raises:
-            CheckpointError: It is of another model or algorithm.
+            CheckpointError: The state is of another model or algorithm.
         """
         try:
             self.restore(state)
@@ -307,7 +308,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         return frozen_names(self.policy)
 
     def replace_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over all weights; optimizers and target networks stay as they are."""
+        """Replaces all weights; optimizers and target networks stay unchanged."""
         self.policy.load_state_dict(tensors)
 
     def local_tensors(self) -> Named:
@@ -320,9 +321,9 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             save_state(folder / OPTIMIZER, self.state_dict())
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
+        """Loads the state that `save` wrote.
 
         Raises:
-            CheckpointError: It is of another model or algorithm.
+            CheckpointError: The state is of another model or algorithm.
         """
         self.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.critic.weights.device)))

@@ -1,8 +1,8 @@
 """Policy update of PPO and related algorithms: epochs of global minibatches, split over ranks and micro-batches without
 changing the result.
 
-Values that depend on all ranks (valid counts, advantage moments) are summed once for all minibatches before the first one,
-and the metrics once after the last. In between, the ranks exchange only gradients.
+Sums over all ranks (valid counts, advantage moments) are computed once for all minibatches before the first one, and metrics
+are summed once after the last one. In between, the ranks exchange only gradients.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Item = TypeVar("Item")
 
 
 class TransitionStream:
-    """Stream of a step's transitions of one rank, which arrive in parts.
+    """Stream of a step's transitions on one rank, which arrive in parts.
 
     Args:
-        take: Receives the part with a number: its decisions in all slots, `[n, T / parts, ...]`.
-        parts: Number of parts; they arrive in order.
-        steps: T, decisions of the step.
+        take: Receives the part with a given number: its decisions in all slots, `[n, T / parts, ...]`.
+        parts: Number of parts, which arrive in order.
+        steps: T, number of decisions in the step.
 
     Attributes:
         waited: Seconds spent on receiving parts.
@@ -58,13 +58,12 @@ class TransitionStream:
 
     @property
     def batch(self) -> TrainBatch:
-        """All transitions, once a part has been received. Rows of parts that have not been received are uninitialized."""
+        """All transitions, available once a part has been received. Rows of parts that are still missing are uninitialized."""
         assert self._batch is not None, "nothing has been received"
         return self._batch
 
     def wait_until(self, part: int) -> None:
-        """Receives all parts up to and including `part` that have not been received yet; blocks until they have
-        arrived."""
+        """Blocks until all parts up to and including `part` have been received."""
         start = time.perf_counter()
         while self._next <= part:
             received = self._take(self._next)
@@ -77,17 +76,16 @@ class TransitionStream:
         self.waited += time.perf_counter() - start
 
     def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Allocates the rows of all parts, with the shapes and dtypes of one part."""
+        """Allocates rows for all parts, with the shape and dtype of one part's rows."""
         slots, size, *shape = rows.shape
         return rows.new_empty((slots * size * self.parts, *shape))
 
     def iter_micro_batches(
         self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
     ) -> Sequence[Item]:
-        """Returns the items that `make` builds from chunks of up to `size` rows, each chunk from one part, in the order of the
-        parts.
+        """Returns the items that `make` builds from chunks of up to `size` rows, ordered by part; each chunk is from one part.
 
-        Each item is built when it is requested, once its rows have arrived.
+        An item is built when it is requested; it blocks until its rows have arrived.
         """
         part_of_row = indices % self.steps // (self.steps // self.parts)
         row_chunks = [
@@ -117,7 +115,7 @@ class LazySequence(Sequence[Item], Generic[Item]):
         return self._builders[index]()
 
 
-#: Facts that the package's own losses measure. Of other losses, all facts but these become metrics.
+#: Metrics that the built-in losses return. Other losses' further metrics are reported under their names.
 _BUILT_IN_FACTS = ("approx_kl", "clip_fraction", "ratio")
 _BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
@@ -125,10 +123,8 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 @dataclass
 class MinibatchShard:
-    """One rank's part of a minibatch.
-
-    It holds the sums over all ranks, the minimum number of passes that the ranks make, and the stream that its rows come from
-    while the step is trained on as it arrives.
+    """One rank's part of a minibatch: its rows, sums over all ranks, the number of passes that all ranks make, and the stream
+    of its rows if the step is trained on while it arrives.
     """
 
     indices: torch.Tensor
@@ -155,12 +151,12 @@ class PolicyUpdate:
         algorithm: Section `algorithm` of the configuration.
         backend: Training backend that holds the policy.
         batch_size: Transitions of a minibatch over all ranks.
-        micro_batch: Transitions of one forward and backward pass; None for a rank's complete part.
-        seed: Seed of the minibatches' order.
+        micro_batch: Transitions per forward and backward pass; None for a rank's complete part of a minibatch.
+        seed: Seed of the order of transitions.
         reduce: Sums a tensor over the group, in place.
-        rank, ranks: This rank, and the number of ranks of the group.
-        gather: Returns the ranks' objects, in rank order.
-        skip: Skips steps whose gradient is not finite, rather than raise.
+        rank, ranks: This rank, and the number of ranks in the group.
+        gather: Gathers an object from all ranks, in rank order.
+        skip: Skip optimizer steps with a non-finite gradient instead of raising an error.
     """
 
     def __init__(
@@ -215,12 +211,12 @@ class PolicyUpdate:
 
         Args:
             batch: This rank's transitions, `[N, ...]`.
-            local_rows: Indices of this rank's rows among the run's `total` transitions.
-            total: Transitions of all ranks.
-            step: Global step, part of the order's seed.
+            local_rows: Indices of this rank's rows among the `total` transitions.
+            total: Number of transitions on all ranks.
+            step: Global step, which also seeds the order of transitions.
             lr: Learning rate.
-            stream: Stream that the rows of `batch` come from, if some are still missing: the first epoch then takes the
-                parts in their order, each as soon as it has arrived.
+            stream: Stream of the rows of `batch`, if some have not arrived: the first epoch then trains on the parts in order,
+                each as soon as it has arrived.
 
         Returns:
             Metrics, the same on all ranks.
@@ -269,8 +265,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _proximal(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns log-probs of the rollout's actions under the weights before the update; the weights that acted may be
-        older.
+        """Returns log-probs of the rollout's actions under the weights before the update, which may be newer than the weights
+        that acted.
         """
         logprobs = []
         options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
@@ -279,8 +275,8 @@ class PolicyUpdate:
         return torch.cat(logprobs)
 
     def _loss_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
-        """Returns metrics of a loss that is not built in. A rank without rows in any minibatch gets the names from the
-        other ranks.
+        """Returns the means of the further metrics of a loss that is not built in. A rank without any rows gets the names from
+        the other ranks.
         """
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
@@ -288,11 +284,11 @@ class PolicyUpdate:
         if not names:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=self.backend.device)
-        total = self._sum(torch.stack([sums.get(name, zero) for name in names]))
-        return dict(zip(names, (total / updates).tolist(), strict=True))
+        metric_sums = self._sum(torch.stack([sums.get(name, zero) for name in names]))
+        return dict(zip(names, (metric_sums / updates).tolist(), strict=True))
 
     def _describe_nonfinite(self, stats: torch.Tensor) -> str:
-        """Returns a text that names the non-finite values and their ranks; all ranks call it and get the same text."""
+        """Returns a text that names the non-finite values and their ranks; all ranks must call it and get the same text."""
         flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
         flags[self._rank] = (~stats.isfinite()).double()
         losses = [
@@ -310,8 +306,8 @@ class PolicyUpdate:
         return f"{gradient_text} ({format_names(losses)})" if losses else gradient_text
 
     def _exceeds_target_kl(self, stats: torch.Tensor) -> bool:
-        """Returns whether a minibatch's KL estimate exceeds `target_kl`; its update and all later ones are then skipped
-        (ManiSkill).
+        """Returns whether a minibatch's KL estimate exceeds `target_kl`, in which case this and all later updates are skipped
+        (as in ManiSkill).
         """
         if self.target_kl is None:
             return False
@@ -323,7 +319,7 @@ class PolicyUpdate:
     def _minibatches(
         self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
-        """Yields the minibatches of all epochs. Sums over the ranks are computed before the first of them where possible."""
+        """Yields the minibatches of all epochs. Sums over the ranks are computed before the first one where possible."""
         begin = 0
         if stream is not None:
             yield from self._stream_minibatches(batch, local_rows, total, step, stream)
@@ -337,8 +333,8 @@ class PolicyUpdate:
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of the first epoch.
 
-        A minibatch that spans several parts begins with the first of them. At that time, the number of its rows that train and
-        the spread of its advantages are unknown, so all its rows train, and the advantages are not normalized.
+        A minibatch that spans several parts starts before they have all arrived. The number of its valid rows and the moments
+        of its advantages are then unknown, so all its rows are trained on, and its advantages are not normalized.
         """
         slots, parts = total // stream.steps, stream.parts
         indices = local_minibatches(
@@ -358,7 +354,7 @@ class PolicyUpdate:
             yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, stream=stream)
 
     def _shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
-        """Returns the minibatches, with counts and moments of their advantages over all ranks."""
+        """Returns this rank's parts of minibatches, with counts and advantage moments over all ranks."""
         device = batch.logprobs.device
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
         mask = batch.mask.double()
@@ -375,11 +371,11 @@ class PolicyUpdate:
             moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
         counted_columns = [mask] if token_counts is mask else [mask, token_counts]
         counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
-        n, value_sums, squared_sums, *counts = self._sum(
+        num_valid, value_sums, squared_sums, *counts = self._sum(
             torch.cat([moments, torch.stack(counts, dim=1)], dim=1)
         ).unbind(1)
-        mean = value_sums / n.clamp(min=1)
-        variance = ((squared_sums - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+        mean = value_sums / num_valid.clamp(min=1)
+        variance = ((squared_sums - num_valid * mean * mean) / (num_valid - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
@@ -399,8 +395,8 @@ class PolicyUpdate:
         return self.micro_batch or max(shard.indices.numel(), 1)
 
     def _accumulate(self, batch: TrainBatch, shard: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's
-        further metrics.
+        """Accumulates the gradients of one minibatch; returns this rank's share of the metrics and of the loss's further
+        metrics.
         """
         metric_sums = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
         loss_metrics: dict[str, torch.Tensor] = {}
@@ -420,7 +416,7 @@ class PolicyUpdate:
         return metric_sums, loss_metrics
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
+        """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" holds the values of `METRICS`."""
         rows, shard = micro_batch
         size = len(rows)
         tokens = rows.token_weights()
@@ -474,7 +470,7 @@ class PolicyUpdate:
 
 
 def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
-    """Runs the policy's training pass on `(inputs, what to compute)`."""
+    """Runs the policy's training pass on `(inputs, options)`."""
     inputs, options = request
     return called(lambda policy: policy.default_forward(inputs, **options))
 

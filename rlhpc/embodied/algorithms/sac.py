@@ -1,7 +1,7 @@
 """SAC update (Haarnoja et al. 2018), as in CleanRL's sac_continuous_action.py, and CrossQ.
 
-Two differences from CleanRL do not affect the results: every update trains critics and actor (CleanRL trains the actor
-twice in every second update), and the temperature learns from the same sample as the actor.
+It differs from CleanRL in two ways, which do not affect the results: every update trains critics and actor (CleanRL trains
+the actor twice in every second update), and the temperature is trained on the same sample as the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SacUpdate(OffPolicyUpdate[SACPolicy]):
-    """SAC update with its temperature. Arguments as in `OffPolicyUpdate`."""
+    """SAC update of critics, actor and temperature. Arguments as in `OffPolicyUpdate`."""
 
     networks = SACPolicy
     actor_metrics = ("actor_loss", "entropy", "actor_grad_norm")
@@ -41,19 +41,19 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self.alpha = self.log_alpha.exp()
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward plus the smaller target value, minus the entropy term of the action's log-prob."""
+        """Steps the critics towards the reward plus the discounted soft value of the next state (`soft`)."""
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
             soft_value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
         return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), soft_value, batch)
 
     def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
-        """Returns the smaller of the critics' values `[2, b]`, minus α · log-prob if the targets include the entropy."""
+        """Returns the smaller of the Q-values `[2, b]`, minus α · log-prob if the targets include the entropy."""
         min_value = values.amin(0)
         return min_value - self.alpha * logprobs if self.backup_entropy else min_value
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the actor towards higher value and entropy, then steps the temperature."""
+        """Steps the actor towards higher Q-values and entropy, then steps the temperature."""
         actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
         min_value = self.policy.critics(obs, actions.flatten(1)).amin(0)
         loss = (self.alpha * logprobs - min_value).sum() / batch.total
@@ -82,7 +82,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned (`OffPolicyUpdate.restore`)."""
+        """Loads the state that `state_dict` returned (`OffPolicyUpdate.restore`)."""
         super().restore(state)
         exp_avg, exp_avg_sq, steps = state["alpha_adam"]
         self.log_alpha.copy_(state["log_alpha"])
@@ -95,7 +95,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
 class CrossQUpdate(SacUpdate):
     """CrossQ update: SAC without target networks. Arguments as in `OffPolicyUpdate`.
 
-    Outside its own steps, the networks use their running statistics.
+    Outside their own optimizer steps, the networks use running statistics.
     """
 
     networks = CrossQPolicy
@@ -114,8 +114,8 @@ class CrossQUpdate(SacUpdate):
         return {}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward plus the smaller of their own next values, minus the entropy term of the
-        log-prob.
+        """Steps the critics towards the reward plus the discounted soft value of the next state, which the critics themselves
+        compute in the same pass.
         """
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Td3Update(OffPolicyUpdate[TD3Policy]):
-    """TD3 update, which has a target network of the actor as well. Arguments as in `OffPolicyUpdate`."""
+    """TD3 update, with target networks of critics and actor. Arguments as in `OffPolicyUpdate`."""
 
     networks = TD3Policy
 
@@ -26,11 +26,11 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         self.policy_noise, self.noise_clip = algorithm.policy_noise, algorithm.noise_clip
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """Returns the target networks of the critics and of the actor."""
+        """Builds the target networks of the critics and of the actor."""
         return {**super().build_targets(), "actor": TargetNetwork(self.policy.actor, self.actor)}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward plus the smaller target value of the target actor's action, which noise smooths."""
+        """Steps the critics towards the reward plus the discounted smaller target value of the target actor's noisy action."""
         with torch.no_grad():
             noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
             next_actions = self.policy.head.near(self.targets["actor"].module(next_obs), noise)
@@ -38,7 +38,7 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), next_value, batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the actor towards higher values of the first critic."""
+        """Steps the actor towards higher Q-values of the first critic."""
         actions = self.policy.head.act(self.policy.actor(obs), None)[0]
         loss = -self.policy.critics(obs, actions.flatten(1))[0].sum() / batch.total
         return loss.detach(), self.fit_actor(loss) / self._ranks
