@@ -54,7 +54,7 @@ _COMPARED = (
 )
 #: Metric of `demos.holdout`.
 HOLDOUT_LOSS = "train/holdout_loss"
-#: Metrics of evaluations during training; those of success only where the environment reports it.
+#: Metrics of evaluations during training; success metrics exist only if the environment reports success.
 EVALUATED = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
 _PLAYED = (
     *_COMPARED,
@@ -74,12 +74,12 @@ _RETURNS = {
 Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
 
 
-#: Configuration of a run in which a policy plays while it learns.
+#: Configuration of a run whose policy is trained on its own rollouts.
 Playing = TypeVar("Playing", PpoConfig, SacConfig)
 
 
 def _python_of(cfg: RunConfig, component: str) -> str | None:
-    """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
+    """Returns the Python interpreter of a component's node group, or None if `cluster.node_groups` sets none."""
     placements = cfg.cluster.component_placement.items()
     placement = next(
         (component_placement for names, component_placement in placements if component in re.split(r"\s*,\s*", names)),
@@ -99,17 +99,17 @@ def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
 
 
 class PlayingGroupSpec(GroupSpec[Playing]):
-    """Worker groups of runs in which a policy plays while it learns.
+    """Worker groups of runs whose policy is trained on its own rollouts.
 
     Attributes:
-        fixed: Part of a synchronous run's training data that is fixed.
+        fixed: Clause of a message that states why a synchronous run cannot be elastic.
     """
 
     fixed = ""
 
     def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors: synchronous runs
-        are reproducible bit for bit.
+        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors; synchronous runs
+        stay bit-reproducible.
         """
         is_elastic = cfg.algorithm.max_staleness > 0
         policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
@@ -120,10 +120,10 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
 
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns the largest useful number of ranks by group.
+        """Returns the maximum useful number of ranks by elastic group.
 
-        More env ranks are useful up to the shares of a step, or up to all steps that may be in progress; more rollout ranks up
-        to the number of groups of slots in a stage.
+        Env ranks are useful up to the number of shards of a shared step, or one per unit of all steps in progress; rollout
+        ranks up to the number of slot groups in a stage.
         """
         train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
         num_sharing_ranks = max_sharing_ranks(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
@@ -134,7 +134,7 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         return {name: max_ranks[name] for name in self.policies(cfg).elastic}
 
     def check_placement(self, cfg: Playing, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that each process has a whole number of slots."""
+        """Checks that the slots can be divided over the processes."""
         checks.check_processes(cfg, processes)
 
 
@@ -144,7 +144,7 @@ class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
     fixed = "each step's batch is fixed"
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that each process has a whole number of slots, and that the actors can be divided as configured."""
+        """Checks that the slots can be divided over the processes, and the actors as configured for parallel training."""
         checks.check_processes(cfg, processes)
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
@@ -159,7 +159,7 @@ class BcGroupSpec(GroupSpec[BcConfig]):
     """Worker group of behaviour cloning."""
 
     def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that the actors can be divided as configured."""
+        """Checks that the actors can be divided as configured for parallel training."""
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
 
@@ -184,7 +184,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """Returns the configuration, without `runner.init_from` if the run resumes, because those weights may no longer
+        """Returns the configuration; if the run resumes, without `runner.init_from`, because these weights may no longer
         exist.
         """
         if not resumes or cfg.runner.init_from is None:
@@ -192,7 +192,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         return changed(cfg, "runner.init_from", None)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Returns the differences of a checkpoint: another environment, or a network of other shapes."""
+        """Returns the differences between configuration and checkpoint in environment and network shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
         saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
         saved_config = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
@@ -205,7 +205,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
 
 
 class PlayingChecks(EmbodiedChecks[Playing]):
-    """Rules of runs in which a policy plays while it learns."""
+    """Rules of runs whose policy is trained on its own rollouts."""
 
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
@@ -235,7 +235,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
 
 
 class SacChecks(PlayingChecks[SacConfig]):
-    """Rules of off-policy runs: rollouts fill a buffer, and the policy learns from samples of it."""
+    """Rules of off-policy runs: rollouts fill a buffer, and the policy is trained on samples from the buffer."""
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
         """Checks names and buffers."""
@@ -267,7 +267,7 @@ class BcChecks(EmbodiedChecks[BcConfig]):
         return bc_checks(cfg, _python_of(cfg, "actor"))
 
     def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
-        """Returns the metrics of evaluations, and the loss of the held-out episodes, which is measured at each step."""
+        """Returns the metrics of evaluations, and the held-out loss, which is computed at every step."""
         return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
 
 
@@ -284,7 +284,7 @@ class EmbodiedOffline(Offline[Cfg]):
     def evaluate(
         self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
-        """Plays episodes with deterministic actions."""
+        """Evaluates a checkpoint on episodes with deterministic actions; returns a description of the result."""
         from rlhpc.checkpoint import require_valid
 
         # Before torch is imported.
@@ -299,7 +299,7 @@ class EmbodiedOffline(Offline[Cfg]):
         return describe_result(evaluation)
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes in a window, or makes a film of them."""
+        """Plays episodes in a window, or records a video of them; returns a description."""
         from rlhpc.checkpoint import require_valid
 
         if options.system is not None or options.max_tokens is not None:
@@ -312,7 +312,7 @@ class EmbodiedOffline(Offline[Cfg]):
         return describe_result(playback) + (f" → {playback['video']}" if "video" in playback else "")
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
-        """Writes the policy's folder."""
+        """Exports the policy to a folder and returns its path."""
         if options.adapter_only or options.base or options.dtype or options.critic:
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
@@ -333,18 +333,18 @@ class EmbodiedOffline(Offline[Cfg]):
 
 
 class SacOffline(EmbodiedOffline[SacConfig]):
-    """Work before and after off-policy training."""
+    """Preparation, evaluation, playing and export of off-policy runs."""
 
     def preparation(self, cfg: SacConfig) -> Preparation:
-        """Returns the expert's episodes to record first for the second buffer, if any."""
+        """Returns the expert's episodes to record before training for the demonstration buffer, if any."""
         return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
 class BcOffline(EmbodiedOffline[BcConfig]):
-    """Work before and after behaviour cloning."""
+    """Preparation, evaluation, playing and export of behaviour-cloning runs."""
 
     def preparation(self, cfg: BcConfig) -> Preparation:
-        """Returns the expert's episodes to record first, if any."""
+        """Returns the expert's episodes to record before training, if any."""
         return _recorded(cfg.workflow, cfg.demos.path)
 
     def evaluate(

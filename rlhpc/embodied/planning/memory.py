@@ -1,7 +1,7 @@
-"""Memory accounts of actor and rollout ranks of embodied runs, computed from the policy, built without its weights.
+"""Memory accounts of actor and rollout ranks of embodied runs, computed from the policy's parameter counts.
 
-A policy's sizes depend on its simulator's observations, so one environment is built for it, which only `rlhpc plan --measure`
-does. Activations are left out: they depend on the policy's class.
+A policy's size depends on the simulator's observations, so `rlhpc plan --measure` builds one environment, and the policy
+without its weights; other plans leave it unknown. Activations are not included, because they depend on the policy class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def accounts(cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure:
 
 
 def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
-    """Returns the number of trained parameters, and the bytes of the frozen ones in the ranks' precision."""
+    """Returns the number of trained parameters, and the bytes of the frozen parameters in the ranks' dtype."""
     import torch
 
     from rlhpc.config.typed import changed

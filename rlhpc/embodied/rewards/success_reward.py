@@ -1,4 +1,4 @@
-"""Success classifier, whose probabilities replace the simulator's rewards."""
+"""Success classifier, and an environment wrapper that uses its probabilities as rewards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SuccessModel(Policy):
-    """Success classifier: probabilities of success from observations; it chooses no actions.
+    """Success classifier: predicts the probability of success from observations. It chooses no actions.
 
     `actor.model.kwargs` are `SuccessOptions`.
     """
@@ -49,7 +49,7 @@ class SuccessModel(Policy):
         return self.judge(encode_obs(self.encoder, obs)).squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns no head input, and probabilities of success as values (`Policy.features`)."""
+        """Returns None in place of a head's input, and probabilities of success as values (`Policy.features`)."""
         if policy:
             self._refuse_to_act()
         return None, self.logits(obs).sigmoid() if value else None
@@ -57,12 +57,12 @@ class SuccessModel(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Raises ConfigError: the classifier does not act."""
+        """Raises ConfigError, because the classifier does not act."""
         del obs, mode, noise
         self._refuse_to_act()
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
+        """Returns the binary cross-entropy `[B]` with the labels `success [B]`, which are 1 if the task is done at `obs`."""
         return F.binary_cross_entropy_with_logits(self.logits(inputs["obs"]), inputs["success"], reduction="none")
 
     def _refuse_to_act(self) -> NoReturn:
@@ -76,7 +76,7 @@ def reward_model(path: str, observation_space: Any) -> SuccessModel:
     """Loads the classifier of a run, a checkpoint or an export folder.
 
     Raises:
-        ConfigError: The folder has no classifier, or it is of other observations.
+        ConfigError: The folder contains no classifier, or one for other observations.
     """
     model = load_policy(find_weights(path, KEY), Trust())
     if not isinstance(model, SuccessModel):
@@ -89,13 +89,14 @@ def reward_model(path: str, observation_space: Any) -> SuccessModel:
 
 
 class SuccessRewardEnv(VectorEnv):
-    """Wrapper of a vector environment that replaces rewards by a classifier's probability that the task is done after
+    """Wrapper of a vector environment that replaces rewards with a classifier's probability that the task is done after
     the step.
 
-    Ends of episodes, their statistics and successes stay the simulator's. The last executed action of a chunk gets the reward.
+    Ends of episodes, statistics and successes still come from the simulator. The last executed action of a chunk gets the
+    reward.
 
     Args:
-        env: The wrapped environment.
+        env: Wrapped environment.
         cfg: Section `env.train`.
         device: Device of the classifier.
     """
@@ -153,7 +154,7 @@ class SuccessRewardEnv(VectorEnv):
         return obs, rewards, terminations, truncations, infos
 
     def state_dict(self) -> Any:
-        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        """Returns the state of the slots for a checkpoint (`VectorEnv.state_dict`)."""
         return {"env": self.env.state_dict(), "before": self._before.copy()}
 
     def load_state_dict(self, state: Any) -> None:
@@ -181,12 +182,12 @@ class SuccessRewardEnv(VectorEnv):
         return self.env.render(slots)
 
     def close(self) -> None:
-        """Frees the simulators."""
+        """Closes the wrapped environment."""
         self.env.close()
 
 
 def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
-    """Returns the last observation of each slot's episode: for finished ones, the one before the reset."""
+    """Returns each slot's observation after the step: `final` for slots whose episode ended, `obs` for the others."""
     if isinstance(obs, dict):
         return {key: _last(array, final[key], done) for key, array in obs.items()}
     return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

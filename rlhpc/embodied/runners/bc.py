@@ -33,7 +33,7 @@ class BcRunner(Runner[BcConfig]):
         self.demos = self.actor.init_worker().wait(self.timeout)[0]
 
     def one_step(self) -> dict[str, float]:
-        """Runs passes over the demonstrations, and at intervals an evaluation."""
+        """Trains for `update_epochs` passes, evaluates if an evaluation is due, and returns the row of metrics."""
         timers, begin = PhaseTimers(), active_s()
         progress = self.step / max(self.folder.total, 1)
         with timers("update"):
@@ -65,9 +65,9 @@ class BcRunner(Runner[BcConfig]):
         self.samples, self.evaluated = int(state.get("samples", 0)), state.get("evaluated")
 
     def result(self) -> dict[str, Any]:
-        """Returns samples and episode_return (the last evaluation's mean)."""
+        """Returns `samples` and `episode_return`, the mean return of the last evaluation."""
         return {"samples": self.samples, "episode_return": self.evaluated}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns the loss and the last evaluation's return, for `rlhpc status`."""
+        """Returns the loss and the mean return of the last evaluation, for `rlhpc status`."""
         return {"loss": row["train/loss"], "return": self.evaluated}

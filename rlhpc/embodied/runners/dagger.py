@@ -1,11 +1,11 @@
-"""DAgger (Ross et al. 2011): the clone plays, the expert labels the visited states with its actions, and the clone is
-trained on all data again.
+"""DAgger (Ross et al. 2011): the cloned policy plays, the expert labels the visited states with its actions, and the policy
+is trained on all data again.
 
-Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the round before and
-trains on all data so far; the data of a round are a file of trajectories. Existing data and runs are used again.
+Every round is a run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the preceding round and trains on
+all data so far. The data of a round are a file of trajectories. Existing data and runs are reused.
 
-Human-gated DAgger (Kelly et al. 2019): a person watches the clone play and takes over; the person's actions are the data of
-the round.
+Human-gated DAgger (Kelly et al. 2019): a person watches the policy play and takes over when needed; the person's actions are
+the data of the round.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ def dagger(
     """Trains a policy by DAgger.
 
     Args:
-        config: Run of behaviour cloning. Its `demos.path` is the data of the first round; with null, the expert plays.
+        config: Configuration of a behaviour-cloning run. Its `demos.path` is the data of the first round; if it is null, the
+            expert records them.
         overrides: Overrides of the configuration.
-        expert: Labels, as `module:function` or a checkpoint; None for interventions.
-        intervene: Source of interventions (`find_intervention`): only the steps of interventions are cloned. Rounds end when
-            there are no more interventions.
-        rounds: Number of rounds in which the clone plays.
-        episodes: Episodes of each round.
+        expert: Expert that labels states, as `module:function` or a checkpoint; None for interventions.
+        intervene: Source of interventions (`find_intervention`); only the steps of interventions are cloned. The rounds end
+            early if there are no more interventions.
+        rounds: Number of rounds in which the policy plays.
+        episodes: Number of episodes per round.
         options: Format of the rounds' data; ManiSkill's HDF5 by default.
-        trust_code: Import code that the expert's checkpoint names as `module:Class`, also if the configuration does not.
+        trust_code: Import code that the expert's checkpoint names as `module:Class`, even if the configuration does not name
+            it.
 
     Returns:
-        One entry per run: name, checkpoint, data.
+        One dict per run: name, checkpoint, data.
 
     Raises:
-        ConfigError: The configuration is not one of behaviour cloning.
+        ConfigError: The configuration is not of behaviour cloning.
     """
     if intervene is not None:
         named_intervention(intervene)  # before the first round, which may take long
-    # The workflow's expert records what a run trains on; here that is the data of the rounds.
+    # `workflow.demos_expert` would record demonstrations; here the rounds do.
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if task_type_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
@@ -75,13 +77,13 @@ def dagger(
             )
         dataset_paths = [_labelled(folder, 0, expert, base_cfg, episodes, None, None, trust_code, options) or ""]
     runs: list[dict[str, Any]] = []
-    start: list[str] = []
+    init_overrides: list[str] = []
     for k in range(rounds + 1):
         round_overrides = [
             *overrides,
             f"runner.name={name}-round{k}",
             f"demos.path=[{','.join(map(_quoted, dataset_paths))}]",
-            *start,
+            *init_overrides,
         ]
         cfg = _load(config, round_overrides)
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
@@ -93,7 +95,7 @@ def dagger(
                 raise RlhpcError(f"{paths.root} was stopped; the same command goes on from there")
             checkpoint = newest_valid(paths)
         runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(dataset_paths)})
-        start = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
+        init_overrides = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
         if k < rounds:
             round_data = _labelled(
                 folder, k + 1, expert, cfg, episodes, str(checkpoint.path), intervene, trust_code, options
@@ -121,16 +123,16 @@ def _labelled(
     folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
     trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip
-    """Records the data of a round; returns its path, or None if there were no interventions.
+    """Records the data of a round, unless they exist; returns their path, or None if there were no interventions.
 
-    The data are episodes of the student (of the expert itself, without a student) with the expert's actions, or the steps of
-    interventions.
+    The data are episodes of the student, or of the expert if there is no student, labelled with the expert's actions; or the
+    steps of interventions.
     """
     file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
     output = dataset if options is not None and options.to == "lerobot" else file
     output = next((path for path in (file, dataset) if path.exists()), output)  # a round keeps the format it began in
     if not output.exists():
-        # Not the episodes of evaluations, and different ones in every round.
+        # Episodes differ from those of evaluations, and between rounds.
         seed = cfg.runner.seed + 7919 * (number + 1)
         actor = str(student or expert)
         try:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class PolicyBlueprint(Blueprint):
-    """Blueprint of the policy of `actor.model` for an environment.
+    """Blueprint that builds the policy of `actor.model` for an environment.
 
-    If the weights are sharded, policies that support it (`Policy.mixed_precision`) compute in `actor.model.dtype`, with their
-    trained weights in float32. Otherwise each weight has the policy's dtype.
+    If the weights are sharded, policies that support it (`Policy.mixed_precision`) compute in `actor.model.dtype` and keep
+    their trained weights in float32. Otherwise each weight has the policy's dtype.
 
     Args:
         actor: Section `actor`.
@@ -77,7 +77,7 @@ class PolicyBlueprint(Blueprint):
         return policy
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """Yields the weights (`Blueprint.named_weights`) under the policy's names, which the rollout ranks use, too."""
+        """Yields the weights (`Blueprint.named_weights`) under the policy's names and dtypes, which rollout ranks also use."""
         for name, tensor in module.state_dict(keep_vars=True).items():
             if name not in without:
                 weight = full(tensor).detach()
@@ -89,10 +89,10 @@ class PolicyBlueprint(Blueprint):
 
 
 def check_backend(actor: EmbodiedActorConfig) -> None:
-    """Checks early the settings that `actor.training_backend` would reject after the start.
+    """Checks settings that `actor.training_backend` would otherwise reject only on the ranks.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: A setting is not supported; the message names the key.
     """
     if actor.training_backend.lower() == "deepspeed":
         deepspeed_config(actor, _dtype(actor, torch.device("cpu")))
