@@ -24,7 +24,7 @@ from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 
 LAUNCHERS = ("auto", "slurm", "local")
-#: Keys of a node group that become sbatch options of the same name, in the order in which these are written.
+#: Keys of a node group that become sbatch options of the same name.
 _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
 #: Keys that make a node group a separate job component.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
@@ -35,11 +35,11 @@ _WORKFLOW_JOBS: tuple[Key, ...] = ("eval_job", "convert_job")
 
 @dataclass(frozen=True)
 class JobComponent:
-    """One component of a (possibly heterogeneous) job.
+    """Component of a Slurm job; a heterogeneous job has several.
 
     Attributes:
         index: Its number for `--het-group`.
-        label: The node groups it consists of; `cluster` for nodes without one.
+        label: Labels of its node groups; `cluster` for nodes without a group.
         nodes: Ranks of its nodes.
         options: sbatch options and their values, in order.
     """
@@ -51,14 +51,14 @@ class JobComponent:
 
     @property
     def directives(self) -> tuple[str, ...]:
-        """The component's part of the batch script."""
+        """Lines of the batch script for this component."""
         het_separator = ("#SBATCH hetjob",) if self.index else ()
         return (*het_separator, *(f"#SBATCH --{name}={option_value}" for name, option_value in self.options))
 
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """Node of the grid; `cpus` is 0 if the site decides."""
+    """Node of the placement grid; `cpus` is 0 if the site determines the number."""
 
     name: str
     component: int
@@ -68,7 +68,7 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan as printed by `rlhpc plan`."""
+    """Job plan of a run, as `rlhpc plan` prints it."""
 
     name: str
     launcher: str
@@ -86,7 +86,7 @@ class JobPlan:
     def submitit_parameters(self) -> dict[str, Any]:
         """Returns the job's resources as parameters of `submitit.SlurmExecutor`.
 
-        submitit writes one component only; the others go first into its `setup`, whose `#SBATCH` lines sbatch reads.
+        submitit writes only one component. The others are at the start of its `setup`, whose `#SBATCH` lines sbatch reads.
         """
         options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
         more_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
@@ -106,16 +106,16 @@ class JobPlan:
 def build_plan(
     cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto"
 ) -> JobPlan:
-    """Plans a run.
+    """Builds the job plan of a run.
 
     Args:
         cfg: Configuration, as `load_config` returns it.
-        cluster: The allocation; by default virtual nodes, as the configuration requests them.
+        cluster: The allocation; by default the virtual nodes that the configuration requests.
         launcher: `slurm`, `local`, or `auto`: Slurm if `sbatch` exists, or if the configuration requests resources that only
             Slurm can provide.
 
     Raises:
-        ConfigError: The node groups do not form components, or a walltime has no room for a step.
+        ConfigError: The node groups do not form components, or a walltime is too short for a step.
         PlacementError: The placement breaks a rule.
     """
     if launcher not in LAUNCHERS:
@@ -157,7 +157,7 @@ def build_plan(
 
 
 def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, section: SectionSource) -> None:
-    """Checks that walltimes are longer than the time reserved for saving: such a job would be requeued without a step.
+    """Checks that walltimes exceed the time reserved for saving; otherwise a job would be requeued without having done a step.
 
     Raises:
         ConfigError: A component's walltime is no longer than `cluster.signal_lead_s` or `runner.save_reserve_s`.
@@ -177,10 +177,10 @@ def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, 
 
 
 def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Returns Slurm's partition, account, qos and constraint of a job other than training, as far as configured.
+    """Returns the configured partition, account, qos and constraint of a Slurm job other than training.
 
-    Values that the job's own section omits come from the whole cluster or, if that omits them too, from one of the run's
-    node groups: one with accelerators if the job requests some, otherwise one without, otherwise the first.
+    Values that the job's own section omits come from the whole cluster or, if it omits them too, from one of the run's node
+    groups: the first with accelerators if the job requests some, otherwise the first without; failing that, the first group.
 
     Args:
         section: Section `cluster` of the configuration.
@@ -222,7 +222,7 @@ def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluste
 
 
 def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
-    """Divides the nodes into components: like the allocation, or one for each node group with its own resources."""
+    """Divides the nodes into components: those of the allocation, or one for each node group with its own resources."""
     by_rank = {
         r: raw_group for raw_group in groups for r in cluster.node_group(str(read_key(raw_group, "label"))).node_ranks
     }
@@ -270,8 +270,8 @@ def _options(
                 f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
                 f"share their resources; give each its own het_component"
             )
-        default = read_key(section, key)
-        return next(iter(values), None if default is None else str(default))
+        cluster_value = read_key(section, key)
+        return next(iter(values), None if cluster_value is None else str(cluster_value))
 
     gres = common_value("gres")
     if accelerators and gpus_in(gres) is None:
@@ -284,7 +284,9 @@ def _options(
 
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
-    """Returns a step on this machine: ranks are forked from the driver's fork server, or run in their own interpreter."""
+    """Returns the step of a group on this machine, whose ranks are forked from the driver's fork server or, with an
+    `interpreter`, started with it.
+    """
     module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
     hosts = tuple(names[p.node_rank] for p in ranks)
     return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))

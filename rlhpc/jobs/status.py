@@ -27,7 +27,7 @@ _MAX_LEFT_LINES = 12
 
 
 def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
-    """Returns a table of the ranks that have joined, and a line for the jobs in the queue; empty if none ever joined."""
+    """Returns lines about helper jobs: those in the queue, and a table of the ranks that have joined; [] without either."""
     record, joined_ranks, now = HelperRecord.read(paths), stays(paths), time.time()
     queued_jobs = [] if over else [job for job in record.live() if job.started is None]
     lines = []
@@ -122,7 +122,9 @@ def newest_generation(paths: RunPaths) -> Path | None:
 
 
 def members(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns the newest generation's members, by group and rank: the content of their files, and `left` for lost ranks."""
+    """Returns the contents of the newest generation's member files, sorted by group and rank; the state of lost ranks is
+    `left`.
+    """
     generation = newest_generation(paths)
     if generation is None:
         return []
@@ -131,14 +133,16 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
         row, departure = read_json_file(path), read_json_file(generation / DEPARTED / path.name)
         if row is None or "group" not in row or not is_count(row.get("rank") or 0):
             continue
-        # A rank that was cut off no longer writes its own file; the driver records that it goes on without it.
+        # A rank that lost its connection no longer writes its own file; the driver records that it continues without it.
         is_lost = departure is not None and departure.get("incarnation") == row.get("incarnation")
         rows.append({**row, "state": "left"} if is_lost else row)
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
 def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Returns the bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
+    """Returns the bytes of shared memory that the session has allocated and those in use; None if the session is over or on
+    another host.
+    """
     from rlhpc.runtime.comm.shared_memory import bytes_in_use  # imports numpy, which only this part needs
 
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
@@ -148,7 +152,7 @@ def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
 
 
 def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str:
-    """Renders the run at a glance, in several lines.
+    """Renders a summary of the run in several lines.
 
     Args:
         paths: The run.
@@ -189,7 +193,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
 
 
 def _robot_lines(paths: RunPaths) -> list[str]:
-    """Returns lines for the robots outside the cluster that have connected or are awaited."""
+    """Returns a line for each robot outside the cluster that has connected or for which the run waits."""
     generation, lines = newest_generation(paths), []
     for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
         robot_state = read_json_file(file) or {}
@@ -204,7 +208,7 @@ def _robot_lines(paths: RunPaths) -> list[str]:
 
 
 def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
-    """Returns lines with the run's training time in total, and since its latest start."""
+    """Returns lines with the run's total training time and its training time since the latest start."""
     started_at, updated_at, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
     if started_at is None or updated_at is None:
         return []
@@ -234,12 +238,12 @@ def render_runs(
     *,
     headlines: Headlines | None = None,
 ) -> str:
-    """Renders a line for each run below a folder; one Slurm query covers all of them. Columns that are empty for every run
-    are left out.
+    """Renders a table with a line for each run below a folder, after one Slurm query for all of them. Omits columns that are
+    empty for every run.
 
     Args:
         folder: The folder.
-        named: The runs to show, whether they have begun or not; by default those in the folder.
+        named: Runs to show, including runs that have not begun; by default those below the folder.
         notes: Name of a run → an additional note.
         headlines: Returns the numbers by which the runs are judged: title → a text for each run.
 
@@ -269,7 +273,7 @@ def render_runs(
 
 
 def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
-    """Returns a run's line of the list: title of the column → text."""
+    """Returns a run's row of the table: title of the column → text."""
     eta = number_of(facts.status, "eta_s")
     reason = run.reason.removeprefix(run.job).lstrip(":;, ") if run.job else run.reason
     exists = facts.paths.root.is_dir()
@@ -294,7 +298,7 @@ def _member_line(row: dict[str, Any], *, over: bool) -> str:
 
 
 def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Path, str]:
-    """Returns log files with the label for their lines: those in the newest segment's folder, and those that members name."""
+    """Returns log files and the labels of their lines: files in the newest segment's folder, and those that members name."""
     labels: dict[Path, str] = {}
     for row in members(paths):
         for key in ("log_out", "log_err"):
@@ -311,7 +315,7 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
 
 
 def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
-    """Returns (last lines of a start, file position after them)."""
+    """Returns (last lines of a start, file position after them); ([], 0) if the file cannot be read."""
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
@@ -340,7 +344,7 @@ def print_logs(
         paths: The run.
         group: Print only this group's logs (`driver` is a group too).
         rank: Print only this rank's logs.
-        follow: Keep printing added lines, until the run is over or Ctrl-C.
+        follow: Keep printing new lines until the run is over or the user presses Ctrl-C.
         lines: Number of lines to print of each file.
         start: The start whose lines are printed: its number, `last`, or `all`.
         out: Output stream; stdout by default.
@@ -371,19 +375,19 @@ def print_logs(
 
 
 def _iter_new_lines(path: Path, at: dict[Path, int]) -> Iterator[str]:
-    """Yields complete lines appended since the position in `at`, which is moved past them."""
+    """Yields the complete lines after the file's position in `at`, and moves the position past them."""
     try:
         with open_file(path) as file:
-            start = at.get(path, 0)
-            if file.seek(0, 2) < start:
-                start = 0  # replaced by a shorter file
-            file.seek(start)
+            position = at.get(path, 0)
+            if file.seek(0, 2) < position:
+                position = 0  # replaced by a shorter file
+            file.seek(position)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                start += len(line)
+                position += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\n")
-            at[path] = start
+            at[path] = position
     except (OSError, ValueError):
         return
 

@@ -1,7 +1,7 @@
-"""Waiter for a segment, which reads the run's folder rarely and queries the job even more rarely.
+"""Waiter for a segment, which rarely reads the run's folder and even more rarely queries the job.
 
-The shared filesystem must not be polled hard: the times of the two folders (one open each) show whether a file was written
-since, and only then are files read. The longer the wait has lasted, the rarer these checks are.
+To spare the shared filesystem, a check first reads the modification times of two folders (one open each), and reads files only
+if one was written since the last check. The longer the wait lasts, the rarer the checks become.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from rlhpc.jobs.slurm import bring_start_forward
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
-#: Time from the end of a job's processes until its last files are visible on a shared filesystem.
+#: Seconds from the end of a job's processes until its last files are visible on a shared filesystem.
 _SETTLE_S = 2.0
-#: Maximum time without news of a job, or without an answer from Slurm, before the wait ends.
+#: Seconds without an answer from Slurm, or with the answer that it does not know the job, after which the wait ends.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
 #: Seconds between two attempts to release a job that is held after a requeue.
 _RELEASE_S = 60.0
-#: The next check of the run's folders comes after a tenth of the time waited so far, and after this at the latest.
+#: Maximum seconds until the next check of the run's folders, which otherwise follows after a tenth of the time waited so far.
 _LOOK_S = 5.0
-#: Interval at which files are read even if the folders seem unchanged: two changes may fall into one clock tick.
+#: Seconds after which files are read even if the folders seem unchanged: two changes may fall into one clock tick.
 _READ_S = 30.0
-#: The interval between lines of progress grows to this.
+#: Maximum seconds to which the interval between lines of progress grows.
 _SELDOM_S = 60.0
 
 
 class DriverFailed(RlhpcError):
-    """Failure of a driver that ended without finishing its segment; the message is its first error.
+    """Error: the driver ended without finishing its segment. The message is the driver's first error.
 
     Attributes:
         exit_code: The driver's exit code.
@@ -54,23 +54,23 @@ class DriverFailed(RlhpcError):
 
 
 class DriverRejected(SubmitError):
-    """Rejection of the driver's input (exit code 2): a user error, as if the driver had run here."""
+    """Error: the driver rejected its input (exit code 2), which is a user error as if the driver had run in this process."""
 
 
 class JobLost(DriverFailed):
-    """Loss of a job without a finished segment or an error: it was killed, or its node died."""
+    """Error: the job ended without a finished segment and without a message, because it was killed or its node died."""
 
 
 class FolderRemoved(DriverFailed):
-    """Removal of the run's folder before its job ended: the run cannot continue."""
+    """Error: the run's folder was removed before its job ended, so the run cannot continue."""
 
 
 class JobCancelled(DriverFailed):
-    """Deliberate end of a job: only a user restarts it, not a retry."""
+    """Error: the job was cancelled. Only a user restarts it, not a retry."""
 
 
 class WaitInterrupted(RlhpcError):
-    """End of a wait by Ctrl-C or by the end of the workflow that asked for it; the job goes on."""
+    """Error: the wait was ended by Ctrl-C or by the end of the workflow that requested it; the job goes on."""
 
     exit_code = 130
 
@@ -107,7 +107,7 @@ def interruption_text(files: SegmentJournal, record: JobRecord) -> str:
 
 
 def cancelled_error(files: SegmentJournal, record: JobRecord, words: str = "") -> JobCancelled:
-    """Builds the error for a job that was ended on purpose."""
+    """Builds the error for a job that was cancelled."""
     return JobCancelled(
         f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
         + (f"\n{words}" if words else "")
@@ -125,17 +125,17 @@ def _probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
 
 
 class Waiter:
-    """One wait, step by step: `poll` never blocks for long, so that one process can wait for many runs.
+    """Wait for one segment in steps: `poll` never blocks for long, so that one process can wait for many runs.
 
     Args:
-        files: The segment.
-        record: Its job.
+        files: Journal of the segment.
+        record: Record of its job.
         out: Called with each line of progress.
         find_probe: Builds the probe that queries a job; by default one for this waiter.
-        poll_s: Minimum time between two checks.
-        progress_s: Minimum time between two lines of progress; grows to a minute.
-        deadline_s: Waiting longer than this is an error; the job goes on.
-        asked_by: Waiting ends when this process has ended.
+        poll_s: Minimum seconds between two checks.
+        progress_s: Minimum seconds between two lines of progress; the interval grows to a minute.
+        deadline_s: Maximum seconds to wait, after which `poll` raises; the job goes on.
+        asked_by: Process whose end ends the wait.
         began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
     """
 
@@ -173,9 +173,7 @@ class Waiter:
         self._renewed: tuple[int, int, float | None] = (0, 0, None)
 
     def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Waits, and returns the result that the driver wrote when it finished; calls `between` after every check until
-        then.
-        """
+        """Waits for the segment and returns the result that its driver wrote; calls `between` after every other check."""
         try:
             while (wait_result := self.poll()) is None:
                 between()
@@ -185,20 +183,20 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait, and releases the job at the probe."""
+        """Ends the wait: the probe need not query the job any more."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of a submission for a finished segment."""
+        """Returns the result of a submission (`Submission.run`) for a finished segment."""
         return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
 
     def poll(self) -> dict[str, Any] | None:
-        """Returns the result that the driver wrote when it finished; None while it has not.
+        """Returns the result that the driver wrote when it finished; None if it has not finished yet.
 
         Raises:
-            DriverFailed, DriverRejected, JobLost, JobCancelled: It will not finish.
-            DeadlineExceeded: `deadline_s` is over.
-            WaitInterrupted: The process that asked has ended.
+            DriverFailed, DriverRejected, JobLost, JobCancelled: The segment will not finish.
+            DeadlineExceeded: `deadline_s` has passed.
+            WaitInterrupted: The process that requested the wait has ended.
         """
         now = time.monotonic()
         # a job on this host is judged by its processes, which costs the shared filesystem nothing
@@ -234,7 +232,9 @@ class Waiter:
         return None
 
     def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
-        """Reads marker, exit record and claim if a file was written since; returns the result of a finished driver."""
+        """Reads marker, exit record and claim if a file was written since the last check, or `always`; returns the result of a
+        finished driver.
+        """
         paths = self.files.paths
         folder_times = (look_again(paths.submit), look_again(paths.segments))
         if folder_times == self._folder_times and now < self._next_read and not always:
@@ -255,7 +255,7 @@ class Waiter:
             self._probe = self._find_probe(owner, self.files)
 
     def _is_claim_alive(self, claim: Claim) -> bool:
-        """Returns whether the holder of a claim is alive: by its processes on this host, elsewhere by its renewals."""
+        """Returns whether the holder of a claim is alive, by its processes on this host or by its renewals on other hosts."""
         alive_here = claim.alive_here()
         if alive_here is not None:
             return alive_here
@@ -270,7 +270,7 @@ class Waiter:
         return renewed_at is not None and time.monotonic() - renewed_at < LEASE_S
 
     def _look(self) -> JobReport | None:
-        """Returns the job's state; None when it is over."""
+        """Returns the report on the job's state; None if the job is over."""
         claim = self._claim
         if claim is not None and claim.alive_here():
             return JobReport(JobState.RUNNING, source="proc")
@@ -291,11 +291,11 @@ class Waiter:
             self._silent_since = None
             return JobReport(JobState.RUNNING, source="claim")
         self._silent_since = self._silent_since or time.monotonic()
-        patience = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
-        return report if time.monotonic() - self._silent_since < patience else None
+        max_silence_s = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
+        return report if time.monotonic() - self._silent_since < max_silence_s else None
 
     def _lost_error(self) -> DriverFailed:
-        """Builds the error for a job that ended without a result; says how it ended."""
+        """Builds the error for a job that ended without a result, with the cause of its end."""
         claim, report = Claim.newest(self.files), self._report
         if report.state is JobState.CANCELLED or self.files.cancelled(self.record.token):
             if not self.files.cancelled(self.record.token):
@@ -319,9 +319,9 @@ class Waiter:
         failure_text = (
             failure_text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else failure_text
         )
-        complete = self.files.paths.complete_steps()
-        resume_text = "resumes from the last checkpoint" if complete else "starts anew: there is no checkpoint"
-        if report.state is JobState.TIMEOUT and not complete:
+        checkpoints = self.files.paths.complete_steps()
+        resume_text = "resumes from the last checkpoint" if checkpoints else "starts anew: there is no checkpoint"
+        if report.state is JobState.TIMEOUT and not checkpoints:
             resume_text += "; if no step ends within the walltime, give it more (cluster.time)"
         return JobLost(
             f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({cause}"

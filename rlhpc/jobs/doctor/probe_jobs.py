@@ -45,14 +45,14 @@ class ProbeJob:
 
     Attributes:
         partition: Its partition; None is the default partition.
-        labels: Node groups of the site that are in it.
-        gpus: Requested GPUs per node, and `gres` in Slurm's words: two if available, for an all-reduce.
-        nodes: Requested nodes, of `usable_nodes` that could start a job now.
+        labels: Node groups of the site in that partition.
+        gpus: Number of GPUs requested per node: two if available, for an all-reduce. `gres` is the same request for Slurm.
+        nodes: Number of nodes requested; `usable_nodes` could start a job at once.
         error: Reason why it did not run. `reason` is Slurm's reason why it waits.
         requeue: Slurm's setting after `--requeue`: "1", "0", or "" if unknown.
         hello, peers, torch: Reports of each node on itself, on the other nodes, and on GPUs in torch.
-        offsets: Seconds that each node's clock is ahead, and the uncertainty.
-        canary_views: Visibility of each node's file on this side: `{"ms": …}` or `{"error": …}`.
+        offsets: (seconds by which each node's clock is ahead, uncertainty in seconds).
+        canary_views: Whether this host sees each node's file: `{"ms": …}` or `{"error": …}`.
     """
 
     partition: str | None
@@ -78,7 +78,7 @@ class ProbeJob:
 
 
 def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
-    """Returns one job for each partition of the site that exists."""
+    """Returns one probe job for each existing partition of the site."""
     by_partition: dict[str | None, list[SiteNodeGroup]] = {}
     for group in site.groups:
         record = facts.partition(group.partition)
@@ -105,15 +105,15 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
 
 
 def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
-    """Returns the seconds that a probe may have to wait for nodes to be switched on: Slurm's ResumeTimeout, if no node is
-    on.
+    """Returns the seconds that a probe may wait until its nodes have powered up: Slurm's ResumeTimeout if a job has no usable
+    node but a powered-down one, otherwise 0.
     """
     nodes = [node for job in jobs if not job.usable_nodes for node in facts.nodes_of(job.partition)]
     return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
 
 
 def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
-    """Returns the batch script. It does nothing: the probe runs as a step."""
+    """Returns the job's batch script, which only sleeps, because the probe runs as a job step."""
     memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
     options = [
         "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
@@ -125,12 +125,12 @@ def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
 
 
 def source_of(module: ModuleType) -> str:
-    """Returns the source for `python -c` that runs a module."""
+    """Returns source for `python -c` that runs the module's own source."""
     return f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(module)!r}, {module.__name__!r}, 'exec'))"
 
 
 class _Step:
-    """The srun of a probe job, with the reports of its tasks."""
+    """Job step of a probe job: its srun process, and the reports of its tasks."""
 
     def __init__(self, job: ProbeJob, site: Site) -> None:
         argv = [
@@ -140,7 +140,7 @@ class _Step:
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
         command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
-        # with the GPU mask of this shell, as a job's batch step gets it
+        # with this shell's GPU mask, which a job's batch step would inherit
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
             [*argv, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -196,7 +196,7 @@ class _Step:
 
     @property
     def last_words(self) -> str:
-        """The last lines of srun itself or, if it printed none, of its tasks' output."""
+        """Last error line of srun or, without one, the last line of its tasks' output."""
         srun_errors = [line for line in self.output_lines if line.startswith("srun: error")]
         return next(reversed(srun_errors or self.output_lines), "nothing")
 
@@ -219,7 +219,7 @@ class _Step:
 
 @dataclass
 class Probed:
-    """All probe jobs, and the folder that they examined."""
+    """Results of all probe jobs, and the folder that they examined."""
 
     folder: Path
     jobs: list[ProbeJob]
@@ -235,10 +235,10 @@ class Probed:
 
 
 def look_here(site: Site, folder: Path, gpus: int) -> Probed:
-    """Examines this machine as if it were the one node of a job.
+    """Examines this machine as if it were the only node of a job.
 
     Args:
-        site: Names further folders that are written to.
+        site: Site description, which names the scratch folder.
         folder: Folder for runs.
         gpus: Number of GPUs that torch should see.
     """
@@ -252,7 +252,7 @@ def look_here(site: Site, folder: Path, gpus: int) -> Probed:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Handles a request to end like Ctrl-C: jobs are cancelled and files removed first."""
+    """Handles SIGTERM and SIGHUP in the block like Ctrl-C, so that jobs are cancelled and files removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -273,12 +273,13 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: float) -> Probed:
-    """Submits the jobs, has each of their nodes examine itself, and cancels the jobs.
+    """Submits the probe jobs, collects the reports of their nodes, and cancels the jobs.
 
     Args:
-        jobs: From `plan_jobs`.
+        jobs: Probe jobs from `plan_jobs`.
+        site: Site description.
         folder: Folder for runs; must exist.
-        start_s: A job that has not started after this long is cancelled.
+        start_s: Maximum seconds for a job to start, after which it is cancelled.
     """
     probes = Probed(folder, list(jobs))
     token = secrets.token_hex(16)
@@ -308,8 +309,10 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             _open_socket(steps, site, canary, token)
             _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
             if tests_torch:
-                with_torch = [step for step in steps if step.job.gpus]
-                _until(lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in with_torch), _TORCH_S)
+                torch_steps = [step for step in steps if step.job.gpus]
+                _until(
+                    lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in torch_steps), _TORCH_S
+                )
             for step in steps:
                 step.end()
                 if not step.job.hello:
@@ -340,7 +343,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
 
 
 def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
-    """Yields the jobs as they start; cancels those that do not start in time."""
+    """Yields the jobs as they start; cancels those that do not start within `start_s` seconds."""
     waiting_jobs = {job.job_id: job for job in jobs if job.job_id}
     deadline = time.monotonic() + start_s
     while waiting_jobs:
@@ -364,7 +367,7 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
 
 
 def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
-    """Checks whether this side sees the file that each node wrote."""
+    """Records for each node whether this host sees the file that the node wrote."""
     for job in probed.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:
@@ -372,7 +375,7 @@ def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
 
 
 def _open_socket(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
-    """Sends every node the addresses of the others, and writes a second file for it to see."""
+    """Sends every node the addresses of all nodes, and writes a second file that each node looks for."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}
     address_by_node = {

@@ -1,4 +1,4 @@
-"""Feed of a logger on a separate thread, so that the network, a full disk or a hanging service never delays training."""
+"""Feed of a logger on its own thread, so that the network, a full disk or a hanging service never delays training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
 from rlhpc.runtime.files import replace_durably
 
-#: Maximum number of waiting rows before a logger is given up.
+#: Maximum number of queued rows, beyond which a logger is abandoned.
 _ROWS = 20_000
 #: Seconds within which all loggers must finish.
 CLOSE_S = 60.0
@@ -42,7 +42,7 @@ class Memory:
         return dict(self._content.get(name, {}))
 
     def keep(self, name: str, content: dict[str, Any]) -> None:
-        """Replaces a logger's state, also in the file."""
+        """Replaces a logger's state and writes it to the file."""
         with self._lock:
             if self._content.get(name, {}) != content:
                 self._content[name] = dict(content)
@@ -50,7 +50,7 @@ class Memory:
 
 
 class Feed:
-    """Feed of one logger: passes rows in order, and ends at the first failure with a warning."""
+    """Feed of one logger: passes rows to it in order; at the first failure it warns and ends."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Feed:
         Args:
             name: Name of the logger, for messages and `loggers.json`.
             logger: Logger that is not yet open.
-            run: Facts of the run; its memory is the logger's.
+            run: Facts of the run, with the logger's stored state as `memory`.
             memory: State of all loggers.
             resume_step: As for `RunLogger.open`.
-            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives those that it lacks.
+            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives the rows that it lacks.
         """
         self._name, self._logger, self._run, self._memory = name, logger, run, memory
         self._resume_step, self._backlog = resume_step, backlog
@@ -91,7 +91,7 @@ class Feed:
         self._put(_END)
 
     def wait(self, deadline: float) -> None:
-        """Waits until the logger has ended, or until `deadline` (of `time.monotonic`), with a warning."""
+        """Waits until the logger has ended; prints a warning if it has not ended at `deadline` (of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self._over:
             self._give_up("it did not end in time")
@@ -121,12 +121,12 @@ class Feed:
                 if last_step is None or step > last_step:
                     self._logger.log(step, row)
             self._backlog = ()
-            while not self._over and (queued := self._rows.get()) is not _END:
-                if queued is _COMMIT:
+            while not self._over and (item := self._rows.get()) is not _END:
+                if item is _COMMIT:
                     self._logger.commit()
                     self._memory.keep(self._name, self._run.memory)
-                elif last_step is None or queued[0] > last_step:
-                    self._logger.log(*queued)
+                elif last_step is None or item[0] > last_step:
+                    self._logger.log(*item)
                 self._rows.task_done()
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)
@@ -142,7 +142,7 @@ class Feed:
 
 
 def end_all(feeds: Iterable[Feed]) -> None:
-    """Ends all feeds at once, within `CLOSE_S` seconds."""
+    """Ends all feeds in parallel and waits for them, at most `CLOSE_S` seconds in total."""
     feeds = list(feeds)
     for feed in feeds:
         feed.end()
