@@ -1,6 +1,4 @@
-"""Driver lock: one driver per run. A second one is rejected before it changes anything, with a message that names the
-first.
-"""
+"""Driver lock: a run has one driver. A second one is rejected before it changes anything; the message names the first."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from rlhpc.runtime.network import job_address
 
 @contextlib.contextmanager
 def sole_driver(paths: RunPaths) -> Iterator[None]:
-    """Holds the run for this process until the block or the process ends. An earlier start of the same job, or a process or
-    job that has ended, is replaced.
+    """Holds the driver lock of a run until the block or the process ends. It takes over the lock of an earlier start of the
+    same job and of a process or job that has ended.
 
     Raises:
         UserError: Another driver trains this run.
@@ -44,9 +42,9 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
 
 
 def require_no_driver(paths: RunPaths) -> None:
-    """Rejects a second driver before it reads or writes anything.
+    """Checks that no other driver trains the run, before this one reads or writes anything.
 
-    The search for a checkpoint removes the remains of killed saves, and would remove an unfinished save of the live driver.
+    The search for a checkpoint removes unfinished saves, and would remove one that a live driver is writing.
 
     Raises:
         UserError: Another driver trains this run.
@@ -86,7 +84,8 @@ def _end_command(paths: RunPaths, job: str) -> str:
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
-    """Asks Slurm once about the job named in the environment; if Slurm does not answer, `srun` will report the error.
+    """Checks with one query that the job named in the environment is not over; if Slurm does not answer, `srun` will report
+    the error.
 
     Raises:
         ConfigError: The job is over.

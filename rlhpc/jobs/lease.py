@@ -1,4 +1,4 @@
-"""Leases: files that name the one process, on any host, that may do something, and that are renewed as long as it lives."""
+"""Leases: files that name the one process on any host that may do something; the process renews its file while it lives."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlhpc.jobs.shared_files import read_json_file, renewed_within
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 from rlhpc.runtime.files import create_exclusively
 
-#: A holder on another host that has not renewed its file for this long is considered dead.
+#: Seconds without a renewal after which a holder on another host is considered dead.
 LEASE_S = 30.0
-#: Interval at which a live holder renews its file.
+#: Seconds between two renewals by a live holder.
 RENEW_S = 5.0
 
 
@@ -78,7 +78,7 @@ class Lease:
                 os.utime(self.path)
 
     def end_renewal(self) -> None:
-        """Renews the file no more; it stays."""
+        """Stops renewing the file without removing it."""
         self._released.set()
 
     def owns(self) -> bool:
@@ -117,7 +117,7 @@ class Lease:
 
 @contextlib.contextmanager
 def lease_lock(path: Path, subject: str, timeout_s: float = 120.0) -> Iterator[None]:
-    """Holds a lock on decisions about a job, for one process of any host at a time.
+    """Holds a lock under which one process at a time, on any host, decides about a job.
 
     Args:
         path: File that names the process; its folder must exist.

@@ -152,8 +152,8 @@ class ProcessId:
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
 
     def has_open_below(self, folder: Path) -> bool | None:
-        """Returns whether the process has a file of a folder open; None if it has no open files, like a process that is
-        ending.
+        """Returns whether the process has a file of a folder open; None if it is not alive or has no open files at all, as
+        while it is ending.
         """
         root, has_open = folder.resolve(), None
         with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ class JobReport:
         state: The job's state.
         reason: Reason why the job is waiting, or how it ended, in the scheduler's words.
         source: Source of the answer: proc, squeue, sacct, scontrol, marker or none.
-        conclusive: False without an answer, so that UNKNOWN says nothing about the job.
+        conclusive: False if no source answered, so that UNKNOWN does not mean that the job has ended.
     """
 
     state: JobState
@@ -197,7 +197,7 @@ class JobProbe(ABC):
         return self.query([job_id])[job_id]
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Releases these jobs, which will not be queried again."""
+        """Tells the probe that these jobs will not be queried again."""
         return
 
 
@@ -241,7 +241,7 @@ class SlurmProbe(JobProbe):
     """Probe of Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
     Args:
-        finished: Returns whether the job with this id left its marker file; the last resort.
+        finished: Returns whether the job with this id has written its marker file; asked last.
         interval_s: Minimum time between two queries; in between, the last answer is returned.
         max_interval_s: While Slurm does not answer, the interval doubles up to this.
         command_timeout_s: A command that takes longer than this counts as failed.
@@ -342,9 +342,10 @@ class SlurmProbe(JobProbe):
 
     @staticmethod
     def _collect(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
-        """Collects reports by leader; for a het job, the component that is still alive or ended worst counts.
+        """Adds reports by job id; a het job gets the report of a component that is alive or, without one, of the one that
+        ended worst.
 
-        When one component fails, Slurm cancels the others: a job was cancelled only if nothing else happened to it.
+        When one component fails, Slurm cancels the others, so a job counts as cancelled only if no component failed.
         """
         reports_by_leader: dict[str, list[JobReport]] = {}
         for row in rows:

@@ -1,8 +1,8 @@
-"""Shared Slurm query: one query for all of a user's commands that wait on this host, made by any of them.
+"""Shared Slurm query: any one of a user's waiting commands on this host queries Slurm for all of them.
 
-The commands meet in a small folder below the temporary folder. A file there lists the jobs that are waited for and Slurm's
-last answers. No command is the leader: the first one to find the answers too old asks for all, and the others read. A command
-that is killed leaves no state that others would wait for.
+The commands share a small folder below the temporary folder. A file there lists the jobs that they wait for and Slurm's last
+answers. No command is the leader: the first one to see that the answers are too old makes the query, and the others read its
+answers. A command that is killed leaves no state that others would wait for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENEWED_S = 15.0
 
 
 def wait_folder() -> Path:
-    """Returns the folder where this user's waiting commands meet: one for each host, installation and cluster."""
+    """Returns the folder that this user's waiting commands share: one for each host, installation and cluster."""
     key_fields = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
     key = hashlib.sha256("\0".join(key_fields).encode()).hexdigest()[:12]
@@ -43,7 +43,7 @@ class SharedProbe(JobProbe):
 
     Args:
         probe: Slurm probe; used directly if the folder cannot be used.
-        folder: The folder where the commands meet.
+        folder: Folder that the commands share.
         interval_s: Minimum time between two queries.
     """
 

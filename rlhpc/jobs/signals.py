@@ -30,8 +30,8 @@ _REASONS = {
 class StopRequest:
     """Stop flag set by SIGUSR2, SIGTERM and SIGINT, which the runner polls between steps.
 
-    A second SIGINT raises KeyboardInterrupt, so that an impatient user gets out. Use as a context manager, or call
-    `install()` and `restore()`; only the main thread can install.
+    A second SIGINT raises KeyboardInterrupt, so that a user can end the run at once. Use it as a context manager, or call
+    `install()` and `restore()`; only the main thread can install it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StopRequest:
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
 
     def request(self, reason: str) -> None:
-        """Requests a stop from inside, e.g. if the walltime leaves no room for one more step; the first reason stays."""
+        """Requests a stop without a signal, for example if no further step fits into the walltime; keeps the first reason."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
@@ -71,7 +71,7 @@ class StopRequest:
             raise Stopped(self.reason, self.exit_code)
 
     def install(self) -> StopRequest:
-        """Takes over the three signals.
+        """Installs the handler of the three signals; returns this object.
 
         Raises:
             ValueError: Called outside the main thread.
@@ -138,11 +138,12 @@ _last_job_end: _JobEnd | None = None
 def end_of_job(*, at_once: bool = False) -> float | None:
     """Returns the Unix time at which Slurm ends this job; None without a limit or an answer from Slurm.
 
-    The value comes from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later squeue is asked, because
-    the limit of a running job can be changed (`scontrol update TimeLimit`); without an answer, the last known end counts.
+    The first value comes from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later values come from
+    squeue, because the limit of a running job can be changed (`scontrol update TimeLimit`); without an answer, the last known
+    end is returned.
 
     Args:
-        at_once: Ask now, whatever the age of the last answer.
+        at_once: Query Slurm now, whatever the age of the last answer.
     """
     global _last_job_end
     job, end_text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")

@@ -1,4 +1,4 @@
-"""Slurm queries and commands about jobs: their steps, their ends, their next start."""
+"""Slurm queries and commands for jobs: steps, end times, start estimates, limits and cancelling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def end_steps(timeout_s: float = 20.0) -> bool:
-    """Kills the steps that a dead driver left, and waits for their end; returns True if no step remains."""
+    """Kills the job steps that a dead driver left running and waits for their end; returns whether no step remains."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.5
     jobs = component_ids()
     while True:
@@ -51,10 +51,10 @@ _START_DELAY_S = 15
 
 
 def bring_start_forward(job_id: str, name: str) -> None:
-    """Moves the start of a requeued job forward, which Slurm delays by two minutes by default.
+    """Brings forward the start of a requeued job, which Slurm delays by two minutes by default.
 
-    Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING). A job with another name, or one
-    that Slurm does not report, stays as it is.
+    Use it only for a job whose processes have all ended (state PENDING, no longer COMPLETING). It does not change a job with
+    another name or one that Slurm does not report.
     """
     try:
         if not is_job_named(job_id, name):
@@ -72,7 +72,7 @@ def bring_start_forward(job_id: str, name: str) -> None:
 
 
 def requeue_without(job_id: str, node: str) -> bool:
-    """Requeues this job with a node excluded; returns True if Slurm agreed, in which case it will soon end this process.
+    """Requeues this job with a node excluded; returns True if Slurm accepted, in which case it soon ends this process.
 
     The requeue ends every process of the job, so the following update is made by a process that ignores the first signal.
     """
@@ -112,7 +112,8 @@ class Start:
 def would_start(script: str) -> Start:
     """Returns when a batch script's job would start if it were submitted now, by `sbatch --test-only`.
 
-    This is an estimate from the limits of the running and waiting jobs: they may end sooner, or others may overtake this one.
+    This is an estimate from the time limits of the running and waiting jobs: they may end earlier, and other jobs may be
+    scheduled before this one.
     """
     sbatch_output = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
     start_time = _start_in(sbatch_output)
@@ -195,7 +196,7 @@ def nothing_queued() -> bool:
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Origin of a job, as Slurm itself knows it. A run folder may come from another user, and so may the job ids in it.
+    """Origin of a job, as Slurm reports it. A run folder, and the job ids in it, may come from another user.
 
     Attributes:
         name: Name of the job.
@@ -311,9 +312,9 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
 
     Args:
         name: Name of the jobs.
-        queued_only: Only those that do not run.
-        softly: Running jobs are sent SIGUSR1, and end by themselves.
-        timeout_s: Maximum time for Slurm to answer.
+        queued_only: End only jobs that are not running.
+        softly: Send SIGUSR1 to running jobs, which then end by themselves.
+        timeout_s: Maximum seconds for Slurm to answer.
     """
     if shutil.which("scancel") is None:
         return False

@@ -1,4 +1,4 @@
-"""Wait client: hands waiting over to a small shell, while one watcher per user and host follows all runs and sends the output.
+"""Wait client: becomes a small shell, for which one watcher per user and host follows all runs and sends the output.
 
 The command that submitted connects to the watcher, starting one if none runs, and becomes a shell, which takes about a
 megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code (X). If either
@@ -162,7 +162,7 @@ def _reach(wait: Wait) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _open_wait_folder() -> Any:
-    """Opens the folder where a user's waiting commands meet.
+    """Opens the folder that a user's waiting commands share.
 
     Raises:
         OSError: The folder cannot be made, or is not private to this user.

@@ -1,6 +1,4 @@
-"""Curves of a run: each metric is drawn once and in its quantity's colour, and all evaluations of a
-quantity in one chart.
-"""
+"""Curves of a run: one chart for each metric, in the colour of its quantity, and one chart for all evaluations of a metric."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ def color_of(name: str) -> int:
 def metric_charts(
     rows: Rows, metrics: Sequence[Metric], always: Container[str], x: tuple[str, str] = ("step", "global step")
 ) -> dict[str, str]:
-    """Returns the charts of metrics by file name. A chart with the values of another one, for all its steps, refers to that
-    chart.
+    """Returns the charts of metrics by file name. If a metric equals an earlier one at all steps, its chart only refers to
+    the earlier chart.
 
     Args:
         rows: The run's metrics.
@@ -82,7 +80,8 @@ def _are_equal(points: tuple[list[float], list[float]], other: tuple[list[float]
 def evaluation_chart(
     title: str, y_label: str, suites: Mapping[str, Sequence[Evaluated]], name: str, size: Size = CHART
 ) -> str:
-    """Draws a result of all evaluations over steps with 95 % intervals, one line per suite; hollow points are from training.
+    """Draws a metric of all evaluations over steps, with 95 % intervals and a line per suite. Points of evaluations during
+    training are hollow.
 
     Args:
         title: Title of the chart.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-#: How often the clock is looked at, and how much later than that a look must be for the process to have been stopped.
+#: Seconds between two readings of the clock, and the additional delay of a reading that shows that the process was stopped.
 _LOOK_S, _STOPPED_S = 1.0, 10.0
 #: Share of a gap during which a running process computed and blocked all other threads.
 _BUSY_SHARE = 0.1

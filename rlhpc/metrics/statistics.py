@@ -88,14 +88,14 @@ _CUT = 0.25
 
 
 class Estimate(NamedTuple):
-    """Number over seeds, with its 95 % interval."""
+    """Statistic over seeds, with its 95 % interval."""
 
     value: float
     low: float
     high: float
 
     def of_share(self) -> Estimate:
-        """Returns the estimate of a share, whose interval does not leave 0 to 1."""
+        """Returns the estimate with its interval limited to 0 to 1, for a share."""
         return Estimate(self.value, max(0.0, self.low), min(1.0, self.high))
 
 

@@ -16,7 +16,7 @@ from rlhpc.embodied.envs.observations import Obs, boxes_of
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-#: Counts that an env rank with robots reports with each rollout: see `Timing.news`.
+#: Counts that an env rank with robots reports with each rollout (`Timing.news`).
 _COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
 TIMED = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
 
@@ -26,13 +26,13 @@ class Timing:
 
     Attributes:
         latency_s: Seconds from each observation to the policy's command for it, by the robot's clock.
-        link_s: Seconds of a round trip to a robot on another machine, by the run's clock.
-        num_late: Commands that came after their step was over.
-        num_dropped: Steps that showed the same observation as the one before.
-        num_held: Times that it held still because no command came.
-        num_refused: Commands that were refused because they were chosen from an observation that was too old.
-        num_stopped: Stops for safety.
-        num_lost: Times that its connection was lost.
+        link_s: Seconds of each round trip to a robot on another machine, by the run's clock.
+        num_late: Number of commands that arrived after their step had ended.
+        num_dropped: Number of steps with the same observation as the step before.
+        num_held: Number of times that the robot held still because no command arrived.
+        num_refused: Number of commands refused because their observation was too old.
+        num_stopped: Number of safety stops.
+        num_lost: Number of lost connections.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Timing:
         self._reported: dict[str, int] = {}
 
     def record_command(self, latency_s: float, *, is_late: bool) -> None:
-        """Records a command that was sent; `is_late` if its step was over by then."""
+        """Records a command that was sent; `is_late` means that its step had already ended."""
         self.latency_s.append(latency_s)
         self.num_late += is_late
 
     def record_step(self, *, dropped: bool) -> None:
-        """Records the end of a step; `dropped` if it showed the observation of the step before."""
+        """Records the end of a step; `dropped` means that it had the same observation as the step before."""
         self.num_dropped += dropped
 
     def record_round_trips(self, seconds: Iterable[float]) -> None:
@@ -105,7 +105,7 @@ def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the timing metrics of a step; empty without a robot, or if the robot was idle."""
+    """Returns the timing metrics of a step by metric name; {} without a robot, or if the robot was idle."""
     row: dict[str, float] = {}
     for name in TIMED:
         measurements = columns.get(name, np.zeros(0))
@@ -129,35 +129,35 @@ Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 class VectorEnv(ABC):
     """Vector environment with same-step auto-reset.
 
-    When a slot's episode ends in a step, the observation returned is the first of its next episode, and
-    `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
-    and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
+    When a slot's episode ends in a step, the returned observation is the first of its next episode, and `infos["final_obs"]`
+    has the last one of the ended episode in that slot's row. `infos["episode"]` then has `return`, `length` and `mask` and, if
+    the simulator reports success, `success_once` and `success_at_end`, each `[N]`; rows outside `mask` are undefined.
 
-    Where a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
+    If a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
     the step's outcome is unknown, and the step is not trained on, counted or recorded (`env_failed`).
 
     An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
     `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
 
     Attributes:
-        num_envs: N.
+        num_envs: Number of slots N.
         observation_space, action_space: Spaces of one slot.
         supports_state: True if `state_dict` captures the simulators, so that a resumed run continues mid-episode.
-        gains_by_processes: True if its slots should run in separate processes where a rank has cores for them, and the slots
-            are not on an accelerator.
+        gains_by_processes: True if its slots should run in separate processes, provided that the rank has several cores and
+            the slots are not on an accelerator.
         takes_stage: True if its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
         restarts: Number of restarts of simulator processes that died or hung.
         can_stay_on_device: True if its observations are computed on an accelerator.
-        on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
-            Everything else stays arrays.
-        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
-            resets, where the environment has any (`env_states`).
+        on_device: Set by an env rank whose policies compute on the same accelerator: observations are then tensors on it.
+            All other results remain arrays.
+        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states before the resets, if the
+            environment provides states (`env_states`).
         timing: Timing statistics of a robot; None for simulators.
         max_episode_steps: Step limit, 0 for none; None if unknown.
-        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None if unknown.
+        control_hz: Actions per second of the robot's time, used as the frame rate of recordings; None if unknown.
         record_kwargs: The environment's arguments for recordings, instead of `kwargs`.
         holds_hardware: True if it moves hardware, which must be stopped before its process ends.
-        on_wait: Called repeatedly while it waits for a person; cancels the wait by raising.
+        on_wait: Called with the reason, repeatedly, while it waits for a person; cancels the wait by raising.
     """
 
     num_envs: int
@@ -178,9 +178,9 @@ class VectorEnv(ABC):
     on_wait: Callable[[str], None] | None = None
 
     def __init_subclass__(cls) -> None:
-        """Checks the results of `reset`, `step` and `chunk_step` that a user's class defines.
+        """Makes the methods `reset`, `step` and `chunk_step` of a user's class check their results.
 
-        Inherited methods of rlhpc are not checked: the class may still change what they return.
+        Methods inherited from rlhpc are not checked, because the class may still change their results.
         """
         super().__init_subclass__()
         if cls.__module__.partition(".")[0] != "rlhpc":
@@ -190,9 +190,7 @@ class VectorEnv(ABC):
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
-        """Returns whether an environment of this section, built here, would simulate or render on an accelerator of
-        this process.
-        """
+        """Returns whether an environment of this section would simulate or render on an accelerator of this process."""
         del cfg
         return False
 
@@ -212,19 +210,19 @@ class VectorEnv(ABC):
         """
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk, one action after the other; an episode that ends within it skips the remaining
-        actions.
+        """Executes an action chunk, one action after the other. If an episode ends within the chunk, the remaining actions do
+        not count.
 
-        In this implementation the slot executes them in its next episode, and their rewards are left out. A subclass
-        that can step some of its slots makes the slot wait.
+        In this implementation the slot executes them in its next episode, and their rewards are omitted. A subclass that can
+        step only some of its slots makes the slot wait instead.
 
         Args:
             actions: `[N, chunk, dim]`.
 
         Returns:
             As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
-            float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and true where the slot was still in
-            the episode that the chunk began in.
+            float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and whether the slot was still in the
+            episode in which the chunk began.
         """
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])
@@ -246,17 +244,17 @@ class VectorEnv(ABC):
         return obs, rewards.sum(1), terminations, truncations, infos
 
     def refresh(self) -> Obs | None:
-        """Returns current observations, for the first decision after a pause; None where the simulator has waited."""
+        """Returns current observations, for the first decision after a pause; None if the simulator stood still meanwhile."""
         return None
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """Makes each slot continue its series after `counts` `[N]` episodes: for environments that take `stage`, in an
-        evaluation whose simulator has been restarted.
+        """Makes each slot continue its series of episodes after the first `counts` `[N]`. It is called in an evaluation whose
+        simulator was restarted, for environments that take `stage`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not enumerate its episodes")
 
     def state_dict(self) -> Any:
-        """Returns everything that the next step depends on, as plain containers, arrays and bytes."""
+        """Returns the complete state on which the next step depends, as plain containers, arrays and bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
 
     def load_state_dict(self, state: Any) -> None:
@@ -279,7 +277,7 @@ class VectorEnv(ABC):
         return state["slots"][index]
 
     def merge_states(self, slots: list[Any]) -> Any:
-        """Builds a `state_dict` from slots' parts, so that another layout can resume."""
+        """Builds a `state_dict` from the states of slots, so that a run with another layout can resume."""
         return {"slots": slots}
 
     def env_states(self) -> dict[str, Any] | None:
@@ -306,7 +304,7 @@ def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
 
 
 def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses the result of a user's `reset` unless it is (observations, infos).
+    """Checks that the result of a user's `reset` is (observations, infos).
 
     Raises:
         InterfaceError: The result has another form; the message describes it.
@@ -317,7 +315,7 @@ def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
 
 
 def check_step(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses the result of a user's `step` or `chunk_step` unless it is a `Step`.
+    """Checks that the result of a user's `step` or `chunk_step` is a `Step`.
 
     Raises:
         InterfaceError: The result has another form; the message describes it.
@@ -352,19 +350,19 @@ def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
 
 
 def similar_ids_hint(env_id: str, ids: Iterable[str], otherwise: str) -> str:
-    """Returns a hint at ids that are similar to an unknown one; `otherwise` without any."""
+    """Returns a hint that names ids similar to an unknown one, or `otherwise` if no id is similar."""
     similar_ids = difflib.get_close_matches(env_id, list(ids), 3, 0.5)
     return f"did you mean {', '.join(similar_ids)}?" if similar_ids else otherwise
 
 
 def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
-    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is unknown."""
+    """Returns a mask (bool `[N]`) of the slots whose simulator or robot failed in this step."""
     failed = infos.get("lost")
     return np.zeros(num_envs, bool) if failed is None else np.array(failed, bool)
 
 
 def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
-    """Copies the rows in `mask` of a step's infos into the infos of earlier steps."""
+    """Copies the rows of a step's infos that `mask` selects into the infos of earlier steps."""
     for name, array in info.items():
         if isinstance(array, dict):
             merge_infos(into.setdefault(name, {}), array, mask)
