@@ -94,7 +94,7 @@ def _allowed_mask(mass: Tensor, rows: Rows) -> Tensor:
 
 
 def _pick(sums: Tensor, noise: Tensor) -> Tensor:
-    """Returns where each row's cumulative mass passes its random number `[N, 1]`; never an entry without mass."""
+    """Returns the index at which each row's cumulative mass exceeds its random number `[N, 1]` times the total mass."""
     total_mass = sums[:, -1:]
     # Strictly below the total, or rounding could point past the last entry that has mass.
     target = torch.minimum(noise.unsqueeze(1) * total_mass, torch.nextafter(total_mass, torch.zeros_like(total_mass)))
@@ -311,7 +311,7 @@ class HFRollout(EngineBase):
 
     @contextmanager
     def _memory(self) -> Iterator[None]:
-        """Names the settings to change when memory runs out."""
+        """Converts out-of-memory errors within the block to a ConfigError that names the settings to change."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -380,7 +380,7 @@ class HFRollout(EngineBase):
         return completions
 
     def _remove(self, rows: list[int]) -> None:
-        """Removes rows; the last ones replace them."""
+        """Removes rows and moves the last rows into their places."""
         num_rows = len(self._sequences)
         # A stale cache is recomputed from the tokens; it may have no rows at all.
         row_moves = moves_into_places(num_rows, rows) if self._stale else self._kv.drop(rows)
@@ -480,7 +480,7 @@ class HFRollout(EngineBase):
             empty_cache()
 
     def reload(self) -> None:
-        """Returns to the accelerator (`RolloutBackend.reload`)."""
+        """Reverses `offload`; see `RolloutBackend.reload`."""
         with self._memory():
             self._model.to(self._device)
 
@@ -511,7 +511,7 @@ def context_length(config: Any, options: EngineOptions) -> int:
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Raises for recurrent layers, whose state cannot be in a batch of rows of different lengths."""
+    """Raises ConfigError for recurrent layers, whose states do not permit batches of rows of different lengths."""
     types = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",

@@ -80,7 +80,7 @@ class Adapters:
         }
 
     def request(self, policy: int) -> Any:
-        """Returns the LoRA request for the adapters of a policy; None before any have come."""
+        """Returns the LoRA request for the adapters of a policy; None before the first update."""
         if not self._names:
             return None
         from vllm.lora.request import LoRARequest
@@ -92,7 +92,7 @@ class Adapters:
         """Checks and copies an update's tensors.
 
         Raises:
-            WeightUpdateError: A tensor is not of this model, or missing; names it.
+            WeightUpdateError: A tensor is unknown, duplicate or missing; the message names it.
         """
         tensors = dict[str, torch.Tensor]()
         for name, tensor in named:
@@ -128,7 +128,7 @@ class Adapters:
         return tensors
 
     def by_policy(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Returns an update's tensors for each policy, by the names of peft's files."""
+        """Returns an update's tensors for each policy, with their names in peft's files."""
         return [
             {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             for prefix in [f"{policy}/" for policy in self._policies] or [""]
@@ -245,7 +245,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return {name: tuple(tensor.shape) for name, tensor in files}
 
     def _boxes(self) -> Boxes:
-        """Returns the slices that this rank's loaders copy out of each tensor, as often as they do, also by the tied names."""
+        """Returns the slices that this rank's loaders copy from each tensor, with repetitions, under all tied names."""
         if self._needed_boxes is None:
             shapes = self._shapes()
             shapes |= {alias: shapes[name] for name, aliases in self._aliases.items() for alias in aliases}
@@ -253,7 +253,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return self._needed_boxes
 
     def wants(self) -> dict[str, tuple[Box, ...]]:
-        """Returns the slices that this rank needs, of tied weights by their first name; see `RolloutBackend.wants`."""
+        """Returns the slices that this rank needs, with one name for tied weights; see `RolloutBackend.wants`."""
         boxes_by_name, first_names = (
             self._boxes(),
             {alias: name for name, aliases in self._aliases.items() for alias in aliases},
@@ -347,7 +347,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return completions
 
     def _iter_running(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
-        """Yields running requests with all their tokens and log-probs, also those that vLLM keeps until the end."""
+        """Yields running requests with all their tokens and log-probs, including those that vLLM has not returned yet."""
         for request_state in self._engine.output_processor.request_states.values():
             running = self._running.get(request_state.external_req_id)
             if running is not None:
@@ -466,7 +466,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
     def offload(self) -> None:
         """Frees the accelerator (`RolloutBackend.offload`); the CPU build has none.
 
-        If updates bring only adapters, the base model's weights never come again: they are kept on the host.
+        If updates contain only adapters, the base model's weights are kept on the host.
         """
         keeps_weights = self._adapters is not None
         if self._sleep(level=1 if keeps_weights else 2):
@@ -475,7 +475,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 self._update_error = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def reload(self) -> None:
-        """Returns to the accelerator (`RolloutBackend.reload`); running requests are prefilled again."""
+        """Reverses `offload` (`RolloutBackend.reload`); running requests are prefilled again."""
         super().reload()
         if self._slept:
             self._reset_kv_cache()

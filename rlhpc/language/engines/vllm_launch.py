@@ -226,7 +226,7 @@ class VLLMProcess:
 
     @contextmanager
     def _errors_with_settings(self) -> Iterator[None]:
-        """Names the settings to change when memory runs out, and the configuration if vLLM refuses it."""
+        """Converts out-of-memory errors and errors of vLLM's checks within the block to ConfigErrors that name settings."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
@@ -247,7 +247,7 @@ class VLLMProcess:
             raise
 
     def _sleep(self, level: int) -> bool:
-        """Frees the accelerator for another role, if the roles of the run take turns on it.
+        """Frees the accelerator for another role, if roles of the run are colocated.
 
         Args:
             level: 1 keeps the weights on the host, 2 drops them.
@@ -265,7 +265,7 @@ class VLLMProcess:
         return False
 
     def reload(self) -> None:
-        """Takes the accelerator back (`RolloutBackend.reload`)."""
+        """Reverses `offload`; see `RolloutBackend.reload`."""
         if self._sleep_mode and not self._on_cpu:
             with self._errors_with_settings():
                 self._engine.wake_up()

@@ -165,9 +165,9 @@ def evaluate_language_model(
 
 
 def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
-    """Returns the step of a result: the checkpoint's.
+    """Returns the step of an evaluation: `step` if it is set, as it is for checkpoints.
 
-    For other models it is taken from the name of the folder of `output`, or of the model: `global_step_<N>`; or 0.
+    For other models it follows from the name `global_step_<N>` of the folder of `output` or of the model; otherwise it is 0.
     """
     step_of_output = step_of(Path(output).absolute().parent.name) if output else None
     return next(n for n in (step, step_of_output, step_of(Path(model).absolute().name), 0) if n is not None)

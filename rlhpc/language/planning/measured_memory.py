@@ -1,9 +1,9 @@
-"""Measurement of the memory model by PyTorch: `FSDPMemTracker` follows every tensor of a step of FSDP2 on a fake group
-of ranks, with tensors without contents. That takes seconds, no accelerator, and hardly any memory, whatever the model.
+"""Check of the memory model by PyTorch's `FSDPMemTracker`, which tracks all tensors of an FSDP2 step.
 
-The tracker follows forward and backward pass of two micro-batches, without log-probs (whose chunks depend on the batch)
-and optimizer (whose state the tracker counts wrongly with fake tensors). It does so at two depths, and extrapolates the
-difference per layer to the depth of the model.
+It uses fake tensors and a fake process group, so that it takes seconds, no accelerator and little memory for any model. The
+tracker runs the forward and backward pass of two micro-batches, without log-probs (whose chunks depend on the batch) and
+optimizer (whose state it counts wrongly with fake tensors), at two depths; the difference per layer is extrapolated to the
+depth of the model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class MeasuredMemory:
 
     Attributes:
         peaks: Number of layers → peak bytes of a rank.
-        accounted: The same by the memory model.
-        full_model: Bytes of the full model, extrapolated from the two depths.
-        full_model_accounted: The same by the memory model.
+        accounted: Number of layers → peak bytes according to the memory model.
+        full_model: Peak bytes of the full model, extrapolated from the two depths.
+        full_model_accounted: Peak bytes of the full model according to the memory model.
         seconds: Duration of the measurement.
     """
 
@@ -107,7 +107,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
 
 
 def accounted_bytes(training: Training) -> float:
-    """Returns the bytes of the measured part of a step by the memory model."""
+    """Returns the peak bytes of the measured part of a step according to the memory model."""
     unmeasured_terms = {"optimizer", "context and collectives"}
     return max(
         sum(term.nbytes for term in moment.terms if term.name not in unmeasured_terms)
@@ -117,7 +117,7 @@ def accounted_bytes(training: Training) -> float:
 
 
 def _peak(training: Training, config: Mapping[str, Any]) -> float:
-    """Returns the peak bytes by the tracker."""
+    """Returns the peak bytes of a rank according to the tracker."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.device_mesh import init_device_mesh
@@ -175,7 +175,7 @@ def _total(snapshot: Mapping[Any, int]) -> int:
 
 @contextlib.contextmanager
 def _ranks(number: int) -> Iterator[None]:
-    """Creates a fake process group of so many ranks with only this process."""
+    """Creates a fake process group of `number` ranks within this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

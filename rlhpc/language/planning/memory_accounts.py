@@ -146,7 +146,7 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
 def _iter_divisions(
     name: str, training: Training, *, divides: bool
 ) -> Iterator[tuple[float, tuple[str, ...], Training]]:
-    """Yields other divisions of the model over as many ranks or more."""
+    """Yields the configured division of the model, and other divisions over the same number of ranks or more."""
     yield 0.0, (), training
     ranks, sizes = training.ranks, training.sizes
     if training.backend != "fsdp" and ranks > 1:
@@ -181,8 +181,9 @@ def _iter_divisions(
 
 
 def divisions(training: Training) -> Iterator[tuple[float, Training]]:
-    """Yields all divisions of a model over the same ranks under FSDP, with distances from the configured one: those
-    with no more copies than now, and sizes that are powers of two.
+    """Yields FSDP divisions of a model over the same ranks, each with its distance from the configured division.
+
+    Sizes are powers of two, and divisions have at most as many replicas as the configured one.
     """
     ranks, experts = training.ranks, training.ranks if training.size.experts else 1
     for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
@@ -297,7 +298,7 @@ def _measured(training: Training, section: LanguageActorConfig) -> str:
 
 
 def _writes(cfg: RunConfig) -> bool:
-    """Returns whether the run trains on text that the model writes."""
+    """Returns whether the run trains on responses that the model generates."""
     return select(cfg, "algorithm.group_size") is not None
 
 
@@ -357,8 +358,9 @@ def _policies(cfg: object) -> int:
 
 
 def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
-    """Returns the tokens of the largest micro-batch: the configured maximum, or fewer if an optimizer step has fewer
-    per rank.
+    """Returns the number of tokens of the largest micro-batch.
+
+    This is the configured maximum, or fewer if an optimizer step has fewer tokens per rank.
     """
     if not _writes(cfg):  # the length of rows is unknown
         return section.max_tokens_per_micro_batch
@@ -405,9 +407,7 @@ def _trained(
 
 
 def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
-    """Returns the moment when weights are sent: the terms between steps, one weight in full, and the bucket of the
-    update.
-    """
+    """Returns the moment of weight sync: the terms between steps, one full weight, and a bucket of the update."""
     largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
     return Moment(
         "weights are sent",
@@ -419,8 +419,9 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
 
 
 def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> tuple[MemoryTerm, ...]:
-    """Returns the memory of an update in /dev/shm: a few buckets or, for engines that receive it later, all of it; and
-    the retained weights.
+    """Returns the memory of a weight update in /dev/shm, and of retained weights.
+
+    An update takes a few buckets, or its full size if colocated engines receive it later.
     """
     model_bytes = float(training.itemsize * training.size.parameters)
     if cfg.rollout.weight_delta == "elements":

@@ -1,7 +1,6 @@
-"""Memory model of training and serving: activations of a decoder layer, in bytes per token, that the forward pass saves
-for the backward pass, and what the backward pass adds.
+"""Memory model of training and serving, and of the activations that a decoder layer saves for the backward pass.
 
-The terms are those that PyTorch's autograd saves of transformers' modules, one by one:
+The terms, in bytes per token, are the tensors that PyTorch's autograd saves for the modules of transformers:
 
     norm            its input in float32, the normalized input, its output                  12 H, or in bfloat16 8 H
     attention       queries, keys and values after rotation, the output, its log-sums       b (2 q + 2 kv) + 4 heads
@@ -10,9 +9,9 @@ The terms are those that PyTorch's autograd saves of transformers' modules, one 
     mixture         the same of each token's experts, and their inputs and outputs          k b (4 W + 2 H)
                     (also if ranks share experts: sent tokens are freed on arrival, and as many arrive as leave on average)
 
-with H the width, I the inner width of an MLP and W of an expert, k experts per token, q and kv the widths of queries
-and keys, b bytes per number. If only adapters are trained, the terms of frozen weights are dropped: for a norm the
-normalized input, for queries and keys likewise.
+H is the hidden size, I the inner width of an MLP and W of an expert, k the experts per token, q and kv the widths of queries
+and keys, and b the bytes per number. If only adapters are trained, the tensors for gradients of frozen weights are not saved:
+the normalized inputs of norms, also of those of queries and keys.
 """
 
 from __future__ import annotations
@@ -249,8 +248,9 @@ class Serving:
         )
 
     def cache_bytes(self) -> float:
-        """Returns the bytes of vLLM's cache: the rest of its fraction of the accelerator, but at least a sequence of
-        full length.
+        """Returns the bytes of vLLM's KV cache, at least those of a sequence of full length.
+
+        On an accelerator, the cache gets the rest of vLLM's fraction of the memory.
         """
         min_bytes = self.sequence(self.context)
         if not self.accelerated:
@@ -380,9 +380,7 @@ class Training:
         return self.size.parameters - self._num_missing_head if self.lora else 0
 
     def rank_fraction(self) -> float:
-        """Returns the fraction of the model that a rank holds between uses. Experts are divided in another order, over
-        as many ranks.
-        """
+        """Returns the fraction of the model that a rank stores; experts are divided over the same number of ranks."""
         sizes = self.sizes
         return {
             "local": 1.0,
@@ -562,11 +560,9 @@ class Training:
     # -- on the host ------------------------------------------------------------------------------------------------
 
     def host_copy_bytes(self) -> float:
-        """Returns the bytes of weights and optimizer that a rank copies to save them, or holds while its accelerator is
-        offloaded.
-        """
+        """Returns the bytes of a host copy of weights and optimizer, made to save a checkpoint or to offload the rank."""
         return 12.0 * self.num_trained * self.rank_fraction()
 
     def offloaded_bytes(self) -> float:
-        """Returns the bytes on the host between uses."""
+        """Returns the host bytes of offloaded weights, gradients and optimizer."""
         return 16.0 * self.num_trained * self.rank_fraction() if self.offload and self.accelerated else 0.0

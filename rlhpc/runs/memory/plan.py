@@ -30,8 +30,9 @@ _TIMEOUT_S = 10.0
 
 
 def parse_bytes(text: str) -> float | None:
-    """Parses a size in Slurm's form into bytes: `80G`, `512M`; a bare number is in MiB. Returns None for another form, or for
-    0 (all memory).
+    """Parses a size in Slurm's form to bytes: `80G`, `512M`; a bare number is in MiB.
+
+    Returns None for other forms, and for 0, which means all memory.
     """
     match = _SIZE.fullmatch(text.strip())
     return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
@@ -225,7 +226,7 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
 
 
 def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
-    """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
+    """Returns the configuration with the values that the placement determines, such as the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     replicas = {name: placement.get_strategy(name).replica for name in placement.components}
     placed_cfg: RunConfig = task_type_of(cfg).groups.placed(cfg, replicas)
@@ -266,7 +267,7 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
         launcher: `slurm` or `local`.
 
     Raises:
-        ConfigError: The run does not fit; names the largest term, and the nearest sizes that fit.
+        ConfigError: The run does not fit; the message names the largest term and the nearest sizes that fit.
     """
     memory = memory_at_start(cfg, launcher)
     if memory is None:
