@@ -36,7 +36,7 @@ def _number_of(file: Path) -> int:
 
 
 def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
-    """Returns the lines that a start has written.
+    """Returns the lines that a start of the run wrote.
 
     Args:
         lines: Lines of a log, or its last ones.

@@ -149,9 +149,8 @@ class RunPaths:
         return step if step is not None and (self.checkpoint(step) / COMPLETE).is_file() else None
 
     def chosen_step(self) -> int | None:
-        """Returns the step of the checkpoint that represents the run where no other is named: the best one of a run that keeps
-        it
-        (`runner.keep_best`), otherwise the last complete one; None before the first.
+        """Returns the step of the checkpoint that represents the run if no other is named: the best one if the run keeps it
+        (`runner.keep_best`), otherwise the last complete one; None without a checkpoint.
 
         Evaluation, export, recording and the displayed result of a run use this step, in commands and in the workflow.
         """

@@ -1,4 +1,4 @@
-"""State of a run: that of its newest attempt, from the run's files and, for Slurm jobs, a single query."""
+"""State of a run's newest attempt, determined from the run's files and, for Slurm jobs, a single query."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Facts:
         return RunState(state, job, job) if state else self._running(job)
 
     def _by_processes(self, report: JobReport | None, job: str) -> RunState:
-        """Returns the state by the processes, if they are on this host, when neither the files nor Slurm determine it."""
+        """Returns the state judged by the processes on this host, for when neither the files nor Slurm determine it."""
         claim, record = self.claim, self.record
         assert record is not None
         if report is not None and report.conclusive:
@@ -192,7 +192,7 @@ class Facts:
         return RunState("starting", job, job, is_current=False)
 
     def _driver_state(self) -> tuple[str, str]:
-        """Returns the driver's state and stop reason by `status.json`; "" for what it does not have."""
+        """Returns the driver's state and stop reason from `status.json`; "" for a missing one."""
         return str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
 
     def _after_segment(self) -> tuple[str, str]:
@@ -284,7 +284,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _refusal(paths: RunPaths) -> str:
-    """Returns why the workflow's plan of the run was refused, in a line; "" if it was not, or is being computed."""
+    """Returns the error line of the run's failed workflow plan; "" if it has not failed."""
     if (paths.root / "workflow" / "plan.txt").exists():
         return ""
     return error_line(paths.logs / "workflow" / "prepare.log")

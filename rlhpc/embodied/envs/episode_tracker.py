@@ -31,7 +31,7 @@ class EpisodeTracker:
         self._uses_relative_reward = cfg.use_rel_reward
         self._ignore_terminations = cfg.ignore_terminations
         self._scale = cfg.reward_scale
-        #: Episodes that each slot has begun.
+        #: Number of episodes that each slot has begun.
         self.num_begun = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int64)
         self.returns = np.zeros(num_envs, np.float64)

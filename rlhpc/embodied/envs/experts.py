@@ -31,7 +31,7 @@ def _towards(tcp: np.ndarray, target: np.ndarray, gripper: np.ndarray | float, g
 
 
 def push_cube(obs: Any) -> np.ndarray:
-    """Returns actions for PushCube-v1: behind the cube, down, and forward until the cube lies on the goal.
+    """Returns actions for PushCube-v1: move behind the cube, down, and forward until the cube lies on the goal.
 
     Args:
         obs: `[N, 35]`: qpos 9, qvel 9, tcp pose 7, goal 3, cube pose 7.
@@ -51,7 +51,7 @@ def push_cube(obs: Any) -> np.ndarray:
 
 
 def pick_cube(obs: Any) -> np.ndarray:
-    """Returns actions for PickCube-v1: over the cube, down, grasp, to the goal.
+    """Returns actions for PickCube-v1: move over the cube, down, grasp, and move to the goal.
 
     Args:
         obs: `[N, 42]`: qpos 9, qvel 9, is_grasped 1, tcp pose 7, goal 3, cube pose 7, and differences of these.
@@ -73,7 +73,7 @@ def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, car
 
 
 def stack_cube(obs: Any) -> np.ndarray:
-    """Returns actions for StackCube-v1: grasp the first cube, over the second, down, release.
+    """Returns actions for StackCube-v1: grasp the first cube, move it over the second, lower it, and release it.
 
     Args:
         obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, first cube's pose 7, second's 7, and differences of these.
@@ -93,7 +93,7 @@ def stack_cube(obs: Any) -> np.ndarray:
     actions = _grasp_and_carry(tcp, cube, is_grasped, carry_offset)
     is_placed = (horizontal_distance < 0.01) & (np.abs(offset[:, 2] + 0.04) < 0.005)
     actions[is_placed, 3] = _OPEN
-    # Lets go and moves away upwards.
+    # Releases the cube and moves up.
     actions[is_placed & (fingers > 0.03), :3] = (0, 0, 0.5)
     actions[is_placed & (fingers <= 0.03), :3] = 0
     return actions

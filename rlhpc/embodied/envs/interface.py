@@ -22,7 +22,7 @@ def reset_env(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, 
     """Starts an episode: `env.reset(**options)`.
 
     Raises:
-        InterfaceError: It does not take these options, or does not return (observation, info).
+        InterfaceError: `reset` does not accept these options, or does not return (observation, info).
     """
     try:
         answer = env.reset(**options)
@@ -41,7 +41,7 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
     """Executes an action: `env.step(action)`.
 
     Raises:
-        InterfaceError: It does not return (observation, reward, terminated, truncated, info), or these are of other types.
+        InterfaceError: `step` does not return (observation, reward, terminated, truncated, info), or their types are wrong.
     """
     try:
         answer = env.step(action)
@@ -64,7 +64,7 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
 
 
 def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
-    """Returns the success in `info`, under `success` or `is_success`; None if it has neither.
+    """Returns the success in `info`, under key `success` or `is_success`; None without either.
 
     Raises:
         InterfaceError: It is neither true nor false.

@@ -31,18 +31,18 @@ class LiberoOptions:
     task_ids: list[int] | None = None
     """Tasks of the suite; null for all."""
     cameras: list[str] = field(default_factory=lambda: ["agentview", "robot0_eye_in_hand"])
-    """Cameras of pictures."""
+    """Cameras of the images."""
     width: Annotated[int, COUNT] = 256
-    """Width of pictures."""
+    """Width of the images in pixels."""
     height: Annotated[int, COUNT] = 256
-    """Height of pictures."""
+    """Height of the images in pixels."""
     image_orientation: Annotated[str, ORIENTATIONS] = "rotate_180"
-    """Orientation of pictures (`oriented`)."""
+    """Orientation of the images (`oriented`)."""
 
 
 #: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them. Settling does not count.
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-#: Steps in which objects come to rest after a reset, with the gripper open and nothing else moving.
+#: Number of idle steps after a reset, with the gripper open, in which objects come to rest.
 _SETTLING = 10
 _IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
@@ -50,10 +50,10 @@ _IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 class LiberoVectorEnv(SlotwiseVectorEnv):
     """Vector environment of N slots of a suite such as `libero_spatial`.
 
-    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed draws both,
-    so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
-    slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
-    the tasks get equally many, with more the enumeration repeats.
+    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed determines task
+    and state, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over slots and
+    episodes, beginning with the first state of every task. With as many episodes as pairs, each pair is played once; with
+    fewer, the tasks get equally many; with more, the enumeration repeats.
 
     Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
@@ -62,8 +62,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: Slots here.
-        slot_offset: Global number of the first.
+        num_envs: Number of slots in this environment.
+        slot_offset: Global number of its first slot.
         seed: Seed of the run.
         stage: "train" or "eval".
     """
@@ -117,7 +117,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return env
 
     def pair_of(self, slot: int, seed: int) -> tuple[int, int]:
-        """Returns task and initial state of the episode that a slot begins with `seed`."""
+        """Returns (task, initial state) of the episode that a slot begins with `seed`."""
         index = seed
         if self._enumerates:
             index = (int(self.episodes.num_begun[slot]) - 1) * self._stride + self._slot_offset + slot

@@ -1,11 +1,11 @@
 """Batched simulation of a ManiSkill task's slots in one process: PhysX steps them on the CPU, everything else is
 batched.
 
-ManiSkill batches on a GPU only: on a CPU each environment evaluates its observations, rewards and controllers alone, and
-four fifths of a step are small tensor operations. Here every slot has a CPU scene of its own, but ManiSkill sees them
-through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
-fetched), so that its Python code runs once per step for all slots. The physics of a slot are those of a single CPU
-environment, step for step.
+ManiSkill batches only on a GPU. On a CPU each environment evaluates its observations, rewards and controllers separately,
+and four fifths of a step are small tensor operations. Here every slot has its own CPU scene, but ManiSkill accesses the
+scenes through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
+fetched), so that its Python code runs once per step for all slots. The physics of a slot equal those of a single CPU
+environment at every step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
 from sapien import physx
 
-#: Versions whose sources were read for what is replaced below, behind `BatchedScene`.
+#: Versions against whose sources the replacements in this module were checked.
 VERIFIED = {"mani_skill": "3.0"}
 
 
 class _PhysxBuffer:
-    """Tensor behind the accessor that PhysX's GPU buffers have."""
+    """Tensor with the interface of PhysX's GPU buffers; records which rows were changed."""
 
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.zeros(*shape)
@@ -52,7 +52,7 @@ class _PhysxBuffer:
 
 
 class _ContactQuery:
-    """Query of the impulses of pairs of bodies, or of single bodies, `[n, 3]`."""
+    """Query of contact impulses `[n, 3]` of pairs of bodies, or of single bodies."""
 
     def __init__(self, bodies: list[Any]) -> None:
         self.bodies = bodies
@@ -136,7 +136,7 @@ class BatchedPhysx:
         return self._numbers[articulation.links[0]._physx_pointer]
 
     def step(self) -> None:
-        """Steps all scenes, towards the current drive targets."""
+        """Applies the current drive targets and steps all scenes."""
         self.gpu_apply_articulation_target_position()
         self.gpu_apply_articulation_target_velocity()
         for system in self.systems:
@@ -235,13 +235,13 @@ class BatchedPhysx:
     # -- contacts ---------------------------------------------------------------------------------------------------
 
     def clear_contacts(self, slots: Iterable[int]) -> None:
-        """Drops the caches of contacts of these slots (`clear_contacts` of this module)."""
+        """Drops PhysX's contact caches of these slots (see the module's `clear_contacts`)."""
         for slot in slots:
             clear_contacts(self.systems[slot])
         self._impulses = {}
 
     def _impulses_of(self, body: Any) -> list[tuple[int, int, np.ndarray]]:
-        """Returns bodies and impulse of each queried contact in a body's scene."""
+        """Returns (first body, second body, impulse) of each contact of queried bodies in the scene of `body`."""
         slot = self._slots[body._physx_pointer]
         if slot not in self._impulses:
             impulses = []
@@ -251,7 +251,7 @@ class BatchedPhysx:
                     impulses.append(
                         (first_body, second_body, np.sum([point.impulse for point in contact.points], axis=0))
                     )
-            # Numbers, not contacts: those end with the next step.
+            # Stores impulses instead of contacts, which become invalid with the next step.
             self._impulses[slot] = impulses
         return self._impulses[slot]
 
@@ -269,21 +269,21 @@ class BatchedPhysx:
     def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
         for row, (first_body, second_body) in enumerate(query.bodies):
             first_pointer, second_pointer = first_body._physx_pointer, second_body._physx_pointer
-            total = np.zeros(3)
+            impulse_sum = np.zeros(3)
             for pointer_a, pointer_b, impulse in self._impulses_of(first_body):
                 if (pointer_a, pointer_b) == (first_pointer, second_pointer):
-                    total += impulse
+                    impulse_sum += impulse
                 elif (pointer_b, pointer_a) == (first_pointer, second_pointer):
-                    total -= impulse
-            query.cuda_impulses.array[row] = total
+                    impulse_sum -= impulse
+            query.cuda_impulses.array[row] = impulse_sum
 
     def gpu_query_contact_body_impulses(self, query: _ContactQuery) -> None:
         for row, body in enumerate(query.bodies):
-            pointer, total = body._physx_pointer, np.zeros(3)
+            pointer, impulse_sum = body._physx_pointer, np.zeros(3)
             for pointer_a, pointer_b, impulse in self._impulses_of(body):
                 if pointer in (pointer_a, pointer_b):
-                    total += impulse if pointer_a == pointer else -impulse
-            query.cuda_impulses.array[row] = total
+                    impulse_sum += impulse if pointer_a == pointer else -impulse
+            query.cuda_impulses.array[row] = impulse_sum
 
 
 class BatchedScene(ManiSkillScene):
@@ -300,7 +300,7 @@ class BatchedScene(ManiSkillScene):
 
 
 def _indices(cls: Any, name: str, index_of: Any) -> None:
-    """Makes a cached index of a ManiSkill struct come from `BatchedPhysx` where the struct is in a `BatchedScene`."""
+    """Replaces a cached index of a ManiSkill struct by that of `BatchedPhysx`, for structs in a `BatchedScene`."""
     original = vars(cls)[name].func
 
     def look_up(self: Any) -> torch.Tensor:

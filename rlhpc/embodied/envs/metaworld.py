@@ -29,13 +29,13 @@ class MetaWorldOptions:
     reward_mode: Annotated[str, Choices("dense", "sparse")] = "dense"
     """`dense` (0 to 10), or `sparse` (1 at success)."""
     camera_name: str = "corner2"
-    """Camera of pictures."""
+    """Camera of the images."""
     width: Annotated[int, COUNT] = 480
-    """Width of pictures."""
+    """Width of the images in pixels."""
     height: Annotated[int, COUNT] = 480
-    """Height of pictures."""
+    """Height of the images in pixels."""
     image_orientation: Annotated[str, ORIENTATIONS] = "rotate_180"
-    """Orientation of pictures (`oriented`): MetaWorld's cameras are mounted upside down."""
+    """Orientation of the images (`oriented`): MetaWorld's cameras are mounted upside down."""
 
 
 #: MetaWorld's own limit; its environments refuse more.
@@ -50,8 +50,8 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: Slots here.
-        slot_offset: Global number of the first.
+        num_envs: Number of slots in this environment.
+        slot_offset: Global number of its first slot.
         seed: Seed of the run.
     """
 

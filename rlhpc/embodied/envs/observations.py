@@ -1,6 +1,6 @@
-"""Observations: an array `[N, ...]`, or a dict of such arrays where an environment shows several things.
+"""Observations: an array `[N, ...]`, or a dict of such arrays for several modalities.
 
-A simulator on an accelerator returns tensors in place of the arrays where `VectorEnv.on_device` is set.
+A simulator on an accelerator returns tensors instead of arrays if `VectorEnv.on_device` is set.
 
 Messages between workers have a dict as columns `obs.<key>`, an array as the column `obs`.
 A text is zero-padded UTF-8, uint8 `[N, bytes]`.
@@ -20,7 +20,7 @@ from rlhpc.runtime.key_metadata import Choices
 
 
 def is_tensor(array: Any) -> bool:
-    """Returns whether an array of an observation is a tensor, which stays on its accelerator."""
+    """Returns whether an array of an observation is a torch tensor."""
     return hasattr(array, "is_floating_point")
 
 
@@ -31,12 +31,12 @@ def is_finite(array: Any) -> bool:
     if array.dtype.kind != "f":
         return True
     flat_array = array.reshape(-1)
-    # A square may overflow although the number itself does not: only then is each number checked.
+    # The sum of squares may overflow although all numbers are finite: only then is each number checked.
     return math.isfinite(np.vdot(flat_array, flat_array)) or bool(np.isfinite(array).all())
 
 
 def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
-    """Returns the rows with a non-finite number: bool, of the shape of the `lead` leading axes."""
+    """Returns a bool mask of the rows with a non-finite number; its shape is the first `lead` axes of the array."""
     if is_tensor(array):
         bad_elements = ~array.isfinite()
         if bad_elements.ndim > lead:
@@ -65,7 +65,7 @@ def all_finite(obs: Any) -> bool:
 
 
 def bad_slots(obs: Any) -> np.ndarray:
-    """Returns the slots with a non-finite number: bool `[N]`."""
+    """Returns a mask (bool `[N]`) of the slots with a non-finite number."""
     arrays = obs.values() if isinstance(obs, dict) else (obs,)
     is_nonfinite: np.ndarray = np.logical_or.reduce([bad_rows(array) for array in arrays])
     return is_nonfinite
@@ -73,7 +73,7 @@ def bad_slots(obs: Any) -> np.ndarray:
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
-#: Room for a text whose space names no length.
+#: Bytes of a text whose space has no maximum length.
 TEXT_BYTES = 128
 
 
@@ -138,7 +138,7 @@ def boxes_of(space: Any) -> dict[str, Any]:
 
 
 def row_bytes(space: Any) -> dict[str, int]:
-    """Returns the bytes of one slot by key."""
+    """Returns the size in bytes of one slot's observation, by key."""
     return {key: math.prod(box.shape) * np.dtype(box.dtype).itemsize for key, box in boxes_of(space).items()}
 
 
@@ -171,7 +171,7 @@ def encode_text(text: str, size: int) -> np.ndarray:
     """Returns a text as zero-padded UTF-8, uint8 `[size]`.
 
     Raises:
-        ConfigError: It takes more bytes: a part of an instruction is another instruction.
+        ConfigError: The text has more bytes. It is not truncated, because a part of an instruction is another instruction.
     """
     encoded_text = text.encode()
     if len(encoded_text) > size:
@@ -194,7 +194,7 @@ def is_text(space: Any) -> bool:
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Returns the bytes of the longest text as UTF-8, and at least `TEXT_BYTES`."""
+    """Returns the number of UTF-8 bytes of the longest text, at least `TEXT_BYTES`."""
     return max([TEXT_BYTES, *(len(instruction.encode()) for instruction in texts)])
 
 
@@ -224,10 +224,10 @@ def _numbers(array: np.ndarray) -> Any:
 
 
 def require_bounded(space: Any) -> None:
-    """Refuses actions that critics of actions cannot read.
+    """Checks that actions are a bounded Box, which off-policy critics need.
 
     Raises:
-        ConfigError: They are no Box, or have no bounds.
+        ConfigError: The action space is not a Box, or has no bounds.
     """
     if not isinstance(space, spaces.Box) or not space.is_bounded():
         raise ConfigError(

@@ -38,7 +38,7 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
 
     Args:
         cfg: The section.
-        num_envs: Slots of this vector (a rank's share of `cfg.num_envs`).
+        num_envs: Number of slots to build (a rank's share of `cfg.num_envs`).
         slot_offset: Global number of the first slot: slot i is seeded by (seed, i), on any rank.
         seed: Seed of the run.
         stage: "train" or "eval".

@@ -26,8 +26,8 @@ def send(sock: socket.socket, message: Any, deadline: float | None = None) -> No
     """Sends one message.
 
     Raises:
-        TimeoutError: The other end does not take it.
-        OSError: The other end is gone.
+        TimeoutError: The other end did not read it in time.
+        OSError: The other end has closed.
     """
     content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     _limit(sock, deadline)
@@ -35,7 +35,7 @@ def send(sock: socket.socket, message: Any, deadline: float | None = None) -> No
 
 
 def receive(sock: socket.socket, deadline: float | None = None) -> Any:
-    """Receives one message; raises as `send`, and EOFError where the other end has closed."""
+    """Receives one message; raises as `send` does, and EOFError if the other end has closed."""
     (size,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
     return pickle.loads(_read(sock, size, deadline))
 
@@ -44,7 +44,7 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
     content = bytearray(size)
     view, num_received = memoryview(content), 0
     while num_received < size:
-        # The deadline is that of the whole message: a process may be stopped in the middle of one.
+        # The deadline applies to the complete message: a process may be stopped in the middle of it.
         _limit(sock, deadline)
         num_bytes = sock.recv_into(view[num_received:])
         if not num_bytes:
@@ -131,7 +131,7 @@ class _Slots:
         self.env.load_state_dict(self.env.merge_states(slots))
 
 
-#: Attributes of an environment that its parent hands on.
+#: Attributes of an environment that the parent's `ProcessVectorEnv` copies.
 FACTS = (
     "observation_space", "action_space", "supports_state", "max_episode_steps", "record_kwargs", "holds_hardware",
     "control_hz",

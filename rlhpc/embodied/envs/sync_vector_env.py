@@ -27,13 +27,13 @@ class SlotStep(NamedTuple):
 class SlotwiseVectorEnv(VectorEnv):
     """Vector environment of N slots, stepped one after the other.
 
-    A saved slot is its episode's number and actions, which loading replays. A subclass whose resets keep something of the
-    previous episode sets `supports_state` to False.
+    The saved state of a slot is its episode's number and actions, and loading replays them. A subclass whose resets keep state
+    of the previous episode sets `supports_state` to False.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: Slots here.
-        slot_offset: Global number of the first.
+        num_envs: Number of slots in this environment.
+        slot_offset: Global number of its first slot.
         seed: Seed of the run.
         limit: Steps after which an episode is truncated; 0 for none.
     """
@@ -51,7 +51,7 @@ class SlotwiseVectorEnv(VectorEnv):
 
     @abstractmethod
     def begin_slot(self, slot: int, seed: int) -> Any:
-        """Starts an episode that follows from `seed`; returns its first observation."""
+        """Starts the episode that `seed` determines; returns its first observation."""
 
     @abstractmethod
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
@@ -74,7 +74,7 @@ class SlotwiseVectorEnv(VectorEnv):
         return self.chunk_step(actions.reshape(self.num_envs, 1, -1))
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits for the chunk's end."""
+        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ends within the chunk is reset after the chunk."""
         n, chunk = actions.shape[:2]
         space = self.action_space
         clipped_actions = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)

@@ -1,4 +1,4 @@
-"""Checks of Slurm by its own answers: each turns collected facts into findings, and queries nothing."""
+"""Checks of a Slurm site: each turns facts already collected into findings and runs no Slurm command."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _minutes(text: str | None) -> int | None:
 
 
 def walltime(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
-    """Checks that the site's time fits the partition, and the lead of the signal fits the time."""
+    """Checks that the site's walltime is within the partition's limit, and that the signal's lead time fits into it."""
     lead_s = site.signal_lead_s
     for group in site.groups:
         record = facts.partition(group.partition)

@@ -15,8 +15,8 @@ from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.cluster_config import Key, SectionSource
 
-#: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
-#: one rank less is enough.
+#: Shares of a step's time in which the actor waits for rollouts: at or above the first there are too few ranks; at or below
+#: the second, fewer are enough.
 WAITS, IDLES = 0.25, 0.05
 #: Pause after a job that ended before any of its ranks joined; it doubles with each such job in a row, up to the maximum.
 _PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
@@ -74,9 +74,9 @@ class ClusterState:
         waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
         requested_ranks: Number of ranks that a user requested; None leaves it to the rule.
         spent: Hours of the budget that ended jobs have used.
-        useful: Number of ranks that can be used.
-        num_failed: Number of last jobs in a row that ended before any of their ranks joined, or after an error of one.
-        failed_at: Time at which the end of the last of these was detected.
+        useful: Maximum number of ranks that the run can use.
+        num_failed: Number of last jobs in a row that ended before any of their ranks joined, or after a rank's error.
+        failed_at: Time at which the end of the last of these jobs was detected.
     """
 
     now: float
@@ -109,12 +109,12 @@ class Decision:
 
 
 class Rule:
-    """Rule for the number of helper jobs. It counts in jobs: where limits, useful ranks or a requested number are no
-    multiple of a job's ranks, it takes the next lower number of jobs, and for the minimum the next higher one.
+    """Rule for the number of helper jobs. It counts in jobs: if a limit, the useful ranks or a requested number is not a
+    multiple of a job's ranks, it is rounded down to whole jobs, and the minimum is rounded up.
 
-    Without a requested number, the number of jobs grows when the actor has waited for rollouts for a while and all target jobs
-    are at work: it doubles, from one job on. It shrinks by one job when the actor has hardly waited for a while, whatever jobs
-    are still awaited. Jobs in the queue are removed before running jobs, and young ones before old ones.
+    Without a requested number, the number of jobs doubles, starting with one, when the actor has waited for rollouts for a
+    while and all target jobs are at work. It shrinks by one job when the actor has hardly waited for a while, even if jobs are
+    still pending. Jobs in the queue are removed before running jobs, and newer ones before older ones.
 
     Args:
         bounds: The limits.

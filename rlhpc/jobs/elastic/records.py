@@ -59,7 +59,7 @@ class HelperJobRecord:
         return 0.0 if self.started is None else max(0.0, (self.finished or now) - self.started) / 3600 * self.counted
 
     def observe(self, job: QueuedJob, ranks: int) -> HelperJobRecord:
-        """Returns the record after a look at the queue, with the number of the job's ranks that were present then."""
+        """Returns the record updated with the job's state in the queue and the number of its ranks that are present."""
         return replace(
             self,
             state=job.state,
@@ -71,18 +71,18 @@ class HelperJobRecord:
         )
 
     def leave(self, now: float, reason: str = "") -> HelperJobRecord:
-        """Returns the record of a job that leaves, for this reason; an earlier request counts."""
+        """Returns the record of a job that was asked to leave; the time and reason of an earlier request are kept."""
         return replace(self, leaving=self.leaving or now, leave_reason=self.leave_reason or reason)
 
     def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
-        """Returns the record of a job that is not in the queue any more: unobserved time counts as if it had run as long as it
-        could.
+        """Returns the record of a job that is no longer in the queue; unobserved time counts as if the job had run as long as
+        possible.
 
         Args:
             state: Slurm's last state.
             ranks: Number of its ranks that were present at the same time.
-            now: The present.
-            last_seen: When it was last in the queue.
+            now: Current time.
+            last_seen: Time at which it was last seen in the queue.
             walltime_s: Its time limit.
         """
         num_joined, started_at = max(self.joined, ranks), self.started

@@ -49,8 +49,8 @@ class RunLogger(Protocol):
             resume_step: The step that the run continues from; None for a fresh start.
 
         Returns:
-            The last step that the destination already has. `log` receives no rows up to it; later rows of metrics.jsonl
-            are passed first. None if it has no rows.
+            Last step that the destination already has; None if it has no rows. `log` receives only rows of later steps,
+            beginning with those in metrics.jsonl.
         """
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
@@ -157,7 +157,7 @@ def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested keys joined by dots; lists are not flattened."""
+    """Returns a flat mapping with nested keys joined by dots; lists are not flattened."""
     flattened: dict[str, Any] = {}
     for key, value in config.items():
         is_nested = isinstance(value, Mapping) and value
