@@ -108,14 +108,14 @@ def is_mixture(config: Any) -> bool:
 
 
 def require_verified_mixture(config: Any, architecture: str = "") -> None:
-    """Rejects mixtures whose updates in vLLM are not known to be right.
+    """Checks that weight updates of a mixture of experts in vLLM are verified (`VERIFIED_MIXTURES`).
 
     Args:
         config: Hugging Face configuration.
         architecture: Name of the module's class, if known; otherwise the first that the configuration names.
 
     Raises:
-        ConfigError: Names the architecture and the supported ones.
+        ConfigError: They are not; the message names the architecture and the supported ones.
     """
     name = architecture or next(iter(getattr(config, "architectures", None) or ()), "")
     if name and is_mixture(config) and name not in VERIFIED_MIXTURES:
@@ -239,8 +239,9 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
 
 
 def _names(model: Any, idle: list[Any]) -> Iterator[str]:
-    """Yields the names of layers that do not share another layer's weights. On a CPU none does: kernels there pack their
-    weights.
+    """Yields the names of idle layers that share no weights with an active layer.
+
+    On a CPU these are all idle layers, because kernels there pack their weights.
     """
     idle_ids = {id(layer) for layer in idle}
     separate_pointers = {
@@ -254,7 +255,7 @@ def _names(model: Any, idle: list[Any]) -> Iterator[str]:
 
 
 def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int) -> None:
-    """Rejects an update of which vLLM skipped a tensor, loaded one twice, or left a layer unchanged.
+    """Checks that vLLM loaded each tensor of an update exactly once and left no layer unchanged.
 
     Args:
         loaded: Result of `reload_counted`.
@@ -262,7 +263,7 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
         version: Version of the weights.
 
     Raises:
-        WeightUpdateError: Names the tensors, or the layers.
+        WeightUpdateError: It did not; the message names the tensors or layers.
     """
     incomplete_names = [
         f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"

@@ -48,7 +48,7 @@ class Conversation:
         self._messages, self._turn = [*self._system], 0
 
     def clear(self) -> None:
-        """Forgets all messages but the system's."""
+        """Removes all messages except the system message."""
         self._messages = [*self._system]
 
     def reply(self, text: str) -> Generator[str, None, None]:

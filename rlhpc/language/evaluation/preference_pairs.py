@@ -145,7 +145,7 @@ def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
 
 
 def shuffle(rows: list[Row], form: str, seed: int) -> None:
-    """Shuffles the preferences or labels of rows in place, so that they say nothing about the answers."""
+    """Shuffles the preferences or labels of rows in place, so that they are independent of the answers."""
     generator = random.Random(f"shuffled {seed}")
     if form == "pairs":
         for row in rows:

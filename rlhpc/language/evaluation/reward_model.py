@@ -104,8 +104,7 @@ def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suit
 
 
 def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length: int, pad: int) -> TokenBatch:
-    """Builds a batch with the responses of rows as samples. Responses of a row are adjacent, and `reward` has the
-    target of each.
+    """Builds a batch whose samples are the responses of rows; responses of a row are adjacent, `reward` has their targets.
 
     Args:
         rows: Rows without those that are too long.
@@ -272,10 +271,10 @@ def evaluate_reward_model(
 
 
 def check_reward_model(cfg: RewardRunConfig) -> None:
-    """Checks model, tokenizer and dataset before the start, and refuses those that would fail after it.
+    """Checks model, tokenizer and data before the start of a run.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: One of them would fail after the start; the message names the key.
     """
     model, form = cfg.actor.model, _form(cfg)
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)

@@ -42,8 +42,7 @@ def ks(samples: int) -> list[int]:
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
-    """Returns the share of right samples among those with the most frequent answer of a problem; the mean over tied
-    answers.
+    """Returns the share of right samples among those with a problem's most frequent answer, or the mean over tied answers.
 
     Args:
         votes: Normalized answers; "" is no answer and does not vote.
@@ -174,9 +173,7 @@ def summarize_preferences(rows: Sequence[_PreferenceRow], form: str) -> dict[str
 
 
 def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
-    """Returns the summary of pairs; see `summarize_preferences`. Equal rewards count as a mistake, because they do not
-    decide the pair.
-    """
+    """Returns the summary of pairs; see `summarize_preferences`. A pair with equal rewards counts as wrong."""
     rewards = np.asarray([row["rewards"] for row in rows], np.float64)
     margins = rewards[:, 0] - rewards[:, 1]
     is_right = margins > 0

@@ -127,7 +127,7 @@ def samples_path(result: Path) -> Path:
 
 
 def read_samples(path: Path) -> Iterator[_Row]:
-    """Yields the rows of a samples file; leaves out damaged or foreign lines, and fields of a wrong type.
+    """Yields the rows of a samples file; omits invalid lines, and fields of a wrong type.
 
     Raises:
         OSError: The file cannot be read.
