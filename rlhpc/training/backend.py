@@ -1,8 +1,8 @@
 """Interface of training backends, independent of the trained module.
 
-A backend knows neither tokens nor observations. It gets a `Blueprint` of the module from a task package, keeps weights,
-gradients and optimizer in its own way, and runs the task package's functions on the module. `OffloadingBackend` offloads
-accelerator memory to the host and back, with every view of it intact.
+A backend knows neither tokens nor observations. It builds the module from a task package's `Blueprint`, stores weights,
+gradients and optimizer state in its own format, and runs the task package's functions on the module. `OffloadingBackend`
+moves accelerator memory to the host and back, and keeps all views of that memory valid.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from rlhpc.training.shard_layout import Region
 
 
-#: The integers of a float's size: their bits are flipped.
+#: Integer dtype of the same size as a float, by bytes; the float's bits are flipped through it.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: The mantissa bit that is flipped, from the highest. In float32 one stale tensor of SmolLM2 moves log-probs 1e4 times as far
-#: as rounding does with the second, 1e3 times with the first, and 6e3 times with the third.
+#: Mantissa bit to flip, counted from the highest. In float32 one stale tensor of SmolLM2 changes log-probs 1e4 times as much
+#: as rounding does with the second bit, 1e3 times with the first, and 6e3 times with the third.
 _BIT = 2
-#: The value that every element of a tensor of zeros gets.
+#: Value that a tensor of zeros is filled with.
 _FILL = 2.0**-6
 
 
 class Perturbation:
-    """Flip of one mantissa bit of each number: an operation that is its own inverse and needs no memory.
+    """Reversible change of weights: flips one mantissa bit of each element, which is its own inverse and needs no copy.
 
-    The second bit of the mantissa moves a number by 12.5 to 25 %, in a direction that depends on its bits. This is enough to
-    reveal one stale tensor, and too little for a deep model to amplify rounding. Zeros would hardly move: a tensor that
-    contains only zeros (a new LoRA adapter's second factor) is filled with a constant, and later with zeros.
+    Flipping the second mantissa bit changes a number by 12.5 to 25 %, up or down depending on its bits. This is enough to
+    reveal one stale tensor, and too little for a deep model to amplify rounding. Zeros would hardly change, so a tensor that
+    contains only zeros (a new LoRA adapter's factor B) is filled with a constant, and with zeros again by `undo`.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class Perturbation:
 
     @torch.no_grad()
     def apply(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Changes the tensors in place.
+        """Perturbs the tensors in place.
 
         Raises:
-            ValueError: A tensor has another dtype than floating-point numbers of 16, 32 or 64 bits.
+            ValueError: A tensor's dtype is not floating-point with 16, 32 or 64 bits.
         """
         self._zeros = []
         for tensor in tensors:
@@ -71,7 +71,7 @@ class Perturbation:
 
     @torch.no_grad()
     def undo(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Restores the same tensors, in the same order, to the last bit."""
+        """Restores the tensors bit for bit; pass the same tensors in the same order as to `apply`."""
         for tensor, was_zero in zip(tensors, self._zeros, strict=True):
             if was_zero:
                 tensor.zero_()
@@ -80,14 +80,14 @@ class Perturbation:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's memory as integers."""
+    """Returns a view of the tensor's memory as integers of the same size."""
     if not tensor.is_floating_point() or tensor.element_size() not in _INTEGERS:
         raise ValueError(f"{tensor.dtype} cannot be perturbed: floats of 16, 32 or 64 bits can")
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 def _mask(dtype: torch.dtype) -> int:
-    """Returns the bit that is flipped."""
+    """Returns the XOR mask of the mantissa bit to flip."""
     mantissa = round(-torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item())
     return 1 << (mantissa - _BIT)
 
@@ -104,7 +104,7 @@ class ActorSection(Protocol):
 
     @property
     def training_backend(self) -> str:
-        """Name of the backend."""
+        """Name of the training backend."""
 
     @property
     def optim(self) -> OptimConfig:
@@ -124,7 +124,7 @@ class ActorSection(Protocol):
 
 
 class TrainingRanks(Protocol):
-    """Interface of the worker that a backend uses."""
+    """Methods and attributes of the worker that a backend uses."""
 
     @property
     def rank(self) -> int:
@@ -136,10 +136,10 @@ class TrainingRanks(Protocol):
 
     @property
     def accelerators(self) -> tuple[int, ...]:
-        """Accelerators granted to this rank."""
+        """Indices of the accelerators assigned to this rank."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduces a tensor over the ranks, in place."""
+        """Reduces a tensor over the ranks, in place, and returns it."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Returns all ranks' objects, in rank order."""
@@ -148,7 +148,7 @@ class TrainingRanks(Protocol):
         """Waits for all ranks."""
 
     def init_process_group(self) -> Any:
-        """Forms torch's default process group; None if there is only one rank."""
+        """Initializes torch's default process group and returns it; None if there is only one rank."""
 
 
 class TrainingBackend(abc.ABC):
@@ -157,21 +157,21 @@ class TrainingBackend(abc.ABC):
     Loss functions return the rank's *part* of the global loss: a sum divided by the global count. Gradients are
     therefore summed over ranks and micro-batches, never averaged, and any split yields the gradient of the whole batch.
 
-    A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and
+    The constructor of a subclass builds `self.module` (and its optimizer) and ends with `prepare_reference`. A subclass
     defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If its weights
-    cannot be read where `offload` leaves them, it reports this in `away`, and reads or writes them inside `awake`.
+    cannot be read while they are offloaded, its `away` returns True then, and it reads or writes them inside `awake`.
 
     Args:
         blueprint: Description of the trained module.
         actor: Section `actor` of the configuration.
-        worker: The worker of this rank.
+        worker: Worker of this rank.
 
     Attributes:
-        module: The module that was built.
-        device: The device it computes on.
+        module: The trained module.
+        device: Device that the module runs on.
         base_lr: `actor.optim.lr`.
-        sizes: Sizes of the mesh: the ranks of a block, and the samples of a block (`MeshSizes.data_of`).
-        mesh: The mesh itself, if there is one.
+        sizes: Sizes of the mesh dimensions (`MeshSizes`).
+        mesh: Device mesh; None if the backend has none.
         norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
     """
 
@@ -182,8 +182,8 @@ class TrainingBackend(abc.ABC):
     """The backend's name in `actor.training_backend`; checkpoints record it."""
 
     lockstep = True
-    """Whether all ranks must pass `forward_backward` the same number of micro-batches (padded with empty ones), and
-    evaluate at the same time."""
+    """Whether all ranks must pass the same number of micro-batches to `forward_backward` (padded with empty ones) and call
+    `evaluate` at the same time."""
 
     divides = False
     """Whether `actor.parallel` may divide a model over more than the data-parallel dimension."""
@@ -207,12 +207,12 @@ class TrainingBackend(abc.ABC):
 
     @property
     def called(self) -> nn.Module:
-        """Module to call with a batch; a subclass may return a wrapper."""
+        """Module that forward passes call; a subclass may return a wrapper."""
         return self.module
 
     @property
     def models(self) -> list[nn.Module]:
-        """The module and, if it exists, the reference: settings of forward passes apply to both."""
+        """The module and, if it has been built, the reference; settings of forward passes apply to both."""
         return [self.module] if self._reference is None else [self.module, self._reference]
 
     @property
@@ -221,15 +221,15 @@ class TrainingBackend(abc.ABC):
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
-        """Runs `forward(called, batch)` without gradients, in evaluation mode. It returns tensors, or lists, tuples or
-        dicts of them.
+        """Returns `forward(called, batch)`, run in evaluation mode without gradients. `forward` returns tensors, or lists,
+        tuples or dicts of tensors.
         """
         self.module.eval()
         with torch.no_grad(), _explain_out_of_memory(self.blueprint.knobs):
             return forward(self.called, batch)
 
     def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
-        """Runs `forward` as `evaluate` does, with the weights from before training."""
+        """Returns `forward` of the reference policy, run as in `evaluate`; builds the reference at the first call."""
         if self._reference is None:
             self._reference = self._make_reference()
         with torch.no_grad(), _explain_out_of_memory(self.blueprint.knobs):
@@ -238,12 +238,12 @@ class TrainingBackend(abc.ABC):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Accumulates the gradients of the rank's micro-batches, replacing earlier ones. Call it once before each step,
-        because it may already sum over the ranks.
+        """Discards earlier gradients and accumulates those of the rank's micro-batches. Call it once before each optimizer
+        step, because it may already sum gradients over the ranks.
 
         Args:
-            micro_batches: See `lockstep`.
-            loss: `(called, micro-batch)` → the rank's part of the loss, and metrics.
+            micro_batches: Micro-batches of this rank; for their number, see `lockstep`.
+            loss: Function of `(called, micro-batch)` that returns the rank's part of the loss, and metrics.
 
         Returns:
             The metrics of each micro-batch, detached.
@@ -260,46 +260,46 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, and updates. If their norm is one
-        that `refuses`, no rank is updated.
+        """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, and updates the weights. No rank updates
+        if the norm is not finite (`refuses`).
 
         Returns:
-            The global norm before clipping, as a tensor: reading it may wait for the device.
+            The global gradient norm before clipping, as a tensor; reading it may wait for the device.
         """
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Returns whether a step with this gradient norm was not taken because the norm is not finite. A backend that reads
-        norms late, because the blueprint does not require it to `look`, does not know. The task package then reads them at
-        the end of its update, before any weight leaves the rank.
+        """Returns whether a step with this gradient norm was skipped because the norm is not finite. A backend may read norms
+        late if the blueprint does not require it to `look`, and then cannot tell. In this case the task package reads the
+        norms at the end of its update, before weights are sent.
         """
         return not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Returns the parameters whose gradient, summed over the ranks, was not finite in the step just refused; all ranks
-        call it. Empty if the backend does not record them.
+        """Returns the names of the parameters whose gradient, summed over the ranks, was not finite in the step just skipped;
+        all ranks call it. Empty if the backend does not record them.
         """
         return []
 
     def _clear(self) -> None:  # noqa: B027 (optional)
-        """Discards gradients that no step has used."""
+        """Discards accumulated gradients."""
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulates the gradient of one micro-batch; `last` marks the last one of a `forward_backward`."""
+        """Accumulates the gradient of one micro-batch; `last` is True for the last one of a `forward_backward`."""
         loss.backward()
 
     def prepare_reference(self) -> None:
-        """Builds the reference now if the run will need it."""
+        """Builds the reference policy now if the run needs one."""
         if self.blueprint.has_reference and self._reference is None:
             self._reference = self._make_reference()
 
     @abc.abstractmethod
     def _make_reference(self) -> nn.Module:
-        """Builds the frozen second model, ready to be called."""
+        """Builds the reference policy, a frozen model that is ready to be called."""
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gathers a full weight of which this rank may hold only a shard; all ranks call it for the same weights."""
+        """Returns the full weight, gathered from the ranks' shards; all ranks call it for the same weights."""
         return tensor
 
     def named_weights(self, without: Container[str] = ()) -> Named:
@@ -310,14 +310,15 @@ class TrainingBackend(abc.ABC):
             yield from self.blueprint.named_weights(self.module, self.full, without)
 
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Yields the boxes of the weights that this rank has, one at a time, as checkpoints name them and in the dtype of the
-        computation, LoRA merged (`shard_layout`). All ranks iterate to the end; a value may be a view of the live weights.
+        """Yields the slices of the weights that this rank holds, one at a time, under their names in checkpoints, in the
+        compute dtype and with LoRA merged (`shard_layout`). All ranks iterate to the end; a value may be a view of the live
+        weights.
 
         Args:
-            rows: Matrices cut by columns are exchanged for rows first.
+            rows: Reshard matrices that are split by columns to row slices first.
 
         Raises:
-            NotImplementedError: The backend has no mesh; its weights come in full, from `named_weights`.
+            NotImplementedError: The backend has no mesh and yields only full weights, from `named_weights`.
         """
         raise NotImplementedError(f"{self.name} has its weights in another form than in boxes")
 
@@ -327,12 +328,12 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the module's whole state; the optimizer stays as it is. All ranks pass the same tensors, in full."""
+        """Replaces the module's complete state dict and keeps the optimizer state. All ranks pass the same full tensors."""
 
     @contextlib.contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Changes each trained number while the block runs, and then restores it to the last bit (`Perturbation`). The
-        optimizer's own copies stay as they are. All ranks enter and leave it together."""
+        """Perturbs each trained element while the block runs, and then restores it bit for bit (`Perturbation`). Copies in
+        the optimizer are not changed. All ranks enter and leave the block together."""
         with self.awake():
             perturbation = Perturbation()
             self._edit_trained(perturbation.apply)
@@ -346,25 +347,26 @@ class TrainingBackend(abc.ABC):
         edit([parameter.detach() for parameter in self.module.parameters() if parameter.requires_grad])
 
     def local_tensors(self) -> Named:
-        """Yields this rank's part of the weights, in whatever dtype: its shards if they are sharded."""
+        """Yields names and tensors of this rank's weights in their stored dtype; shards if the weights are sharded."""
         yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes model and optimizer durably below `folder`; each rank writes its part."""
+        """Writes model and optimizer durably to `folder`; each rank writes its part."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, at this or another world size; options such as eps stay those of the configuration.
+        """Restores a checkpoint from `save`, of the same or another world size; options such as eps keep their configured
+        values.
 
         Raises:
             CheckpointError: The checkpoint is from another model or backend, or cannot be read.
         """
 
     def write_identity(self, folder: Path) -> None:
-        """Records the backend and model of the checkpoint, and writes the files that accompany its weights, on rank 0."""
+        """Writes the identity file (backend and model of the checkpoint) and the blueprint's further files, on rank 0."""
         if self.rank == 0:
             identity = {**self._identity(), "about": self.blueprint.about(self.module)}
             identity_json = json.dumps(identity, indent=2, sort_keys=True)
@@ -372,10 +374,10 @@ class TrainingBackend(abc.ABC):
             self.blueprint.write_beside(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
-        """Rejects a checkpoint from another backend or model.
+        """Checks that a checkpoint is from the same backend and model.
 
         Raises:
-            CheckpointError: The checkpoint does not match; the message names what differs.
+            CheckpointError: The checkpoint does not match; the message names the first difference.
         """
         path = Path(folder) / self.blueprint.identity_file
         if self.name == self.blueprint.unmarked and not path.exists():
@@ -403,21 +405,21 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def offload(self) -> None:
-        """Moves everything to the host, so that another role can have the accelerator."""
+        """Moves weights, gradients and optimizer state to the host, so that another role can use the accelerator."""
 
     @abc.abstractmethod
     def reload(self) -> None:
-        """Moves back what `offload` moved away."""
+        """Moves the state back to the accelerator after `offload`."""
 
     @property
     def away(self) -> bool:
-        """True if the weights cannot be used before a `reload`."""
+        """True if the weights are offloaded and cannot be used before `reload`."""
         return False
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Undoes `offload` while the block runs, and offloads again at its end. Checkpoints and weights may be
-        requested while another role is about to take the accelerator."""
+        """Reloads offloaded weights while the block runs, and offloads them again at its end. Checkpoints and weights may
+        be requested while the weights are offloaded."""
         was_away = self.away
         if was_away:
             self.reload()
@@ -429,7 +431,7 @@ class TrainingBackend(abc.ABC):
 
 
 def _about_value(identity: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key such as `actor.lora.alpha` that a checkpoint has in `about`; None without one."""
+    """Returns the value of a key such as `actor.lora.alpha` from a checkpoint's `about`; None if it is missing."""
     _, *path = key.split(".")
     node: Any = identity.get("about") if path else None
     for field in path:
@@ -439,7 +441,7 @@ def _about_value(identity: Mapping[str, Any], key: str) -> Any:
 
 @contextlib.contextmanager
 def _explain_out_of_memory(knobs: str) -> Iterator[None]:
-    """Turns a failed allocation into a message that names the settings to change.
+    """Raises an error that names the settings to change if an allocation in the block fails.
 
     Raises:
         ConfigError: Memory was exhausted.
@@ -461,7 +463,7 @@ _ALIGN = 64
 
 
 class HostMemory:
-    """Host memory for offloaded tensors, kept between uses: locking pages costs more than copying into them."""
+    """Page-locked host memory for offloaded tensors; kept between uses because page-locking takes longer than a copy."""
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
@@ -472,11 +474,11 @@ class HostMemory:
         return 0 if self._flat is None else self._flat.nbytes
 
     def blocks(self, sizes: list[int], device: str) -> list[torch.Tensor]:
-        """Returns memory of these sizes in bytes, uint8, in place of the blocks that were returned before.
+        """Returns uint8 tensors of these sizes. They reuse the memory of blocks from earlier calls.
 
         Args:
             sizes: Bytes of each block.
-            device: Kind of the device that will copy.
+            device: Type of the device that the blocks are copied from and to.
         """
         padded_sizes = [size + -size % _ALIGN for size in sizes]
         if self.nbytes < sum(padded_sizes):
@@ -489,13 +491,13 @@ class HostMemory:
 
 
 class OffloadedTensors:
-    """Contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
+    """Tensors whose storages are copied to the host and then freed. The tensors cannot be used until `restore`.
 
     Args:
-        tensors: Tensors of one device; memory that they share is stored once. Other tensors that share the same memory are
-            emptied with it.
-        scratch: More tensors to empty, whose contents need not be kept.
-        host: Memory for the contents; a new one by default.
+        tensors: Tensors of one device. Memory that they share is copied once; other tensors that share it become unusable,
+            too.
+        scratch: Tensors whose memory is freed without a copy.
+        host: Memory for the contents; by default it is allocated.
     """
 
     def __init__(
@@ -519,7 +521,7 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """Returns the tensors' storages, each once."""
+        """Returns the tensors' storages, each once; skips empty storages and those that cannot be resized."""
         storages = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -534,7 +536,7 @@ class OffloadedTensors:
         return sum(size for _, size, _ in self._contents) + sum(size for _, size in self._emptied)
 
     def restore(self) -> None:
-        """Allocates the memory again and restores the contents; those of scratch tensors are undefined."""
+        """Allocates the memory again and restores the contents; the contents of scratch tensors are undefined."""
         for storage, size in self._emptied:
             storage.resize_(size)
         for storage, size, block in self._contents:
@@ -545,8 +547,8 @@ class OffloadedTensors:
 
 
 class OffloadingBackend(TrainingBackend):
-    """Backend that empties its memory while another role has the accelerator. A subclass lists its tensors
-    (`offloadable_tensors`), and reads or writes them inside `awake`.
+    """Backend that frees its accelerator memory while another role uses the accelerator. A subclass lists its tensors in
+    `offloadable_tensors`, and reads or writes them inside `awake`.
     """
 
     _parked: OffloadedTensors | None = None
@@ -554,17 +556,17 @@ class OffloadingBackend(TrainingBackend):
 
     @property
     def away(self) -> bool:
-        """True while the tensors are views of empty memory."""
+        """True if the tensors are offloaded, so that their storages are empty."""
         return self._parked is not None
 
     def offload(self) -> None:
-        """Moves everything to the host."""
+        """Moves the tensors to the host; does nothing on a CPU or if they are already there."""
         if self.device.type != "cpu" and not self.away:
             self.park()
             empty_cache()
 
     def park(self) -> int:
-        """Empties the tensors of this rank on its device; returns the number of bytes freed."""
+        """Moves this rank's tensors on its device to the host; returns the number of bytes freed on the device."""
         self._host = self._host or HostMemory()
         contents, scratch = (
             [t for t in tensors if t.device.type == self.device.type] for tensors in self.offloadable_tensors()
@@ -573,7 +575,7 @@ class OffloadingBackend(TrainingBackend):
         return self._parked.nbytes
 
     def reload(self) -> None:
-        """Moves back what `offload` moved away."""
+        """Moves the tensors back to the accelerator; does nothing if they are not offloaded."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
@@ -581,10 +583,10 @@ class OffloadingBackend(TrainingBackend):
 
     @abc.abstractmethod
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep, in any order, on any device, and those that are unused or can be recreated."""
+        """Returns the tensors to copy to the host, in any order and on any device, and the tensors to free without a copy."""
 
     def returned(self) -> None:
-        """Recreates the tensors that were not kept."""
+        """Recreates the tensors that were freed without a copy; `reload` calls it at its end."""
 
 
 def tensors_of(*modules: torch.nn.Module | None) -> Iterator[torch.Tensor]:
@@ -600,7 +602,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def tensors_in(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
-    """Yields tensors, and their gradients, in nested lists, tuples, sets, dicts and dataclasses."""
+    """Yields the tensors in nested lists, tuples, sets, dicts and dataclasses, and their gradients, down to `depth` levels."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.is_leaf and value.grad is not None:

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on any module: attach, switch off, merge on the fly."""
+"""LoRA adapters (peft) on any module: attaching, disabling, and merging on the fly."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from rlhpc.training.blueprint import Full
 from rlhpc.training.parameter_names import PEFT_PREFIX, plain
 from rlhpc.training.targets import is_all_linear, is_target
 
-#: Start of a part of a weight, by dimension.
+#: Start index of a slice of a weight in each dimension.
 Part = tuple[int, ...]
 
-#: Number of evenly spread elements in a sample. As many again are the elements closest to zero among `_AMONG` elements. In
-#: half precision a small update changes only those.
+#: Number of evenly spaced elements in a sample. The sample contains as many elements again: those closest to zero among
+#: `_AMONG` evenly spaced ones, because in half precision a small update changes only elements near zero.
 _SAMPLE, _AMONG = 4096, 1 << 18
-#: Relative tolerance of the product, of the sum of its terms' magnitudes: some kernels round factors to ten bits.
+#: Tolerance of the product, relative to the sum of its terms' magnitudes: some kernels round factors to ten bits.
 _ROUNDED = 2.0**-9
 
 
 class _Sample(NamedTuple):
-    """Positions in a flattened weight, and their original elements."""
+    """Positions in a flattened weight (`at`), and the original elements there (`held`)."""
 
     at: torch.Tensor
     held: torch.Tensor
 
 
-#: Samples by layer, for the lifetime of the layer, and by the part of its weights.
+#: Samples by layer, then by slice of its weight; an entry lives as long as the layer.
 _BASES: weakref.WeakKeyDictionary[nn.Module, dict[Part, _Sample]] = weakref.WeakKeyDictionary()
 
 
 def merged(
     layer: Any, name: str, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, part: Part = ()
 ) -> torch.Tensor:
-    """Returns a layer's weights with its adapters merged, in their dtype; the layer is not changed.
+    """Returns a layer's weight with its adapter merged, W + scale · B A, in the weight's dtype; the layer is not changed.
 
     Args:
-        layer: peft's layer, with the adapters of one name.
-        name: Name of the weights, for messages.
-        base: The layer's own weights, [out, in], or transposed if the layer has `fan_in_fan_out`; full, or a part.
-        a: LoRA factor A, `[rank, in]`, limited to the part.
-        b: LoRA factor B, `[out, rank]`, limited to the part.
-        scale: Factor of their product.
-        part: Start of the part.
+        layer: peft's layer.
+        name: Name of the weight, for messages.
+        base: The base weight or a slice of it, `[out, in]`, or transposed if the layer has `fan_in_fan_out`.
+        a: LoRA factor A, `[rank, in]`, of the slice.
+        b: LoRA factor B, `[out, rank]`, of the slice.
+        scale: Factor of the product.
+        part: Start of the slice; empty for a full weight.
 
     Raises:
-        RlhpcError: The layer's own weights have changed, or the result is not their sum with the product.
+        RlhpcError: The base weight has changed since the first call, or the result is not the sum of weight and product.
     """
     if not base.numel():
         return base
@@ -83,7 +83,7 @@ def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, tra
 
 
 def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
-    """Returns the sample of a part of a layer, taken at the first call."""
+    """Returns the sample of a slice of a layer's weight; takes it at the first call."""
     samples = _BASES.setdefault(layer, {})
     if part not in samples:
         flat, spaced_indices, candidates = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
@@ -94,21 +94,21 @@ def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
 
 
 def _every(base: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the positions of at most `count` elements, evenly spread."""
+    """Returns the positions of at most `count` evenly spaced elements."""
     return torch.arange(0, base.numel(), max(1, -(-base.numel() // count)))
 
 
 def _bytes(tensor: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns elements as bytes, for which NaN equals itself, on the host."""
+    """Returns the elements (at positions `at`) as bytes on the host; in a comparison of bytes NaN equals itself."""
     return (tensor if at is None else tensor.flatten()[at]).cpu().contiguous().view(torch.uint8)
 
 
 def _is_sum(
     sample: _Sample, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool
 ) -> bool:
-    """Returns whether each sampled element is its original plus the product, rounded once.
+    """Returns whether each sampled element of `result` is the original element plus the product, rounded once.
 
-    The product is computed element by element, unlike in `_sum`, so that no kernel rounds it to ten bits.
+    The product is computed element by element, unlike in `_sum`, so that no kernel rounds its factors to ten bits.
     """
     row, column = sample.at // result.shape[1], sample.at % result.shape[1]
     output_indices, input_indices = (column, row) if transposed else (row, column)
@@ -122,7 +122,7 @@ def _is_sum(
     return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected.isfinite()).all())
 
 
-#: Name of a single adapter, also within peft's tensor names; peft's files omit it.
+#: Name of the adapter if there is only one. peft's tensor names contain it, its files omit it.
 ADAPTER = "default"
 
 
@@ -130,7 +130,7 @@ def peft() -> Any:
     """Returns the peft package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: peft is not installed.
     """
     return required("peft", "actor.lora needs peft")
 
@@ -144,21 +144,21 @@ def attach_lora(
     has_lm_head: bool = False,
     names: Sequence[str] = (),
 ) -> nn.Module:
-    """Freezes the model and adds adapters in float32, whose initial values depend on the seed alone.
+    """Freezes a model and adds float32 adapters, whose initial values depend only on the seed; returns peft's model.
 
     Args:
         model: Model from `load_causal_lm`; if it is on the meta device, the adapters are too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
-        head: Name of a layer that is trained without adapters: a classifier's.
-        has_lm_head: True if the model also has its causal LM head, so that peft's files do not name that layer.
-        names: Names of several adapters for each layer, of which one at a time computes (`choose`): the first initially.
+        head: Name of a layer that is fully trained, without adapters, such as a classification head.
+        has_lm_head: Whether the model also has its causal LM head; peft's files then do not list `head`.
+        names: Names of several adapters per layer. One is active at a time (`choose`), initially the first.
 
     Raises:
-        ConfigError: `target_modules` names no layer of this model, layers that are not linear, or one whose weight is shared
-            with another module.
+        ConfigError: `target_modules` matches no layer of this model, a layer that is not linear, or a layer whose weight is
+            shared with another module.
     """
-    # Without a task peft forwards its arguments, and returns the model's outputs.
+    # Without a task type peft passes arguments on unchanged and returns the model's outputs.
     exclusions = {"exclude_modules": [head]} if head else {}
     task = {} if head and not has_lm_head else {"task_type": "CAUSAL_LM"}
     allowed = linear_layers(model, head)
@@ -170,7 +170,7 @@ def attach_lora(
             torch.device("meta") if on_meta else contextlib.nullcontext(),
             warnings.catch_warnings(),
         ):
-            # peft detects by itself that GPT-2's weights are transposed, and warns that it did.
+            # peft detects that GPT-2's weights are transposed, and warns about it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
             first_adapter, *other_adapters = names or (ADAPTER,)
@@ -187,7 +187,7 @@ def attach_lora(
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
         config.exclude_modules = None
-    if head and not has_lm_head:  # written to peft's files, so that it finds the head in them
+    if head and not has_lm_head:  # stored in peft's files, so that peft loads the head from them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
     _finish(adapted, lora, allowed)
     module: nn.Module = adapted
@@ -195,16 +195,16 @@ def attach_lora(
 
 
 def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
-    """Freezes a part of a policy and gives it adapters in float32, in place, so that its weights keep their names.
+    """Freezes a module of a policy and adds float32 adapters to it in place; its weights keep their names.
 
-    The adapters have no dropout, with which the log-probs at acting time would differ from those of the update.
+    The adapters have no dropout, because the log-probs of the rollout would differ from those of the update.
 
     Args:
         model: Any module.
         lora: rank, alpha, target_modules.
 
     Raises:
-        ConfigError: As `attach_lora`.
+        ConfigError: See `attach_lora`.
     """
     allowed = linear_layers(model)
     config = _config(model, lora, 0.0, allowed)
@@ -217,8 +217,9 @@ def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
 
 
 def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **more: Any) -> Any:
-    """Returns peft's configuration. A string in `target_modules` is replaced by the full names that it matches, because for
-    some mixtures peft would take the last part of each; a string without a match is passed to peft, which reports it.
+    """Returns peft's configuration. A pattern in `target_modules` is replaced by the full names of the layers that it
+    matches, because for some mixture-of-experts models peft would use only the last part of each name. A pattern without a
+    match is passed to peft, which reports it.
     """
     targets = lora.target_modules
     target_names = [str(name) for name in targets] if not isinstance(targets, str) else linear
@@ -232,11 +233,11 @@ def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[
 def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
     """Returns the names of the layers that get adapters with `all-linear`.
 
-    Those are all linear layers except the LM head and `head`. Experts stored as one tensor are not layers. In such mixtures
-    peft reads the names of their former matrices, such as `gate_proj`, as those tensors, even if a dense layer has that name:
-    such layers are left out, too.
+    These are all linear layers except the LM head and `head`. Experts stored as one tensor are not layers. In such
+    mixture-of-experts models peft maps the names of the experts' former matrices, such as `gate_proj`, to these tensors, even
+    if a dense layer has the same name. Such layers are therefore omitted, too.
     """
-    embeddings: Any = getattr(model, "get_output_embeddings", None)  # a model of transformers has one
+    embeddings: Any = getattr(model, "get_output_embeddings", None)  # only models of transformers have this method
     output = None if embeddings is None else embeddings()
     linear = [
         name
@@ -254,7 +255,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _reads_as_module(model: nn.Module, name: str) -> bool:
-    """Returns whether peft reads a name in `target_modules` as that of a module."""
+    """Returns whether peft interprets a name in `target_modules` as the name of a module."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return True
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -262,7 +263,7 @@ def _reads_as_module(model: nn.Module, name: str) -> bool:
     config = peft().LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # one of several matrices that are one tensor now
+    except ValueError:  # a matrix that is now part of a fused tensor
         return False
     return name in config.target_modules
 
@@ -273,12 +274,12 @@ def _no_targets(lora: AdapterConfig, allowed: Collection[str], reason: object) -
 
 
 def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -> None:
-    """Checks that the adapters' products can be added to the weights; converts the adapters to float32.
+    """Checks that the adapters can be merged into the weights, and converts the adapters to float32.
 
     Args:
-        adapted: The model with adapters.
-        lora: The requested adapters.
-        allowed: Names of the layers that may have adapters, for messages.
+        adapted: Model with adapters.
+        lora: Configuration of the adapters.
+        allowed: Names of the layers that can have adapters, for messages.
 
     Raises:
         ConfigError: A layer is not linear, or its weight is shared with another module.
@@ -302,20 +303,20 @@ def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Returns whether `attach_lora` made the module."""
+    """Returns whether the module was created by `attach_lora`."""
     return hasattr(module, "peft_config")
 
 
 def choose(module: nn.Module, name: str) -> None:
-    """Selects which of several adapters computes, is merged and is sent from now on. All of them stay trainable: peft's own
-    function would freeze the others.
+    """Activates one of several adapters: it is used in forward passes, merged and sent from now on. All adapters stay
+    trainable, whereas peft's own function would freeze the inactive ones.
     """
     for _, layer in _layers(module):
         layer._active_adapter = name
 
 
 def belongs_to_adapter(name: str, adapter: str) -> bool:
-    """Returns whether a module's parameter belongs to the adapter of that name."""
+    """Returns whether the parameter `name` belongs to the adapter `adapter`."""
     return ".lora_" in name and name.rpartition(".lora_")[2].split(".")[1:2] == [adapter]
 
 
@@ -327,9 +328,9 @@ def chosen(layer: Any) -> str:
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Switches the adapters off while the block runs, which leaves the base model, for the reference policy.
+    """Disables the adapters while the block runs, so that the module computes the reference policy.
 
-    peft's own context manager also flips `requires_grad`, which FSDP and ZeRO read once when they first gather.
+    peft's own context manager also changes `requires_grad`, which FSDP and ZeRO read only once, at their first gather.
     """
     layers = [layer for _, layer in _layers(module)]
     for layer in layers:
@@ -342,7 +343,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def linear_base(layer: nn.Module) -> nn.Linear | None:
-    """Returns a linear layer itself, or the one that an adapter wraps; None for any other layer."""
+    """Returns the layer if it is linear, or the linear layer that an adapter wraps; None for any other layer."""
     base: Any = layer.base_layer if _is_adapted(layer) else layer
     layer_class: type = type(base)
     if isinstance(base, FSDPModule):  # a separately gathered layer has a class derived from FSDPModule and its own
@@ -368,16 +369,16 @@ def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torc
 
 @torch.no_grad()
 def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights and persistent buffers under their Hugging Face names, with adapters merged; tied weights come once.
-    The module stays as it is.
+    """Yields all weights and persistent buffers under their Hugging Face names, with adapters merged; tied weights are
+    yielded once. The module is not changed.
 
     Args:
-        module: A Hugging Face model, or what `attach_lora` made of one.
+        module: A Hugging Face model, or such a model after `attach_lora`.
         full: Gathers the full tensor from a shard; all ranks call it in the same order.
-        without: Names to leave out.
+        without: Names to omit.
 
     Raises:
-        RlhpcError: Adapters are merged into the module's own weights, too, or the merged weights are not their sum (`merged`).
+        RlhpcError: A base weight has changed, or a merged weight is wrong (`merged`).
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     ids: set[int] = set()
@@ -395,7 +396,7 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Returns the names, as in `full_weights`, of the parameters that are not trained and have no adapter merged into them."""
+    """Returns the names, as in `full_weights`, of the parameters that are neither trained nor have an adapter."""
     adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
         plain(name)
@@ -406,8 +407,8 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """Returns the weights of the chosen adapters, and those of a head that peft's files name, under their names in these
-    files.
+    """Returns the weights of the active adapter, and of heads listed in `modules_to_save`, on the CPU, under their names in
+    peft's files.
     """
     named_tensors = module.state_dict(keep_vars=True).items()
     adapter = chosen(_layers(module)[0][1])
@@ -435,11 +436,11 @@ def adapted_layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the initial adapter values of `attach_lora` for a model that is not empty, one tensor at a time, by the
-    module's own names.
+    """Yields the parameter names and initial values of the adapters, one tensor at a time. The values equal those that
+    `attach_lora` sets in a model that is not on the meta device.
 
     Args:
-        module: Module from `attach_lora`, on any device, also the meta device.
+        module: Module from `attach_lora`, on any device, including the meta device.
         seed: Seed given to `attach_lora`.
     """
     with torch.random.fork_rng():
@@ -454,19 +455,19 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.
             )
             nn.init.kaiming_uniform_(lora_a.weight, a=math.sqrt(5))
             nn.init.zeros_(lora_b.weight)
-            rng_state = torch.random.get_rng_state()  # the consumer of a tensor may draw, too
+            rng_state = torch.random.get_rng_state()  # the consumer may use the generator, too
             for factor_name, linear in (("lora_A", lora_a), ("lora_B", lora_b)):
                 yield f"{name}.{factor_name}.{ADAPTER}.weight", linear.weight.detach().to(dtype).float()
 
 
 class Factors(NamedTuple):
-    """Adapters of a layer.
+    """Active adapter of a layer.
 
     Attributes:
         layer: peft's layer.
         a: LoRA factor A, `[rank, in]`.
         b: LoRA factor B, `[out, rank]`.
-        scale: Factor of their product.
+        scale: Factor of the product B A.
     """
 
     layer: Any
@@ -476,12 +477,12 @@ class Factors(NamedTuple):
 
 
 def factors_of(layer: Any, full: Full) -> Factors:
-    """Returns the adapters of one layer."""
+    """Returns the full factors of a layer's active adapter."""
     name = chosen(layer)
     a, b = (full(adapters[name].weight).detach() for adapters in (layer.lora_A, layer.lora_B))
     return Factors(layer, a, b, float(layer.scaling[name]))
 
 
 def layers_by_weight(module: nn.Module) -> dict[int, Any]:
-    """Returns the layers with adapters, by the identity of their own weight."""
+    """Returns the layers with adapters, keyed by the `id` of their base weight."""
     return {id(layer.base_layer.weight): layer for _, layer in _layers(module)}

@@ -1,17 +1,18 @@
 """Reshard: each trainer rank sends the tensor slices that it holds to the engine ranks that request them, without a gather.
 
-Trainer ranks publish the slices that they hold, and engine ranks those that they request. The transfer plan follows from both
-(`transfer_plan`), once for as long as the same ranks take part. During the transfer a slice is a separate tensor and travels
-like any other (`transport`): through the sender's shared memory on one host, over TCP between hosts, where a host forwards to
-others, with versions, digests, deltas and windows. A receiver assembles a tensor from its slices as they arrive, passes it to
-the engine's loader and drops it.
+Trainer ranks publish the slices that they hold, and engine ranks the slices that they request. The transfer plan is computed
+from both (`transfer_plan`) and is valid as long as the same ranks take part. A slice is sent like any other tensor
+(`transport`), with versions, digests, deltas and flow control: through the sender's shared memory on one host, and over TCP
+between hosts, where hosts forward data to other hosts. A receiver assembles a tensor from its slices as they arrive, passes
+it to the engine's loader and releases it.
 
-Receivers that request the same slices (ranks of several engines with the same position in theirs) are served by one stream
-of each trainer rank, all streams at the same time. All chunks arrive in one order, and every receiver waits for its first
-missing chunk only. So no two ranks wait for each other.
+Receivers that request the same slices (ranks of several engines with the same position in their engine) share one stream
+from each trainer rank, and all streams run at the same time. All chunks arrive in one order, and every receiver waits only
+for its first missing chunk, so that no two ranks wait for each other.
 
-If each end computes on its own accelerator, chunks that are not retained for later receivers go over a process group of all
-ends (`reshard_collective`). The streams carry retained chunks, each first version, and whatever the group could not deliver.
+If every rank has its own accelerator, slices that are not retained for later receivers are sent over a process group of all
+ranks (`reshard_collective`). The streams then carry retained slices, the first version of each plan, and slices that the
+group could not deliver.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REQUESTS = "wants"
-#: Minimum bytes of a chunk of a stream.
+#: Minimum size of a stream's chunk, in bytes.
 _MIN_CHUNK_BYTES = 8 << 20
 
 
@@ -77,10 +78,10 @@ class Shard:
     Attributes:
         name: The tensor's name in the model's files.
         shape: Shape of the full tensor.
-        dtype: Dtype as it is sent.
+        dtype: Dtype in which it is sent.
         box: Ranges of the slice.
-        values: Returns the slice, of the box's shape, in whatever dtype it is stored.
-        frozen: True if it never changes.
+        values: Returns the slice, of the box's shape, in its stored dtype.
+        frozen: Whether the slice never changes.
     """
 
     name: str
@@ -98,14 +99,14 @@ class Shard:
 
 @runtime_checkable
 class SendsShards(Protocol):
-    """A `WeightSync` in which every trainer rank sends the slices that it holds."""
+    """`WeightSync` in which every trainer rank sends the slices that it holds."""
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
         """Sends one version; all trainer ranks call it.
 
         Args:
             version: Version of the weights.
-            shards: Slices of this rank; the same ones in every version.
+            shards: Slices of this rank; the same slices in every version.
         """
 
     def want(self, requested: RequestedSlices) -> None:
@@ -114,13 +115,13 @@ class SendsShards(Protocol):
 
 @dataclass
 class _SliceStream:
-    """Slices that this trainer rank sends to receivers that request the same.
+    """Stream of slices from this trainer rank to the receivers that request the same slices.
 
     Attributes:
-        sender: Sends them.
+        sender: Sender of the slices.
         slices: All slices sent to these receivers.
         retained_slices: Slices that are retained for receivers that join later.
-        frozen_labels: Labels of slices that never change and have been sent.
+        frozen_labels: Labels of frozen slices that have been sent.
     """
 
     sender: WeightSender
@@ -130,17 +131,17 @@ class _SliceStream:
 
 
 class ShardSync:
-    """The strategy `shards`.
+    """Weight sync strategy `shards`: trainer ranks send slices, without gathering full tensors.
 
     Args:
-        worker: A rank of the trainer, or of an engine.
-        src: Group and rank of the trainer's first rank.
+        worker: Worker of a trainer rank or an engine rank.
+        src: Group and rank of the first trainer rank.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        complete_updates: Unused: a version is always complete.
+        complete_updates: Ignored, because a version is always complete.
 
     Attributes:
-        transport: Transport that is requested from `transport_select.choose`.
+        transport: Transport to request from `transport_select.choose`.
         sent: Bytes of weights that this rank sent, or forwarded over a group, in the last version.
     """
 
@@ -201,7 +202,7 @@ class ShardSync:
                 stack.callback(work.wait)
 
     def _send_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
-        """Sends slices that are not retained over a group; returns whether all ranks have received them."""
+        """Sends the slices that are not retained over the process group; returns whether all ranks have received them."""
         if self._collective is None:
             return False
         rank, values = self._worker.rank, functools.partial(self._value, shards)
@@ -231,13 +232,14 @@ class ShardSync:
             stream.frozen_labels |= frozen
 
     def _value(self, shards: Sequence[Shard], source_slice: SourceSlice) -> torch.Tensor:
-        """Returns the values of a slice, as they are sent."""
+        """Returns the values of a slice, in the dtype in which they are sent."""
         shard = shards[self._shard_index[source_slice.label]]
         values = cut(shard.values(), source_slice.box.within(shard.box)).detach()
         return values.to(shard.dtype) if values.is_floating_point() else values
 
     def _agree_on_plan(self, shards: Sequence[Shard]) -> ShardLayouts:
-        """Agrees on the transfer plans with the other trainer ranks; only the first rank receives the requests."""
+        """Computes the transfer plans together with the other trainer ranks, and opens the streams. Only the first rank
+        receives the requests; it broadcasts the shard layouts, which are returned."""
         worker, first_rank = self._worker, self._src[1]
         reports = worker.all_gather_object(
             ([shard.metadata for shard in shards], EndpointDevice.of_process(current(), self._address))
@@ -271,7 +273,7 @@ class ShardSync:
         return layouts
 
     def _collect_requests(self, shards: Sequence[list[ShardMetadata]], ends: Sequence[EndpointDevice]) -> ShardLayouts:
-        """Receives the slices that receivers request, and groups receivers that request the same."""
+        """Receives the receivers' requests, groups receivers with equal requests, and chooses the transport."""
         context = current()
         requests: dict[RankAddress, tuple[str, RequestedSlices]] = _received_requests(self._worker)
         requested, request_index = list[RequestedSlices](), dict[RankAddress, int]()
@@ -311,8 +313,8 @@ class ShardSync:
         )
 
     def receive(self) -> Update:
-        """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, and only the requested slices are
-        written.
+        """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, but only the requested slices of
+        it are filled.
         """
         header: Header = p2p.follow_broadcast(self._src, lambda: None)
         if header.layouts is not None:
@@ -359,7 +361,11 @@ class ShardSync:
                 yield name, tensor
 
     def _iter_streamed(self, version: int, order: Sequence[SourceSlice]) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
-        """Yields slices from the streams of the ranks that hold them."""
+        """Yields the slices in `order`, each from the stream of the trainer rank that holds it.
+
+        Raises:
+            RlhpcError: A stream has another version, lacks a slice or contains an unrequested one.
+        """
         updates = {
             rank: self._sources[rank].receive() for rank in sorted({source_slice.source for source_slice in order})
         }
@@ -380,7 +386,7 @@ class ShardSync:
     def _assemble(
         self, order: Sequence[SourceSlice], slices: Iterator[tuple[SourceSlice, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields full tensors, each as soon as it has all its slices."""
+        """Yields the names and tensors that the slices form, each as soon as all its slices have arrived."""
         num_missing, shapes = collections.Counter(source_slice.name for source_slice in order), self._plan.shapes
         tensors = dict[str, torch.Tensor]()
         for (name, box, *_), values in slices:
@@ -389,7 +395,7 @@ class ShardSync:
                 yield name, values
                 continue
             if name not in tensors:
-                # Pages that are not written to use no memory.
+                # Pages of an empty tensor use no memory until they are written.
                 tensors[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
             cut(tensors[name], box).copy_(values)
             del values
@@ -403,7 +409,7 @@ class ShardSync:
         raise RlhpcError("the strategy shards sends what each rank holds (send_shards)")
 
     def forget(self) -> None:
-        """Makes the next version a complete one (`WeightSync.forget`), by a new plan, since receivers may have changed."""
+        """Makes the next version complete (`WeightSync.forget`), with a new plan, because receivers may have changed."""
         self._layouts = None
         if self._collective is not None:
             self._collective.end()
@@ -418,7 +424,12 @@ class ShardSync:
 def _next(
     stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], source_slice: SourceSlice
 ) -> torch.Tensor:
-    """Returns a slice from its stream. Only retained slices, which stay mapped, may arrive before their turn."""
+    """Returns a slice from its stream. Slices that arrive before it are stored in `early`; only retained slices, which stay
+    mapped, may arrive early.
+
+    Raises:
+        RlhpcError: The stream ended without the slice.
+    """
     while source_slice.label not in early:
         label_and_tensor = next(stream, None)
         if label_and_tensor is None:
@@ -430,7 +441,7 @@ def _next(
 
 
 def _round_bytes() -> int:
-    """Returns the bytes of one transfer over a group to receivers of the same slices, from all trainer ranks."""
+    """Returns the maximum bytes of one round over a process group, summed over all trainer ranks."""
     return max(_MIN_CHUNK_BYTES, CHUNK_BYTES // 4)
 
 
@@ -444,6 +455,7 @@ def _index_of_shard(shards: Sequence[Shard], source_slice: SourceSlice) -> int:
 
 
 def _received_requests(worker: Worker) -> dict[RankAddress, tuple[str, RequestedSlices]]:
-    """Returns the requests that receivers have sent to this rank, by whichever strategy object received them."""
+    """Returns the requests that this rank has received. They are stored on the worker, so that all its strategy objects
+    share them."""
     requests: dict[RankAddress, tuple[str, RequestedSlices]] = worker.__dict__.setdefault("_rlhpc_wanted", {})
     return requests

@@ -1,13 +1,14 @@
-"""Sender of weight updates: writes what changed once per host, in chunks, and announces each chunk.
+"""Sender of weight updates: writes the changes once per host, in chunks, and announces each chunk.
 
-A chunk is a shared-memory segment with a table of its contents. Chunks that later versions build upon are kept. Together
-they form a log, from which a receiver without valid weights reads all weights without a request to another rank.
+A chunk is a shared-memory segment with a table of its contents. Chunks that later versions build upon are retained. Together
+they form a log, from which a receiver without valid weights reads all weights without a request to another rank. The
+delta mode (`rollout.weight_delta`) determines what a version contains:
 
-    off         every version holds all tensors; nothing is kept
-    frozen      tensors that are not trained are written once and kept; every version holds all others
-    elements    the first version holds all tensors, kept; later ones hold what changed: tensors, or elements of them
+    off         every version contains all tensors; nothing is retained
+    frozen      frozen tensors are written once and retained; every version contains all others
+    elements    the first version contains all tensors and is retained; later ones contain changed tensors or elements
 
-When the changes in the log have grown larger than the weights, a new copy of the weights takes the place of both.
+When the deltas in the log are larger than the weights, a new copy of the weights replaces both (compaction).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from rlhpc.weights.verification import COST, digests
 
 
 class DeviceChunkWriter:
-    """Writer of chunks from tensors that are not on the CPU.
+    """Writer of chunks from tensors on an accelerator.
 
     Args:
         pool: Segment pool of this process.
-        copies: Asynchronous copies to host memory; their sources must not change until they are waited for.
+        copies: Asynchronous copies to host memory; the tensors must not change until the copies are complete.
     """
 
     def __init__(self, pool: SegmentPool, copies: SideCopies) -> None:
@@ -47,16 +48,16 @@ class DeviceChunkWriter:
     def begin(
         self, tensors: Sequence[torch.Tensor], table: bytes, readers: int, *, retain: bool
     ) -> tuple[str, tuple[int, int], Callable[[], None]]:
-        """Starts to write a segment, as `SegmentPool.write` would.
+        """Starts to write a segment with the contents that `SegmentPool.write` would write.
 
         Args:
-            tensors: Contiguous.
+            tensors: Contiguous tensors.
             table: Bytes that follow the tensors.
             readers: Number of readers.
             retain: See `keep` of `SegmentPool.write`.
 
         Returns:
-            Path of the segment, (offset, size) of the table, and a function that waits until all is written.
+            Path of the segment, (offset, size) of the table, and a function that waits until the segment is written.
         """
         spans = spans_of([*(tensor.nbytes for tensor in tensors), len(table)])
         segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=retain)
@@ -69,15 +70,15 @@ class DeviceChunkWriter:
 
 
 def _lock_pages(segment: ShmSegment) -> torch.Tensor:
-    """Returns a segment's memory with its pages locked for as long as the pool has it, since segments are reused."""
+    """Page-locks a segment and returns its memory. It stays locked while it is in the pool, because segments are reused."""
     if segment.locked is None:
         segment.locked = locked(segment.memory)
     memory: torch.Tensor = segment.locked
     return memory
 
 
-#: Unread chunks allowed for a reader that has started: one in transit, and one being written. With fewer, a sender would wait
-#: for readers of a chunk that it has not announced yet.
+#: Maximum number of unread chunks of a reader that has started: one in transit, and one being written. With fewer, the sender
+#: would wait for readers of a chunk that it has not announced yet.
 MAX_UNREAD_CHUNKS = 2
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
@@ -86,11 +87,11 @@ class ChunkWindow:
     """Flow control of a version's chunks: bounds the number of unread chunks.
 
     Args:
-        awaited: Returns which readers of a chunk, by its path, have not read it yet; empty once no reader is missing.
+        awaited: Returns, for the chunk at a path, whether each reader still has to read it; empty once all have read it.
         readers: Names of the readers, by number.
-        check: Called while waiting; raises when the run has failed.
+        check: Function called while waiting; raises if the run has failed.
         is_present: Returns whether a reader is still the process that the version was announced to.
-        deadline: Seconds after which a wait gives up.
+        deadline: Timeout of a wait, in seconds.
         max_unread: Maximum number of unread chunks of a reader that has started.
     """
 
@@ -110,17 +111,17 @@ class ChunkWindow:
         self._started: set[int] = set()
 
     def record(self, path: str) -> None:
-        """Counts a chunk that was written for all readers."""
+        """Counts a chunk that has been written for all readers."""
         if path in self._unread:  # all readers have read the previous chunk of this path
             self._unread.remove(path)
             self._started.update(range(len(self._readers)))
         self._unread.append(path)
 
     def wait(self) -> None:
-        """Returns when another chunk may be written.
+        """Waits until another chunk may be written.
 
         Raises:
-            DeadlineExceeded: The wait took too long; names the readers that did not read.
+            DeadlineExceeded: The wait took too long; the message names the readers that did not read.
         """
         started, pause = time.monotonic(), _SHORTEST_S
         while lagging_readers := self._lagging_readers():
@@ -136,12 +137,12 @@ class ChunkWindow:
             pause = min(2 * pause, _LONGEST_S)
 
     def all_started(self) -> bool:
-        """Returns whether all readers have started, and continue to the version's end."""
+        """Returns whether all readers have started to read the version."""
         self._lagging_readers()
         return len(self._started) == len(self._readers)
 
     def _lagging_readers(self) -> set[int]:
-        """Returns the readers that have started and have the maximum number of unread chunks."""
+        """Returns the numbers of the readers that have started and have the maximum number of unread chunks."""
         awaited = {path: self._awaited(path) for path in self._unread}
         self._unread = [path for path in self._unread if any(awaited[path])]
         for states in awaited.values():
@@ -151,23 +152,23 @@ class ChunkWindow:
         return {reader for reader in self._started if counts[reader] >= self._max_unread}
 
 
-#: Bytes of a chunk: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
+#: Bytes of a chunk: large enough to make fixed costs per chunk negligible, small enough to keep two chunks in memory.
 CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class WeightChunk:
-    """One segment of weights.
+    """Chunk of a weight update: a segment, or data that another transport carries.
 
     Attributes:
-        stream: The stream it belongs to.
-        serial: Number in the stream; a receiver that has read all chunks up to a number needs those beyond it.
+        stream: Identifier of the stream that the chunk belongs to.
+        serial: Number in the stream; a receiver that has read all chunks up to a number needs only those after it.
         path: Path of the segment.
         table: (offset, size) of the pickled table of `Entry`.
-        retained: True if other receivers may need the chunk later, so that every reader maps it privately.
+        retained: Whether other receivers may need the chunk later, so that every reader maps it privately.
         nbytes: Bytes of the tensors.
-        fixed: True if it never changes after a receiver has loaded it: its tensors are not trained.
-        payload: Location of its tensors if they are in no segment (`transport_select`), and their names.
+        fixed: Whether the chunk contains only frozen tensors, which never change after a receiver has loaded them.
+        payload: Location of the tensors and their names, if they are in no segment (`transport_select`).
     """
 
     stream: str
@@ -190,23 +191,23 @@ class WeightChunk:
         return sum(self.table) - HEADER
 
 
-#: Name, shape, dtype without "torch.", sizes in bytes of the buffers (the tensor, or index and values of its elements),
-#: and the index's dtype ("" for a whole tensor).
+#: Table entry of a tensor: name, shape, dtype without "torch.", sizes in bytes of its buffers (the tensor, or index and
+#: values of changed elements), and the index's dtype ("" for a full tensor).
 Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Announcement of a chunk of one version; announcements come in order.
+    """Announcement of a chunk of one version; announcements are sent in order.
 
     Attributes:
-        stream: The stream it belongs to; serials of two streams are unrelated.
+        stream: Identifier of the stream; serials of different streams are unrelated.
         version: Version of the weights.
         number: Number of the announcement within the version, from 0.
         serial: Serial of the stream's newest chunk.
         chunk: The new chunk; None if there is no new chunk.
         last: Whether this is the version's last announcement.
-        log: The kept chunks from before this version, in order; in the first announcement only.
+        log: Retained chunks of earlier versions, in order; in the first announcement only.
         receipt: Digests of the version; in the last announcement only.
     """
 
@@ -221,7 +222,7 @@ class Announcement:
 
 
 class _Bucket:
-    """Tensors that go into one chunk."""
+    """Tensors to be written to one chunk."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -241,7 +242,7 @@ class _Bucket:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns a contiguous tensor's memory. This is ten times as fast as views and numpy, for hundreds of tensors."""
+    """Returns a contiguous tensor's memory as a ctypes array; for hundreds of tensors this is ten times as fast as numpy."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
@@ -249,12 +250,12 @@ class Publisher:
     """Writer of versions for a fixed set of receivers.
 
     Args:
-        pool: This process's pool.
+        pool: Segment pool of this process.
         readers: Number of receivers.
-        delta: One of `DELTAS`.
-        chunk_bytes: Size of a chunk.
-        device_writer: Writes chunks while the next tensors are gathered; by default used for tensors on an accelerator.
-        transport: Stages chunks that are not retained on the accelerator, where it can.
+        delta: Delta mode, one of `DELTAS`.
+        chunk_bytes: Size of a chunk in bytes.
+        device_writer: Writes chunks while the next tensors are gathered; created by default for tensors on an accelerator.
+        transport: Transport that can stage chunks on the accelerator if they are not retained.
     """
 
     def __init__(
@@ -277,12 +278,12 @@ class Publisher:
         self.forget()
 
     def forget(self) -> None:
-        """Starts a new stream: whatever the receivers hold, the next version contains all tensors."""
+        """Starts a new stream, so that the next version contains all tensors."""
         for chunk in [*self._frozen, *self._base, *self._changes, *self._replaced]:
             self._pool.drop(chunk.path)
         self._stream, self._serial = uuid.uuid4().hex, -1
         self._frozen, self._base, self._changes, self._replaced = [], [], [], []
-        #: Frozen tensors that were sent, with torch's count of in-place changes; and those that changed nevertheless.
+        #: torch's count of in-place changes of each frozen tensor that was sent, and the frozen tensors that have changed.
         self._frozen_counts: dict[str, int] = {}
         self._changed_frozen: set[str] = set()
         self._shadow = Shadow()
@@ -290,15 +291,15 @@ class Publisher:
     def publish(
         self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: ChunkWindow | None = None
     ) -> Iterator[Announcement]:
-        """Writes one version. Each announcement must have reached all receivers before the caller requests the second one
-        after it.
+        """Writes one version and yields its announcements. Before the caller requests an announcement, all receivers must
+        have got the last but one.
 
         Args:
             version: Version of the weights.
-            tensors: Names and tensors; each is dropped before the next chunk begins. Tensors in `frozen` that have been
-                in the stream before may be left out.
-            frozen: Names of tensors that are not trained. An in-place change of one is detected.
-            window: Flow control; without it, chunks are written without a wait.
+            tensors: Names and tensors; each tensor is released before the next chunk begins. Tensors in `frozen` that the
+                stream already contains may be omitted.
+            frozen: Names of tensors that are not trained. In-place changes of these tensors are detected.
+            window: Flow control; without it, writing never waits for readers.
         """
         pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
         try:
@@ -322,7 +323,7 @@ class Publisher:
     def _announcements(
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
-        """Yields each announcement with the function to wait for before sending it; None if no wait is needed."""
+        """Yields each announcement and a function that waits until its chunk is written; None if it already is."""
         self._drop_replaced()
         log, sent_frozen = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
         sequence_number = 0
@@ -337,7 +338,7 @@ class Publisher:
             undigested.clear()
 
         def announce(is_frozen: bool, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
-            """Writes the tensors of a bucket, if it has any, and starts another bucket."""
+            """Writes a bucket's tensors, if any, to a chunk, starts a new bucket, and returns the announcement."""
             nonlocal sequence_number
             chunk, wait_written = None, None
             compute_digests()
@@ -371,7 +372,7 @@ class Publisher:
         for name, tensor in tensors:
             is_frozen = self._delta != "off" and name in frozen and name not in self._changed_frozen
             if is_frozen and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
-                self._changed_frozen.add(name)  # a moving average, for example
+                self._changed_frozen.add(name)  # for example, a moving average
                 is_frozen = False
             elif is_frozen and name in sent_frozen:
                 continue
@@ -379,7 +380,7 @@ class Publisher:
             assert isinstance(update, torch.Tensor)
             undigested.append((name, update))
             if self._delta == "elements" and not is_frozen:
-                compute_digests()  # the delta may be empty, so the digests must not wait for it
+                compute_digests()  # `changes` may return None, but the digest is needed in any case
                 update = self._shadow.changes(name, update)
             if update is None:
                 continue
@@ -393,7 +394,7 @@ class Publisher:
             self._compact()
 
     def _prepare(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in the form in which it is written: on its device, unless elements are compared."""
+        """Returns the tensor detached and contiguous; copies it to the CPU if elements are compared there."""
         if tensor.is_cpu:
             tensor = tensor.detach() if tensor.requires_grad else tensor
             return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -405,7 +406,7 @@ class Publisher:
     def _write(
         self, bucket: _Bucket, *, retain: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[WeightChunk, Callable[[], None] | None]:
-        """Returns a chunk, and a function that waits until it is fully written; None if it is."""
+        """Writes a bucket; returns its chunk and a function that waits until it is written, or None if it already is."""
         payload = (
             None if retain or self._transport is None or serial is not None else self._transport.stage(bucket.tensors)
         )
@@ -429,7 +430,12 @@ class Publisher:
         ), wait_written
 
     def republish(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
-        """Announces a chunk again from the data that was sent. It was in no segment, and some receivers did not get it."""
+        """Writes a chunk that some receivers did not get to a segment, and returns its new announcement.
+
+        Args:
+            announcement: Announcement of the lost chunk, which was in no segment.
+            tensors: Tensors of the chunk, as they were sent.
+        """
         lost_chunk, bucket = announcement.chunk, _Bucket()
         assert lost_chunk is not None and lost_chunk.payload is not None
         for name, tensor in zip(lost_chunk.payload[1], tensors, strict=True):
@@ -442,8 +448,8 @@ class Publisher:
     # -- the log ----------------------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Replaces the old copy of the weights and its changes by a new copy. Only receivers that join later read it:
-        the present ones have, or are about to have, everything in it.
+        """Replaces the old copy of the weights and its deltas by a new copy. Only receivers that join later read it; current
+        receivers already have its contents or are about to receive them.
         """
         base: list[WeightChunk] = []
         bucket = _Bucket()
@@ -464,8 +470,8 @@ class Publisher:
         self._base, self._changes = base, []
 
     def _drop_replaced(self) -> None:
-        """Drops what compaction has replaced, once no announcement that names it is in transit: every receiver has read
-        the last chunk of it or, if it was restarted, something newer.
+        """Drops the chunks that compaction replaced, once no announcement that lists them can be in transit: every receiver
+        has read the last of them or, if it was restarted, a newer chunk.
         """
         if not self._replaced:
             return

@@ -1,6 +1,6 @@
-"""Weight sync by broadcast: one copy per host, written from the sender's tensors and mapped by all receivers.
+"""Weight sync by broadcast: the sender's tensors are copied once per host, and all receivers on the host map the copy.
 
-Announcements go to every receiver's inbox. Receivers map the chunks, or fetch them from the sender's host.
+Announcements are sent to every receiver's inbox. Receivers map the chunks, or fetch them from the sender's host.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 class ConsumerClosed(Exception):
-    """Signal that the consumer stopped iterating."""
+    """Exception that ends the prefetching thread when the consumer has stopped iterating."""
 
 
 class Prefetcher:
-    """Prefetching iterator: runs an iterator in a thread, a bounded number of items ahead. One iterator at a time.
+    """Prefetching iterator: runs an iterator in a thread, a bounded number of items ahead; one iterator at a time.
 
     Args:
-        depth: Number of items that are built in advance, besides the one in use.
-        on_end: Called in the thread when it ends.
+        depth: Number of items to prefetch, in addition to the one in use.
+        on_end: Function called in the thread when it ends.
     """
 
     def __init__(self, depth: int = 1, on_end: Callable[[], None] = lambda: None) -> None:
@@ -50,7 +50,7 @@ class Prefetcher:
         self._stopping = threading.Event()
 
     def check(self) -> None:
-        """Raises if the consumer has stopped; an iterator that waits calls it.
+        """Raises an error if the consumer has stopped; the prefetched iterator calls it while it waits.
 
         Raises:
             ConsumerClosed: The consumer has stopped, and waits for the thread.
@@ -59,7 +59,8 @@ class Prefetcher:
             raise ConsumerClosed
 
     def __call__(self, items: Iterator[T]) -> Iterator[T]:
-        """Yields the items, or raises the error of the next one. Closing it ends the thread after its current item."""
+        """Yields the items of an iterator that runs in a thread, and raises its errors. Closing the generator ends the
+        thread after its current item."""
         self._stopping.clear()
         slots, prefetched = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
 
@@ -83,7 +84,7 @@ class Prefetcher:
                 if error is not None:
                     raise error
                 yield built
-                del built  # its memory may be needed for the next item but one
+                del built  # release its memory before the thread builds another item
                 slots.release()
         finally:
             self._stopping.set()
@@ -100,10 +101,10 @@ class ReaderSlot(NamedTuple):
 
     Attributes:
         reader: Number of the receiver among all readers.
-        host_index, num_host_readers: On a host other than the sender's, its number among the receivers there, and their
-            count: the first of them fetches for all.
-        upstream: Address from which the first receiver of another host fetches; empty for the sender.
-        num_downstream: Number of other hosts to which this one forwards the data.
+        host_index, num_host_readers: Number of the receiver among the receivers on its host, and their count. On a host other
+            than the sender's, the first of them fetches for all.
+        upstream: Address of the host to fetch from; empty to fetch from the sender.
+        num_downstream: Number of hosts that this receiver's host forwards data to.
     """
 
     reader: int
@@ -120,11 +121,11 @@ class WeightSender:
         worker: The sending worker.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        chunk_bytes: Size of a chunk.
-        transport: Transport, one of those of `transport_select`.
+        chunk_bytes: Size of a chunk in bytes.
+        transport: Name of a transport in `transport_select`.
 
     Attributes:
-        transport: The sender's side of the transport.
+        transport: Sender side of the transport.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class WeightSender:
         self.transport = TransportSender(self._src, transport)
 
     def forget(self) -> None:
-        """Makes the next version a complete one, for when weights that are not trained have been replaced."""
+        """Makes the next version complete; call it after frozen weights have been replaced."""
         self.transport.forget()
         if self._publisher is not None:
             self._publisher.forget()
@@ -151,7 +152,7 @@ class WeightSender:
 
         Args:
             version: Version of the weights.
-            tensors: Names and tensors; each is dropped before the next chunk begins.
+            tensors: Names and tensors; each tensor is released before the next chunk begins.
             frozen: Names of tensors that are not trained.
         """
         context = current()
@@ -163,13 +164,13 @@ class WeightSender:
         slots, depth = _assign_slots(context, names)
         window = _window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
         self.transport.begin_version([*slots], window.all_started)
-        pending: list[Callable[[], None]] = []  # waits until every receiver has the last announcement
-        unannounced: str | None = None  # a chunk that is written but not announced yet
+        pending: list[Callable[[], None]] = []  # function that waits until every receiver has the last announcement
+        unannounced: str | None = None  # path of a chunk that is written but not announced yet
         try:
             for announcement in self._with_retries(self._publisher.publish(version, tensors, frozen, window)):
                 chunk = announcement.chunk
                 unannounced = chunk.path or None if chunk is not None and not chunk.retained else None
-                while pending:  # only now: it was in transit while the next chunk was written
+                while pending:  # only now, so that the announcement was in transit while the next chunk was written
                     pending.pop()()
                 message = (announcement, tuple(context.service.origin), slots if announcement.number == 0 else None)
                 announced, unannounced = unannounced, None
@@ -179,17 +180,17 @@ class WeightSender:
             while pending:
                 pending.pop()()
         except BaseException:
-            with contextlib.suppress(RlhpcError):  # the first failure is the one to report
+            with contextlib.suppress(RlhpcError):  # report the first failure only
                 while pending:
                     pending.pop()()
             for reader in range(len(names) if unannounced else 0):
                 discard(str(unannounced), reader)
             self.transport.forget(notify=True)
-            self.forget()  # the changes that were found did not reach every receiver
+            self.forget()  # some receivers did not get the delta of this version
             raise
 
     def _with_retries(self, announcements: Iterator[Announcement]) -> Iterator[Announcement]:
-        """Yields the announcements, and repeats that of a bucket that some receivers did not get, before any later one."""
+        """Yields the announcements. If some receivers did not get a bucket, yields its new announcement before later ones."""
         last_sent: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.transport.wait_delivered()
@@ -203,9 +204,10 @@ class WeightSender:
 
 
 def _assign_slots(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], ReaderSlot], int]:
-    """Returns the receivers' positions, and the maximum number of hosts that a chunk passes before it reaches one.
+    """Returns the receivers' positions, and the maximum number of hosts that forward a chunk on its way to a receiver.
 
-    The sender's data goes to two other hosts, and each forwards it to two more. So no host sends more, however many there are.
+    The sender sends data to two other hosts, and each host forwards it to two more. So each host sends at most two copies,
+    however many hosts there are.
     """
     readers = p2p.readers_of(context, names)
     hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
@@ -221,7 +223,7 @@ def _assign_slots(context: Context, names: list[tuple[str, int]]) -> tuple[dict[
 
 
 def _window(context: Context, names: list[tuple[str, int]], max_unread: int) -> ChunkWindow:
-    """Builds the flow control for receivers. It does not wait for a restarted receiver, which has no chunk of the version."""
+    """Returns the flow control for receivers. It does not wait for a restarted receiver, which does not read this version."""
     reader_names = [f"{group}-{rank}" for group, rank in names]
     versions = [context.registry.version(MEMBERS, name) for name in reader_names]
     return ChunkWindow(
@@ -244,7 +246,7 @@ class WeightReceiver:
         worker: The receiving worker.
         src: Group and rank of the sender.
         complete_updates: See `Subscriber`.
-        transport: Transport, one of those of `transport_select`.
+        transport: Name of a transport in `transport_select`.
     """
 
     def __init__(
@@ -259,18 +261,18 @@ class WeightReceiver:
         self._transport = TransportReceiver(self._address, transport)
 
     def forget(self) -> None:
-        """Makes the next update a complete one (`Subscriber.forget`)."""
+        """Makes the next update complete (`Subscriber.forget`)."""
         self._transport.forget()
         self._subscriber.forget()
 
     def receive(self) -> Update:
-        """Waits for the next version, which is read while its tensors are iterated."""
+        """Waits for the next version and returns it; its chunks are read while its tensors are iterated."""
         self._check_abort = lambda: None
         self._transport.publish_device()
         return self._subscriber.receive(self._next_announcement, self._read, self._prefetched, self._skip)
 
     def _prefetched(self, chunks: Iterator[ReceivedChunk]) -> Iterator[ReceivedChunk]:
-        """Prefetches the next chunk while one is in use; a sender on this host needs no fetch."""
+        """Prefetches the next chunk while one is in use, unless the sender is on this host."""
         if self._origin.host == current().service.endpoint["host"]:
             return chunks
         self._check_abort = self._prefetcher.check
@@ -292,7 +294,7 @@ class WeightReceiver:
             self._read(chunk, False)
 
     def _receive_again(self, chunk: WeightChunk) -> list[Any]:
-        """Returns the tensors of a chunk that was lost in transit, from its second announcement."""
+        """Waits for the repeated announcement of a chunk that was lost in transit, and returns the chunk's tensors."""
         repeated = self._next_announcement().chunk
         if repeated is None or repeated.serial != chunk.serial:
             raise RlhpcError("a part of the weights that was lost on its way was not sent again")
@@ -300,7 +302,8 @@ class WeightReceiver:
         return [tensor for _, tensor in entries_of(memory, repeated.table)]
 
     def _read(self, chunk: WeightChunk, is_late: bool) -> Any:
-        """Returns the memory of a chunk; `is_late` if the other receivers on this host have it already."""
+        """Returns the memory of a chunk, or its tensors if it is in no segment; `is_late` if the other receivers on this host
+        already have it."""
         service, slot = current().service, self._slot
         if chunk.payload is not None:
             try:
@@ -314,8 +317,8 @@ class WeightReceiver:
                 if shares_fetch
                 else None
             )
-            # Each receiver reports its own arrival, so that the log keeps every chunk that one of them still needs.
-            # Kept chunks are fetched at any time: a receiver that joins later gets them from the sender only.
+            # Each receiver reports that it has read the chunk, so that the log keeps chunks that some receiver still needs.
+            # Retained chunks may be fetched at any time; a receiver that joins later gets them from the sender only.
             is_forwarded = not (chunk.retained and is_late)
             upstream = (self._upstream, chunk.name) if is_forwarded and slot.upstream else None
             memory = service.fetch(
@@ -331,7 +334,7 @@ class WeightReceiver:
             )
             if is_forwarded and slot.num_downstream and not slot.host_index:
                 chunk_bytes = memory[HEADER : HEADER + chunk.size]
-                if chunk.retained and not chunk.fixed:  # it changes in place after its arrival, so a copy is forwarded
+                if chunk.retained and not chunk.fixed:  # forward a copy, because deltas are applied to it in place
                     chunk_bytes = np.frombuffer(chunk_bytes, np.uint8).copy().data
                 service.forwarded_data.put(chunk.name, chunk_bytes, slot.num_downstream)
             service.peers.release(self._origin.bulk, chunk.path, slot.reader)
@@ -351,18 +354,18 @@ class WeightReceiver:
 
 
 class BroadcastSync:
-    """Built-in strategy of weight sync.
+    """Built-in weight sync strategy: one sender broadcasts full tensors.
 
     Args:
         worker: The worker that sends or receives.
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        complete_updates: Make every update complete, with tensors only.
+        complete_updates: Make every update complete, with full tensors only.
 
     Attributes:
-        transport: Transport, one of those of `transport_select`.
-        chunk_bytes: Size of a chunk.
+        transport: Name of a transport in `transport_select`.
+        chunk_bytes: Size of a chunk in bytes.
     """
 
     transport = AUTO
@@ -392,29 +395,29 @@ class BroadcastSync:
         return update
 
     def forget(self) -> None:
-        """Makes the next version a complete one (`WeightSync.forget`)."""
+        """Makes the next version complete (`WeightSync.forget`)."""
         self._endpoint.forget()
 
 
 class HostSync(BroadcastSync):
-    """Weight sync through shared memory and TCP alone."""
+    """Weight sync through shared memory and TCP only."""
 
     transport = HOST
 
 
 class IpcSync(BroadcastSync):
-    """Weight sync between processes that compute on one accelerator."""
+    """Weight sync by IPC between processes that share an accelerator."""
 
     transport = IPC
 
 
 class NcclSync(BroadcastSync):
-    """Weight sync between accelerators, by NCCL."""
+    """Weight sync between accelerators over NCCL."""
 
     transport = NCCL
 
 
 class GlooSync(BroadcastSync):
-    """Weight sync between accelerators, by gloo through host memory."""
+    """Weight sync between accelerators over gloo, through host memory."""
 
     transport = GLOO

@@ -1,4 +1,4 @@
-"""Batches of embodied runs: transitions that rollout ranks deliver, the batch that a policy trains on, and its minibatches.
+"""Batches of embodied runs: transitions from rollout ranks, training batches and their minibatches.
 
 Shapes: n slots of a rank, T decisions of a step, C actions of a decision (chunk), N = n · T rows.
 """
@@ -21,7 +21,7 @@ from rlhpc.training.flat_parameters import Reduce
 Array = TypeVar("Array")
 Other = TypeVar("Other")
 
-#: Fields of a `RolloutBatch` by their columns in messages, in the order in which messages have them.
+#: Fields of a `RolloutBatch` by the names of their columns in messages, in message order.
 _LEADING = {"actions": "actions", "logprobs": "logprobs", "values": "values"}
 _TRAILING = {
     "next_values": "next_values",
@@ -40,16 +40,16 @@ _MASKS = ("truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", 
 
 
 class DropReason(StrEnum):
-    """Reasons for which a transition does not train."""
+    """Reason why a transition is not trained on."""
 
     RANK_LOST = "rank lost"
     """The env or rollout rank of its slot left the run before the transition was delivered."""
 
     NONFINITE = "nonfinite"
-    """A number of it, or of another transition that its advantage depends on, is not finite."""
+    """The transition, or another one that its advantage depends on, contains a non-finite number."""
 
     ENV_FAILED = "env failed"
-    """Its simulator or robot failed, so that its outcome is unknown."""
+    """The simulator or robot failed, so that the transition's outcome is unknown."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RolloutCounts:
 
     Attributes:
         version: Oldest version of the weights that acted.
-        received: Transitions in the rank's batch or buffer.
-        dropped: Transitions that do not train, by reason; each counts for one reason.
+        received: Number of transitions in the rank's batch or buffer.
+        dropped: Number of dropped transitions by reason; each counts for one reason.
     """
 
     version: int
@@ -68,19 +68,21 @@ class RolloutCounts:
 
     @classmethod
     def sum(cls, parts: Sequence[RolloutCounts]) -> RolloutCounts:
-        """Adds the counts of several ranks, or of several parts of a step."""
+        """Returns the sum of counts of several ranks, or of several parts of a step; `version` is the minimum."""
         dropped = {reason: sum(counts.dropped.get(reason, 0) for counts in parts) for reason in DropReason}
         return cls(min(counts.version for counts in parts), sum(counts.received for counts in parts), dropped)
 
 
 @dataclass(frozen=True)
 class RewardSequence:
-    """Rewards and ends in the order in which they happened, `[n, S]`: S decisions, or the actions of all decisions.
+    """Rewards and episode ends in temporal order, `[n, S]`: S decisions, or the actions of all decisions.
 
     Attributes:
-        valid: Positions that train.
-        values, next_values: Values of the observation before each position and of the one after it; None if the values do not
-            belong to positions.
+        rewards: Reward of each position.
+        terminations, truncations: Positions at which an episode ended, or was truncated, bool.
+        valid: Positions that are trained on, bool.
+        values, next_values: Values of the observations before and after each position; None if there is no value for each
+            position.
     """
 
     rewards: Tensor
@@ -91,7 +93,7 @@ class RewardSequence:
     next_values: Tensor | None
 
     def estimator_inputs(self) -> dict[str, Any]:
-        """Returns the arguments of `calculate_adv_and_returns`."""
+        """Returns the keyword arguments of `calculate_adv_and_returns`, without those that are None."""
         inputs = {
             "rewards": self.rewards,
             "values": self.values,
@@ -105,25 +107,25 @@ class RewardSequence:
 
 @dataclass(frozen=True)
 class RolloutBatch(Generic[Array]):
-    """Transitions of a rank's slots as rollout ranks deliver them, `[n, T, ...]`: arrays in messages, tensors on an actor.
+    """Transitions of a rank's slots from rollout ranks, `[n, T, ...]`: arrays in messages, tensors on an actor.
 
     Attributes:
         obs: Observations that the policy acted on, an array or a dict of arrays.
-        actions: Actions that the policy chose.
-        rewards: `[n, T]`, or `[n, T, C]` if each action of a chunk has its own.
+        actions: Actions sampled by the policy.
+        rewards: `[n, T]`, or `[n, T, C]` if each action of a chunk has a reward.
         terminations: Decisions that ended an episode, bool.
-        truncations: Decisions after which an episode was cut, bool; None in off-policy runs, which do not distinguish it.
-        logprobs: Log-probabilities of the actions, of the shape that `algorithm.logprob_type` chooses.
+        truncations: Decisions after which an episode was truncated, bool; None in off-policy runs, which do not need it.
+        logprobs: Log-probabilities of the actions; `algorithm.logprob_type` determines their shape.
         values, next_values: Values of `obs` and of the true next observations, `[n, T]` or `[n, T, C]`.
         executed: Actions that were executed before their episode ended, bool `[n, T, C]`; None if a decision is one action.
-        valid: Transitions that train, bool; None for all of them. Decisions after the end of a slot's only episode do not.
-        nonfinite: Transitions in which the env rank replaced numbers that are not finite, bool.
+        valid: Transitions to train on, bool; None if all are. Decisions after the end of a slot's only episode are not.
+        nonfinite: Transitions in which the env rank replaced non-finite numbers, bool.
         env_failed: Transitions whose simulator or robot failed, bool.
-        missing: Transitions that are missing because a rank left the run, bool; None if no rank did.
+        missing: Transitions that are missing because a rank left the run, bool; None if no rank left.
         extras: Further columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
         version: Oldest version of the weights that acted; None if unknown.
-        drops: Transitions that `drop` removed, bool; None if there are none.
-        dropped: Number of transitions that `drop` removed, by reason.
+        drops: Transitions that `drop` masked out, bool; None if there are none.
+        dropped: Number of transitions that `drop` masked out, by reason.
     """
 
     obs: Any
@@ -147,19 +149,19 @@ class RolloutBatch(Generic[Array]):
     # -- messages -------------------------------------------------------------------------------------------------
 
     def columns(self) -> dict[str, Array]:
-        """Returns the columns of a message by name; fields that are None have none."""
+        """Returns the batch as a message's columns by name, without fields that are None."""
         leading_columns = {name: getattr(self, attribute) for name, attribute in _LEADING.items()}
         trailing_columns = {name: getattr(self, attribute) for name, attribute in _TRAILING.items()}
         columns = {**columns_of("obs", self.obs), **leading_columns, **self.extras, **trailing_columns}
         return {name: column for name, column in columns.items() if column is not None}
 
     def transition_columns(self) -> dict[str, Array]:
-        """Returns the columns of the transitions themselves, without masks."""
+        """Returns the columns without truncations and masks."""
         return {name: column for name, column in self.columns().items() if name not in _MASKS}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> RolloutBatch[Any]:
-        """Builds the batch from a message: columns, and `version` if it is known."""
+        """Builds a batch from a message's columns, which may include `version`."""
         attributes = {**_LEADING, **_TRAILING}
         arguments = {attribute: columns[name] for name, attribute in attributes.items() if name in columns}
         extras = {
@@ -176,12 +178,12 @@ class RolloutBatch(Generic[Array]):
         return replace(batch, version=self.version, drops=self.drops, dropped=self.dropped)
 
     def of_slots(self, slots: slice) -> RolloutBatch[Array]:
-        """Returns the transitions of some of the slots."""
+        """Returns the transitions of a range of slots."""
         return self.map(lambda column: column[slots])  # type: ignore[index]
 
     @staticmethod
     def join(parts: Sequence[RolloutBatch[np.ndarray]], axis: int) -> RolloutBatch[np.ndarray]:
-        """Concatenates batches of consecutive slots (axis 0) or decisions (axis 1)."""
+        """Returns batches of consecutive slots (axis 0) or decisions (axis 1), concatenated."""
         if any(rollout.missing is not None for rollout in parts):
             parts = [
                 rollout if rollout.missing is not None else replace(rollout, missing=rollout._mask())
@@ -197,12 +199,12 @@ class RolloutBatch(Generic[Array]):
 
     @staticmethod
     def blank(like: Mapping[str, np.ndarray], slots: int, decisions: int) -> RolloutBatch[np.ndarray]:
-        """Returns zeros for transitions that are missing because their rank left the run.
+        """Returns a batch of zeros for transitions that are missing because their rank left the run.
 
         Args:
-            like: Columns of another message, of any number of slots and decisions.
-            slots: n.
-            decisions: T.
+            like: Columns of another message; their dtypes and trailing dimensions are used.
+            slots: Number of slots, n.
+            decisions: Number of decisions, T.
         """
         columns = {
             name: np.zeros((slots, decisions, *example.shape[2:]), example.dtype) for name, example in like.items()
@@ -210,33 +212,33 @@ class RolloutBatch(Generic[Array]):
         return RolloutBatch.from_columns({**columns, "lost": np.ones((slots, decisions), bool)})
 
     def cut_after_last(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with a truncation after the last decision of each episode that has not ended."""
+        """Returns the batch with unfinished episodes marked as truncated at the last decision."""
         if self.truncations is None:
             return self
         truncations = self.truncations.copy()
         truncations[:, -1] |= ~self.terminations[:, -1]
         return replace(self, truncations=truncations)
 
-    # -- transitions that do not train ----------------------------------------------------------------------------
+    # -- dropped transitions --------------------------------------------------------------------------------------
 
     def _mask(self: RolloutBatch[np.ndarray], marks: np.ndarray | None = None) -> np.ndarray:
-        """Returns the mask unchanged; for None, a mask that is False everywhere."""
+        """Returns `marks` unchanged, or a mask `[n, T]` of False if it is None."""
         return np.zeros(self.rewards.shape[:2], bool) if marks is None else marks
 
     def nonfinite_columns(self: RolloutBatch[np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns a bool mask of the transitions with non-finite numbers, by column."""
+        """Returns, for each column with non-finite numbers, a bool mask `[n, T]` of the transitions that contain them."""
         return {name: bad_rows(column, 2) for name, column in self.columns().items() if not is_finite(column)}
 
     def mark_nonfinite(self: RolloutBatch[np.ndarray], marks: Iterable[np.ndarray]) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with more transitions marked as not finite."""
+        """Returns the batch with these transitions marked as non-finite, too."""
         return replace(self, nonfinite=np.logical_or.reduce([self._mask(self.nonfinite), *marks]))
 
     def drop(self: RolloutBatch[np.ndarray], marks: np.ndarray, reason: DropReason) -> RolloutBatch[np.ndarray]:
-        """Removes the marked transitions from those that train, and counts those that were not dropped before.
+        """Returns the batch with the marked transitions excluded from training, and counted unless already dropped.
 
         Args:
-            marks: Bool `[n, T]`.
-            reason: Reason that they are counted for.
+            marks: Transitions to drop, bool `[n, T]`.
+            reason: Reason to count them under.
         """
         drops = self._mask(self.drops)
         num_dropped = int((marks & ~drops).sum())
@@ -249,11 +251,11 @@ class RolloutBatch(Generic[Array]):
     def drop_lost_and_failed(
         self: RolloutBatch[np.ndarray], *, by_slot: bool, failures_by_slot: bool
     ) -> RolloutBatch[np.ndarray]:
-        """Drops the transitions that are missing, that are not finite, or whose simulator failed.
+        """Returns the batch without transitions that are missing, contain non-finite numbers, or whose simulator failed.
 
         Args:
-            by_slot: Drop all transitions of a slot with one that is missing or not finite, because their advantages depend on
-                it; those besides the missing ones count as `DropReason.NONFINITE`.
+            by_slot: Drop all transitions of a slot if one is missing or non-finite, because their advantages depend on it.
+                Transitions dropped this way count as `DropReason.NONFINITE`.
             failures_by_slot: Drop all transitions of a slot whose simulator failed.
         """
         missing, nonfinite, failed = (self._mask(mask) for mask in (self.missing, self.nonfinite, self.env_failed))
@@ -265,36 +267,37 @@ class RolloutBatch(Generic[Array]):
         return batch.drop(failed, DropReason.ENV_FAILED)
 
     def cleaned(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with 0 in place of numbers that are not finite."""
+        """Returns the batch with non-finite numbers replaced by 0."""
         return self.map(cleaned)
 
     def counts(self: RolloutBatch[np.ndarray], received: int) -> RolloutCounts:
-        """Returns the counts of the step; `received` is the number of transitions that arrived."""
+        """Returns the counts of the step, with `received` as the number of received transitions."""
         assert self.version is not None
         return RolloutCounts(self.version, received, self.dropped)
 
     # -- on an actor ----------------------------------------------------------------------------------------------
 
     def to_tensors(self: RolloutBatch[np.ndarray], device: torch.device) -> RolloutBatch[Tensor]:
-        """Returns the batch on a device."""
+        """Returns the batch as tensors on a device."""
         return self.map(lambda column: torch.from_numpy(column).to(device))
 
     def valid_decisions(self: RolloutBatch[Tensor]) -> Tensor:
-        """Returns the transitions that train, bool `[n, T]`."""
+        """Returns the mask of the transitions to train on, bool `[n, T]`."""
         if self.valid is not None:
             return self.valid
         return torch.ones(self.rewards.shape[:2], dtype=torch.bool, device=self.rewards.device)
 
     def valid_actions(self: RolloutBatch[Tensor]) -> Tensor | None:
-        """Returns the executed actions of the transitions that train, bool `[n, T, C]`; None if a decision is one action."""
+        """Returns the mask of executed actions in transitions to train on, bool `[n, T, C]`; None if a decision is one
+        action."""
         return None if self.executed is None else self.executed & self.valid_decisions()[..., None]
 
     def reward_sequence(self: RolloutBatch[Tensor]) -> RewardSequence:
-        """Returns rewards and ends as one sequence of each slot, for the advantages."""
+        """Returns each slot's rewards and episode ends as one sequence, for the advantage estimator."""
         return self._by_action() if self.rewards.dim() == 3 else self._by_decision()
 
     def _by_action(self: RolloutBatch[Tensor]) -> RewardSequence:
-        """Returns outcomes of chunks as one sequence of actions, `[n, T · C]`; an end belongs to the last executed action."""
+        """Returns a sequence over the actions of all chunks, `[n, T · C]`; an episode ends at its last executed action."""
         executed = self.valid_actions()
         assert executed is not None and self.truncations is not None and self.values is not None
         terminations, truncations = (ends_at(ends, executed) for ends in (self.terminations, self.truncations))
@@ -309,7 +312,7 @@ class RolloutBatch(Generic[Array]):
         )
 
     def _by_decision(self: RolloutBatch[Tensor]) -> RewardSequence:
-        """Returns outcomes of decisions, `[n, T]`, with ends at decisions that train."""
+        """Returns a sequence over decisions, `[n, T]`; after simulator failures, ends move to trained decisions."""
         assert self.truncations is not None
         valid, terminations, truncations = self.valid_decisions(), self.terminations, self.truncations
         if DropReason.ENV_FAILED in self.dropped:
@@ -319,11 +322,11 @@ class RolloutBatch(Generic[Array]):
     def with_advantages(
         self: RolloutBatch[Tensor], advantages: Tensor, returns: Tensor, sequence: RewardSequence
     ) -> TrainBatch:
-        """Returns the batch that a policy trains on, `[n, T, ...]`.
+        """Returns the training batch, `[n, T, ...]`.
 
         Args:
-            advantages, returns: Of the positions of `sequence`.
-            sequence: See `reward_sequence`.
+            advantages, returns: Advantages and returns of the positions of `sequence`, `[n, S]`.
+            sequence: Result of `reward_sequence`.
         """
         assert self.logprobs is not None and self.values is not None
         shape, executed = self.rewards.shape, self.valid_actions()
@@ -341,31 +344,30 @@ class RolloutBatch(Generic[Array]):
 
 
 def _complete_slots(marks: np.ndarray) -> np.ndarray:
-    """Returns a bool mask `[n, T]` of all transitions in slots with at least one marked transition."""
+    """Returns the bool mask `[n, T]` of all transitions in slots with a marked transition."""
     return np.broadcast_to(marks.any(1, keepdims=True), marks.shape)
 
 
 def token_mask(executed: Tensor, logprobs: Tensor) -> Tensor:
-    """Returns the mask of the log-probabilities that train: `executed` `[n, T, C]` in the shape of `logprobs`
-    `[n, T, C(, dim)]`.
+    """Returns the float mask of the log-probabilities to train on: `executed` `[n, T, C]`, expanded to the shape of
+    `logprobs`, `[n, T, C(, dim)]`.
     """
     num_missing = logprobs.dim() - executed.dim()
     return executed.reshape(*executed.shape, *[1] * num_missing).expand(logprobs.shape).float()
 
 
 def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
-    """Returns the ends of episodes at positions that train: each end moves to the last such position up to its
-    decision.
+    """Moves each episode end to the last trained position at or before its decision.
 
-    If the decision of an end does not train (none of its actions was executed, or its simulator failed), the episode is cut
-    after the position before; otherwise it would be credited with the rewards that follow.
+    If no position of the end's decision is trained (no action was executed, or the simulator failed), the end moves to an
+    earlier decision. Otherwise rewards of the next episode would be credited to this one.
 
     Args:
         ends: Decisions that ended an episode, bool `[n, T]`.
-        trained: Positions that train, bool `[n, T]` or `[n, T, C]`.
+        trained: Positions to train on, bool `[n, T]` or `[n, T, C]`.
 
     Returns:
-        Bool, of the shape of `trained`.
+        Bool mask of the ends, of the shape of `trained`.
     """
     positions = trained.flatten(1)
     index = torch.arange(positions.shape[1], device=positions.device)
@@ -378,17 +380,17 @@ def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Transitions that a policy trains on, `[N, ...]`, slot by slot (before `flatten`: `[n, T, ...]`).
+    """Transitions to train on, `[N, ...]`, slot by slot (before `flatten`: `[n, T, ...]`).
 
     Attributes:
         obs: Observations, a tensor or a dict of tensors.
-        actions: Actions that were chosen.
-        inputs: The model's own inputs, by the names of their columns (`inputs.*`).
+        actions: Actions sampled by the policy.
+        inputs: Model-specific inputs, by column name (`inputs.*`).
         logprobs: Log-probabilities of the actions under the weights that acted.
         values: Values of the observations under the weights that acted.
-        advantages, returns: `[N]`, or `[N, C]` if they belong to single actions.
-        mask: Rows, or actions, that train: 1 or 0, of the shape of `advantages`.
-        token_mask: Log-probabilities that train, in their shape; None if those of a row all train or none does.
+        advantages, returns: `[N]`, or `[N, C]` if they are per action.
+        mask: Loss mask of rows or actions: 1 or 0, of the shape of `advantages`.
+        token_mask: Loss mask of `logprobs`, in their shape; None if `mask` applies to all log-probabilities of a row.
         proximal_logprobs: Log-probabilities under the weights before the update; None if the loss does not need them.
     """
 
@@ -412,7 +414,7 @@ class TrainBatch:
         return TrainBatch(**{name: _map(column, change) for name, column in columns.items()})
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors, in the same order for batches with the same fields."""
+        """Yields all tensors; batches with the same fields yield them in the same order."""
         for attribute in fields(self):
             column = getattr(self, attribute.name)
             if isinstance(column, Mapping):
@@ -421,56 +423,56 @@ class TrainBatch:
                 yield column
 
     def select(self, rows: Tensor) -> TrainBatch:
-        """Returns the rows with these indices."""
+        """Returns a batch of the rows with these indices."""
         return self.map(lambda tensor: tensor[rows])
 
     def flatten(self) -> TrainBatch:
-        """Returns `[n, T, ...]` as rows, `[N, ...]`."""
+        """Returns the batch with its first two dimensions merged: `[n, T, ...]` to `[N, ...]`."""
         return self.map(lambda tensor: tensor.flatten(0, 1))
 
     def idle_row(self) -> TrainBatch:
-        """Returns one row that trains nothing, for a rank that has fewer passes to make than the others."""
+        """Returns one row with a zero mask, for a rank with fewer micro-batches than other ranks."""
         row = self.map(lambda tensor: tensor[:1])
         masked = None if row.token_mask is None else torch.zeros_like(row.token_mask)
         return replace(row, mask=torch.zeros_like(row.mask), token_mask=masked)
 
     def policy_inputs(self) -> dict[str, Any]:
-        """Returns the inputs of `Policy.default_forward`."""
+        """Returns the inputs of `Policy.default_forward` by name."""
         return {"obs": self.obs, "actions": self.actions} | rows_of(self.inputs, "inputs")
 
     @property
     def tokens_per_row(self) -> int:
-        """Log-probabilities of one row."""
+        """Number of log-probabilities per row."""
         return math.prod(self.logprobs.shape[1:])
 
     def token_weights(self) -> Tensor:
-        """Returns the mask of the log-probabilities that train, `[N, tokens]`."""
+        """Returns the loss mask of the log-probabilities, `[N, tokens]`."""
         if self.token_mask is not None:
             return self.token_mask.reshape(len(self), -1)
         return spread(self.mask.reshape(len(self), -1), self.tokens_per_row)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Applies `change` to a tensor, or to each tensor of a mapping; None stays None."""
+    """Returns `change` of a tensor, or of each tensor of a mapping; None for None."""
     if isinstance(value, Mapping):
         return {name: change(tensor) for name, tensor in value.items()}
     return None if value is None else change(value)
 
 
 def spread(columns: Tensor, tokens: int) -> Tensor:
-    """Expands values of a row or of its actions, `[N, 1]` or `[N, C]`, to each of its tokens, `[N, tokens]`."""
+    """Repeats values per row `[N, 1]` or per action `[N, C]` for each token; returns `[N, tokens]`."""
     return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)
 
 
 def permutation(total: int, *entropy: int) -> torch.Tensor:
-    """Draws a permutation of `range(total)` that depends on `entropy` alone (seed, step, epoch)."""
+    """Returns a random permutation of `range(total)` that depends only on `entropy` (seed, step, epoch)."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 
 def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
-    """Draws a permutation of a step's transitions, numbered slot by slot. Each part of the decisions is permuted
-    separately, and the parts stay in order.
+    """Returns a random permutation of a step's transitions, numbered slot by slot. The decisions are split into `parts`
+    consecutive parts; each is permuted separately, and the parts stay in order.
     """
     size = steps // parts
     part_orders = [permutation(slots * size, *entropy, part) for part in range(parts)]
@@ -480,15 +482,15 @@ def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> to
 
 
 def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
-    """Returns the part of each global minibatch that one rank holds.
+    """Returns this rank's part of each global minibatch.
 
     Args:
         order: Permutation of all transitions of the run; minibatch m is `order[m·size : (m+1)·size]`.
-        size: Transitions of a minibatch over all ranks.
-        held: Transitions of this rank.
+        size: Number of transitions in a minibatch, over all ranks.
+        held: Transitions of this rank, as a range of global indices.
 
     Returns:
-        For each minibatch the indices into this rank's transitions; may be empty.
+        For each minibatch, indices into this rank's transitions; may be empty.
     """
     if held == range(len(order)):
         return list(order.split(size))
@@ -499,11 +501,11 @@ def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch
 
 
 def passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
-    """Returns the forward passes of each minibatch, the same number on all ranks: the maximum over the ranks.
+    """Returns the number of forward passes of each minibatch: the maximum over the ranks, at least 1.
 
     Args:
-        num_local: Passes that this rank needs for each minibatch.
-        rank, ranks: Rank in the group, and its size.
+        num_local: Number of passes that this rank needs for each minibatch.
+        rank, ranks: Rank in the group, and the group's size.
         reduce: Sums a tensor over the group, in place.
     """
     passes_by_rank = torch.zeros((ranks, len(num_local)), dtype=torch.int64)

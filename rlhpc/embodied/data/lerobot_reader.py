@@ -1,8 +1,8 @@
 """Reader of LeRobot datasets, versions 2 and 3: Parquet tables of frames, and `meta/info.json` that describes their
 columns.
 
-Version 2 has one file per episode, version 3 files with many episodes. Pictures lie in the table (`dtype: image`) or in
-mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
+Version 2 has one file per episode, version 3 files with many episodes. Images are stored in the table (`dtype: image`) or
+in mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
 
 A LeRobot episode has as many observations as actions. To retain all actions, the reader repeats the last observation as
 the final one. The last step is a truncation unless `next.done` and `next.success` mark the task's end; a column
@@ -29,20 +29,20 @@ from rlhpc.runtime.files import is_count, read_json
 from rlhpc.runtime.plugins import required
 from rlhpc.runtime.text import first_line
 
-#: Files of a folder, and bytes of a file, as in lerobot.
+#: Maximum number of files in a folder, and maximum bytes of a file, as in lerobot.
 CHUNK = 1000
 MOST_BYTES = {"data": 100 << 20, "videos": 200 << 20}
 PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
-#: Column of the steps of an intervention; lerobot's recordings have a teleoperator's events there.
+#: Column that marks the steps of an intervention; lerobot stores a teleoperator's events there.
 INTERVENTION = "complementary_info.is_intervention"
 _INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 def arrow_package() -> Any:
-    """Imports pyarrow, which reads and writes the tables.
+    """Returns the pyarrow module, with `pyarrow.parquet` imported.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: pyarrow is not installed.
     """
     required("pyarrow.parquet", "LeRobot datasets need pyarrow", "embodied")
     import pyarrow
@@ -51,16 +51,16 @@ def arrow_package() -> Any:
 
 
 def pillow() -> Any:
-    """Imports Pillow's module that reads and writes pictures.
+    """Returns Pillow's module `PIL.Image`.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Pillow is not installed.
     """
     return required("PIL.Image", "pictures in LeRobot datasets need Pillow", "embodied")
 
 
 def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Returns the columns `[T, ...]` of an episode, without its frame indices; `cameras` names the cameras in `rgb`."""
+    """Returns an episode's columns `[T, ...]`, without the index columns; `cameras` are the names of the cameras in `rgb`."""
     obs = trajectory["obs"]
     columns: dict[str, np.ndarray] = {}
     for name, array in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
@@ -85,12 +85,12 @@ def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> di
 
 
 def is_instruction(name: str, column: np.ndarray) -> bool:
-    """Returns whether an observation is a text; LeRobot stores it as the frame's task."""
+    """Returns whether an observation is an instruction, which LeRobot stores as the frame's task."""
     return name == "instruction" and column.dtype == np.uint8 and column.ndim == 2
 
 
 def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
-    """Returns the instruction of each step of an episode; `task` where its observations have none."""
+    """Returns the instruction of each step of an episode; `task` for steps without one."""
     obs, length = trajectory["obs"], len(trajectory["actions"])
     instructions = obs.get("instruction") if isinstance(obs, Mapping) else None
     if instructions is None or not is_instruction("instruction", np.asarray(instructions)):
@@ -99,7 +99,7 @@ def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
 
 
 def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Splits pictures into `[T, H, W, 3]` by camera, along the last axis."""
+    """Splits images along the last axis; returns `[T, H, W, 3]` for each camera, by column name."""
     count, remainder = divmod(pictures.shape[-1], 3)
     if pictures.dtype != np.uint8 or remainder or pictures.ndim != 4:
         raise ConfigError(
@@ -113,8 +113,12 @@ def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str])
 
 
 def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], videos: bool) -> dict[str, Any]:
-    """Returns `features` of `info.json`, with the names of components. Pictures of odd height or width stay in the
-    table, because H.264 does not support them.
+    """Returns `features` of `info.json`.
+
+    Args:
+        columns: Columns of an episode.
+        names: Names of the components, by column.
+        videos: Store images as videos, except those of odd height or width, which H.264 does not support.
     """
     features: dict[str, Any] = {}
     for name, column in columns.items():
@@ -136,12 +140,12 @@ def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], vid
 
 
 def images(features: Mapping[str, Any]) -> list[str]:
-    """Returns the columns with pictures."""
+    """Returns the names of the columns with images."""
     return [name for name, feature in features.items() if feature["dtype"] in ("image", "video")]
 
 
 def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arrow: Any) -> Any:
-    """Builds the table of an episode; videos have no column."""
+    """Returns the Arrow table of an episode; videos have no column in it."""
     arrays: dict[str, Any] = {}
     hf_features: dict[str, Any] = {}
     for name, feature in features.items():
@@ -167,7 +171,7 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def tasks_table(tasks: list[str], arrow: Any) -> Any:
-    """Builds the table of `tasks.parquet`, with the texts as pandas' index."""
+    """Returns the Arrow table of `tasks.parquet`; for pandas, the texts are the index."""
     kinds = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     pandas_metadata = {
         "index_columns": ["task"],
@@ -190,9 +194,9 @@ _NEEDED = ("action", "episode_index", "frame_index")
 def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
-    `observation.state` is "state"; the cameras are "rgb", side by side in the last axis, channels last; further
-    `observation.…` columns keep their names. A frame's task is its "instruction", unless it is only the robot's name. A
-    dataset with only a state, and one task, gives arrays.
+    `observation.state` becomes "state"; the cameras become "rgb", channels last, concatenated along the last axis; further
+    `observation.…` columns keep their names without the prefix. A frame's task becomes "instruction", unless all tasks are
+    empty or the robot's name. If there is only a state and at most one task, the observations are an array, not a dict.
 
     Raises:
         ConfigError: A file is missing or does not match `info.json`.
@@ -211,7 +215,7 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def lerobot_facts(folder: Path) -> dict[str, Any]:
-    """Returns the facts of a dataset's `info.json` that are not columns, for `rlhpc.embodied.data.lerobot_info`.
+    """Returns the facts of a dataset that no column contains, for `rlhpc.embodied.data.lerobot_info`.
 
     Raises:
         ConfigError: A file does not match `info.json`.
@@ -231,7 +235,7 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
 
 
 def camera_columns(features: dict[str, Any]) -> list[str]:
-    """Returns the columns of pictures in the order of `rgb`: first the pictures in the table, then the videos."""
+    """Returns the camera columns in the order of their channels in `rgb`: first images in the table, then videos."""
     cameras = [name for name in features if name.startswith(_IMAGE)]
     return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
 
@@ -252,7 +256,7 @@ def _info(folder: Path) -> dict[str, Any]:
 
 
 class _Frames:
-    """Rows of a dataset, one episode at a time, with the locations of its pictures."""
+    """Frames of a dataset: table rows by episode, and images from video files."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         arrow = arrow_package()
@@ -298,7 +302,7 @@ class _Frames:
         return tasks
 
     def instructions(self) -> dict[int, str]:
-        """Returns the tasks by index; {} if all are empty or the robot's name."""
+        """Returns the tasks by index; {} if each task is empty or the robot's name."""
         tasks = self.tasks()
         return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
 
@@ -315,7 +319,11 @@ class _Frames:
                 yield episode_index, {name: rows[name].to_pylist() for name in rows.column_names}
 
     def frames(self, camera: str, episode: int, length: int) -> np.ndarray:
-        """Reads the pictures `[T, H, W, C]` of one episode from its mp4 file."""
+        """Reads the `length` images `[T, H, W, C]` of one episode from its mp4 file.
+
+        Raises:
+            ConfigError: The file cannot be read, or ends too early.
+        """
         video_location, pattern = self._places.get(episode, {}), self._info.get("video_path")
         if not pattern:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
@@ -342,14 +350,14 @@ class _Frames:
         return frames
 
     def close(self) -> None:
-        """Closes the videos that are open."""
+        """Closes the open video files."""
         for reader in self._readers.values():
             reader.close()
 
 
 def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
-    """Returns height and width of a camera's pictures by `info.json`, channels first or last; None if it has no valid
-    shape.
+    """Returns the height and width of a camera's images from its feature in `info.json`, channels first or last; None if
+    the shape is invalid.
     """
     shape, names = feature.get("shape"), feature.get("names")
     if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(size) and size for size in shape):
@@ -361,10 +369,10 @@ def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _inside(folder: Path, file: Path) -> Path:
-    """Returns a file of the dataset.
+    """Returns `file` unchanged after checking that it lies in the dataset's folder.
 
     Raises:
-        ConfigError: The file is a link that leads out of the dataset. Links into `blobs` of the Hugging Face hub's cache are
+        ConfigError: The file is a link to a file outside the dataset. Links to `blobs` of the Hugging Face Hub's cache are
             allowed.
     """
     root = folder.resolve()
@@ -381,11 +389,11 @@ def video_name(pattern: str, origin: str, **fields: Any) -> str:
 
     Args:
         pattern: `video_path` of `info.json`, such as `videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4`.
-        origin: File that has the pattern, for messages.
-        fields: Allowed fields: `video_key`, which is a text, and numbers.
+        origin: File that contains the pattern, for messages.
+        fields: Values of the fields: `video_key`, a string, and numbers.
 
     Raises:
-        ConfigError: It has another field, or leads out of the folder.
+        ConfigError: The pattern has another field, or the path is outside the folder.
     """
     prefix = f"{origin}: video_path is {pattern[:200]!r}"
 
@@ -428,7 +436,7 @@ def _trajectory(
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)
     is_end = np.asarray(done_column, bool).reshape(T) if done_column is not None else terminations
     success_flags = np.asarray(success, bool).reshape(T) if success is not None else None
-    # `next.done` marks any end; without `next.success` it counts as the task's.
+    # `next.done` marks any end of an episode; without `next.success` it counts as a termination.
     if (truncated_column := columns.get("next.truncated")) is not None:
         truncations |= np.asarray(truncated_column, bool).reshape(T)
         terminations |= is_end & ~truncations
@@ -458,7 +466,7 @@ def _array(rows: Any, dtype: Any) -> np.ndarray:
 
 
 def _pictures(rows: Any, source: str) -> np.ndarray:
-    """Converts decoded frames, or a table's encoded pictures, to uint8 `[T, H, W, C]`."""
+    """Returns images as uint8 `[T, H, W, C]`: decoded frames unchanged, and encoded images of a table decoded."""
     if isinstance(rows, np.ndarray):
         return rows
     image = pillow()

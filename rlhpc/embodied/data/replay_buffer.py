@@ -1,8 +1,9 @@
-"""Replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring.
+"""Replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring buffer.
 
-The buffer of a run is a table of decisions (one action in every slot) by slots. Each actor rank holds the columns of its
-slots. The index of a transition counts the complete table, so that a drawn batch is the same for any number of ranks. A
-transition is one row of bytes: a batch is one gather, and its columns are views of it.
+The buffer of a run is a table with a row per decision (one action in every slot) and a column per slot. Each actor rank
+stores the columns of its slots. Indices of transitions count over the complete table, so that a sampled batch does not
+depend on the number of ranks. A transition is stored as one row of bytes: sampling a batch is one gather, and the batch's
+columns are views of the result.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class _ReplayFile:
-    """File of a stored buffer.
+    """File of a stored replay buffer.
 
     Attributes:
         file: Name of the file.
-        first, stop: Range of its decisions, counted from the start of the run.
+        first, stop: Range of its decisions (`stop` excluded), counted from the start of the run.
     """
 
     file: str
@@ -44,13 +45,13 @@ class _ReplayFile:
 
 @dataclass
 class _Index:
-    """Index of one rank's part of a stored buffer.
+    """Index of one rank's part of a stored replay buffer.
 
     Attributes:
-        slots: First and past-last slot of the rank.
-        num_envs: Slots of the run.
-        decisions: Decisions made since the run began.
-        held: Number of decisions, the newest, in the buffer.
+        slots: Range of the rank's slots: first, and last plus one.
+        num_envs: Number of slots of the run.
+        decisions: Number of decisions since the run began.
+        held: Number of decisions in the buffer; they are the newest ones.
         segments: Files, oldest first; the first one may begin before the oldest decision in the buffer.
     """
 
@@ -66,10 +67,10 @@ class _Index:
 
     @classmethod
     def load(cls, path: Path) -> _Index:
-        """Reads the JSON of `dump`.
+        """Reads an index file written by `dump`.
 
         Raises:
-            CheckpointError: It is not an index; names the file.
+            CheckpointError: The file is not a valid index; the message names it.
         """
         try:
             content = read_json(path.read_bytes())
@@ -85,7 +86,7 @@ class _Index:
 
 
 def _write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
-    """Writes arrays of one dtype one after the other, as one `.npy`."""
+    """Writes arrays of one dtype, concatenated along the first axis, to a `.npy` file."""
     shape = (sum(len(rows) for rows in parts), *parts[0].shape[1:])
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(parts[0].dtype), "fortran_order": False, "shape": shape}
@@ -95,13 +96,13 @@ def _write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
 
 
 class StoredReplay:
-    """Replay buffer on disk.
+    """Replay buffer on disk, read through memory maps.
 
     Args:
         folder: A checkpoint, or a folder with `index-*.json`.
 
     Raises:
-        ConfigError: The folder has no replay buffer.
+        ConfigError: The folder contains no replay buffer.
         CheckpointError: The buffer is damaged.
     """
 
@@ -136,7 +137,7 @@ class StoredReplay:
         return self.held * self.num_envs
 
     def _open(self, index: _Index) -> list[np.ndarray]:
-        """Opens the files' arrays, memory-mapped, without decisions before the buffer's oldest one."""
+        """Returns a rank's files as memory-mapped arrays `[decisions, slots]`, without decisions older than the buffer."""
         oldest, next_decision, parts = index.decisions - index.held, index.decisions - index.held, []
         for segment in index.segments:
             path = self.folder / segment.file
@@ -154,8 +155,9 @@ class StoredReplay:
         return parts
 
     def pieces(self, share: range) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Yields the transitions of the slots `share` as memory-mapped arrays `[decisions, slots]`. Each comes with the
-        offset of its first decision from the oldest one stored, and with its slots' positions in `share`.
+        """Yields the transitions of the slots `share` as (offset, slots, rows): `rows` is a memory-mapped array
+        `[decisions, slots]`, `offset` the number of stored decisions before it, and `slots` the range of its slots within
+        `share`.
         """
         for index, parts in zip(self.ranks, self._parts, strict=True):
             start, stop = max(share.start, index.slots[0]), min(share.stop, index.slots[1])
@@ -166,7 +168,7 @@ class StoredReplay:
                 offset += len(segment_rows)
 
     def of_slots(self, share: range) -> np.ndarray:
-        """Returns the transitions of some slots, `[held, len(share)]`, oldest first."""
+        """Returns the transitions of the slots `share`, `[held, len(share)]`, oldest first."""
         assert self.dtype is not None
         rows_by_slot = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
         for offset, slot_slice, rows in self.pieces(share):
@@ -174,15 +176,15 @@ class StoredReplay:
         return rows_by_slot
 
     def transitions(self) -> np.ndarray:
-        """Returns all transitions, `[len(self)]`, oldest first and by slot."""
+        """Returns all transitions, `[len(self)]`, ordered by decision (oldest first), then by slot."""
         return self.of_slots(range(self.num_envs)).reshape(-1)
 
 
 def _open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
-    """Opens several stored buffers of the same columns, none of them empty.
+    """Opens stored buffers, which must have the same columns.
 
     Raises:
-        ConfigError: They differ, or one is empty.
+        ConfigError: Their columns differ, or a buffer is empty.
     """
     replays = [StoredReplay(Path(folder)) for folder in folders]
     for replay in replays:
@@ -197,7 +199,7 @@ def _open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
 
 
 def describe(dtype: np.dtype[Any] | None) -> str:
-    """Formats the columns of a buffer as text."""
+    """Returns the columns of a buffer as text: names, dtypes and shapes."""
     if dtype is None or dtype.fields is None:
         return "none"
     return ", ".join(
@@ -222,7 +224,8 @@ def _write_replay(target: Path, transitions: np.ndarray) -> None:
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
-    """Returns facts of a stored buffer: transitions, columns, ranks, bytes, rewards, and the share of terminations."""
+    """Returns a summary of a stored buffer: numbers of transitions, ranks, files and bytes, its columns, reward statistics
+    and the number of terminations."""
     replay = StoredReplay(Path(folder))
     files = [replay.folder / segment.file for index in replay.ranks for segment in index.segments]
     summary: dict[str, Any] = {
@@ -248,10 +251,10 @@ def inspect(folder: str | Path) -> dict[str, Any]:
 
 
 def merge(folders: Sequence[str | Path], output: str | Path) -> int:
-    """Joins stored buffers into one, in the given order.
+    """Concatenates stored buffers to a new one, in the given order.
 
     Returns:
-        Its transitions.
+        Number of transitions of the new buffer.
     """
     tables = [replay.transitions() for replay in _open_all(folders)]
     _write_replay(Path(output), np.concatenate(tables))
@@ -259,10 +262,10 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> int:
 
 
 def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
-    """Cuts a stored buffer into `parts` of equal size, oldest first: `output/0`, `output/1`, …
+    """Splits a stored buffer into `parts` of (nearly) equal size, oldest first: `output/0`, `output/1`, …
 
     Returns:
-        Transitions of each.
+        Number of transitions of each part.
     """
     (replay,) = _open_all([folder])
     if not 1 <= parts <= len(replay):
@@ -276,38 +279,38 @@ def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
     return [len(table) for table in tables]
 
 
-#: Files of a rank in a checkpoint. If there are more, the next save writes a single one that holds all.
+#: Maximum number of a rank's files in a checkpoint. Once it is reached, the next save writes all decisions to a single file.
 MAX_SEGMENTS = 32
 
 
 def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
-    """Returns the dtype of a transition.
+    """Returns the structured dtype of a transition, with a field per column.
 
     Args:
-        columns: Arrays of many transitions.
-        lead: Number of leading axes over transitions.
+        columns: Arrays of transitions, by column name.
+        lead: Number of leading axes that index transitions.
     """
     widest_first = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))
     return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in widest_first], align=True)
 
 
 def gather(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """Copies k rows of a table of bytes `[n, bytes]` to `[k, bytes]`."""
+    """Copies k rows of a byte table `[n, bytes]` to `out`, `[k, bytes]`."""
     np.take(table, rows, axis=0, out=out, mode="clip")
 
 
 class ReplayBuffer:
-    """Part of the replay buffer on one rank.
+    """One rank's part of the replay buffer.
 
     Args:
-        capacity: Transitions over all ranks.
-        share: The rank's slots.
-        num_envs: Slots of the run.
-        rank: Its number, for file names.
-        folder: Folder of the mapped file (which is unlinked at once, so that a killed rank leaves no file).
+        capacity: Maximum number of transitions, over all ranks.
+        share: Slots of this rank.
+        num_envs: Number of slots of the run.
+        rank: This rank, for file names.
+        folder: Folder of the mapped file. The file is unlinked at once, so that a killed rank leaves no file behind.
 
     Attributes:
-        decisions: Decisions made since the run began.
+        decisions: Number of decisions since the run began.
         table: All rows, as bytes `[rows, bytes]`.
     """
 
@@ -318,7 +321,7 @@ class ReplayBuffer:
         self.rank = rank
         self._folder = folder
         self.decisions = 0
-        self._first = 0  # earlier decisions were never in this buffer
+        self._first = 0  # number of the first decision that this buffer ever contained
         self.dtype: np.dtype[Any] | None = None
         self.table = np.empty((0, 0), np.uint8)
         self._ring: Any = np.empty((0, len(share)))
@@ -344,7 +347,7 @@ class ReplayBuffer:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("w+b") as file:
                 path.unlink()
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, size)  # fails on a full disk, which would cause a SIGBUS later
                 self.table = np.memmap(file, np.uint8, "r+", shape=(rows, dtype.itemsize))
         except OSError as error:
             raise ConfigError(
@@ -355,10 +358,11 @@ class ReplayBuffer:
         self.dtype = dtype
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
-        """Adds decisions of all of the rank's slots, each column `[slots, T, ...]`.
+        """Adds T decisions of all the rank's slots; each column is `[slots, T, ...]`. Overwrites the oldest decisions if the
+        buffer is full.
 
         Raises:
-            ConfigError: The columns differ from the buffer's.
+            ConfigError: The columns differ from the buffer's, or there is not enough disk space for the buffer.
         """
         dtype = row_type(columns, 2)
         if self.dtype is None:
@@ -377,13 +381,13 @@ class ReplayBuffer:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def local_rows(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the transitions that are in this rank's part.
+        """Finds the transitions that this rank stores.
 
         Args:
-            places: Positions of transitions among all `len(self)`, oldest decision first and by slot.
+            places: Indices of transitions in the complete buffer, ordered by decision (oldest first), then by slot.
 
         Returns:
-            Their indices in `places`, and their rows.
+            Positions in `places` of the transitions on this rank, and their rows in `table`.
         """
         decision, slot = np.divmod(places, self.num_envs)
         decision += self.decisions - self.held
@@ -394,7 +398,7 @@ class ReplayBuffer:
         return local_positions, decision[local_positions] * len(self.share) + slot[local_positions] - self.share.start
 
     def _between(self, first: int, stop: int) -> list[np.ndarray]:
-        """Returns a range of decisions in order, as one array, or as two where the ring wraps."""
+        """Returns decisions `first` to `stop` in order, as one array, or as two if the range wraps around the ring."""
         ring_start, ring_stop = first % self.capacity, (stop - 1) % self.capacity + 1
         return (
             [self._ring[ring_start:ring_stop]]
@@ -405,10 +409,10 @@ class ReplayBuffer:
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the decisions since the last save, and links the files of earlier saves.
+        """Writes the decisions since the last save, and hard-links the files of earlier saves.
 
         Args:
-            checkpoint: The folder that is being filled.
+            checkpoint: Staging folder of the checkpoint.
         """
         folder = checkpoint / FOLDER
         folder.mkdir(exist_ok=True)
@@ -427,8 +431,8 @@ class ReplayBuffer:
         self._saved = final_folder(checkpoint) / FOLDER
 
     def _link(self, segments: list[_ReplayFile], folder: Path) -> bool:
-        """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
-        the filesystem has no links).
+        """Hard-links files of the last checkpoint into `folder`. If one cannot be linked (it is gone, or the filesystem has
+        no hard links), links none and returns False.
         """
         linked_files: list[Path] = []
         try:
@@ -444,10 +448,10 @@ class ReplayBuffer:
         return True
 
     def load(self, checkpoint: Path) -> None:
-        """Restores a checkpoint of any number of ranks.
+        """Restores this rank's slots from a checkpoint of any number of ranks.
 
         Raises:
-            CheckpointError: It has no replay buffer, or a damaged one.
+            CheckpointError: The checkpoint has no replay buffer, or a damaged one.
         """
         try:
             checkpoint_replay = StoredReplay(checkpoint)
@@ -468,7 +472,7 @@ class ReplayBuffer:
                 checkpoint_replay.pieces(self.share),
             )
         else:
-            # Another number of environments: the same transitions in the same order, in rows of another length.
+            # The number of environments differs: reshape the same transitions, in the same order, to rows of `num_envs`.
             decisions = count = len(checkpoint_replay) // self.num_envs
             newest_rows = checkpoint_replay.transitions()[len(checkpoint_replay) - count * self.num_envs :]
             rows = newest_rows.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
