@@ -1,12 +1,12 @@
-"""Checkpoints of a run: atomic saves, search for the one to resume from, removal of all but the last N.
+"""Checkpoints of a run: atomic saves, the choice of the checkpoint to resume from, and removal of all but the last N.
 
     with CheckpointWriter(paths, step) as writer:
         writer.add_bytes("runner.json", data)       # or let workers write to writer.path("actor-0.pt") themselves
         writer.commit({"env_steps": 2048})
     prune(paths, keep=3)
 
-A save is written to `checkpoints/.tmp_global_step_<N>-<token>` and gets its name by one rename, so a folder called
-`global_step_<N>` was complete when it appeared. Only one process saves at a time: the run's driver.
+A checkpoint is written to `checkpoints/.tmp_global_step_<N>-<token>` and then renamed, so that a folder named
+`global_step_<N>` is always complete. Only one process saves at a time: the run's driver.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
 def final_folder(staging: Path) -> Path:
-    """Returns the folder in which a checkpoint being written to `staging` will appear."""
+    """Returns the final path of a checkpoint that is being written to `staging`."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(step_name(match.group(2))) if match else staging
 
 
 def _file_entry(size: int, checksum: str) -> dict[str, Any]:
-    """Returns a file's entry in the manifest."""
+    """Returns the manifest entry of a file."""
     return {"size": size, "sha256": checksum}
 
 
@@ -62,10 +62,10 @@ def _durable_digest(path: Path) -> tuple[int, str]:
 
 
 class CheckpointWriter:
-    """One save. Leaving the block without `commit`, or with an exception, removes the written files.
+    """Context manager that writes one checkpoint. If the block ends without `commit`, the written files are removed.
 
     Attributes:
-        staging: Folder to write to; workers on a shared filesystem may do so directly.
+        staging: Folder to write to; workers on a shared filesystem may write to it directly.
         final: Path of the checkpoint after `commit`.
     """
 
@@ -93,7 +93,7 @@ class CheckpointWriter:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.staging, ignore_errors=True)
-        # A wait that timed out or a lost connection is an OSError too, but not one of the filesystem.
+        # Timeouts and lost connections are OSErrors, too, but do not come from the filesystem.
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
             raise self._failed(error) from error
 
@@ -118,15 +118,16 @@ class CheckpointWriter:
     def commit(
         self, meta: dict[str, Any] | None = None, reported: Mapping[str, tuple[int, str] | None] | None = None
     ) -> Path:
-        """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
+        """Writes the manifest, renames the staging folder, and returns the final path. After that the checkpoint survives a
+        power failure.
 
         Args:
             meta: JSON-serializable data for the manifest.
-            reported: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
-                durable; the others are read. This node's listing may not have them all.
+            reported: Names of files that ranks have written, since this node's directory listing may lack some. Each has the
+                size and SHA-256 if its writer made it durable; otherwise None, and the file is read here.
 
         Raises:
-            CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
+            CheckpointError: Nothing was written, a reported file is missing, or the filesystem raised an error.
         """
         try:
             self._seal(meta or {}, reported or {})
@@ -180,9 +181,10 @@ class CheckpointWriter:
         return path.is_file() and path.stat().st_size == size
 
     def _linked_entry(self, name: str, path: Path) -> dict[str, Any] | None:
-        """Returns the manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
+        """Returns the manifest entry of a file that is a hard link to a file of another checkpoint, from that checkpoint's
+        manifest; None for other files.
 
-        This avoids reading the file, and damage to the shared bytes shows in both checkpoints.
+        The file need not be read, and damage to the shared bytes is detected in both checkpoints.
         """
         if path.stat().st_nlink < 2:
             return None
@@ -194,8 +196,8 @@ class CheckpointWriter:
         return None
 
     def _rename(self) -> None:
-        # A folder cannot be renamed onto one that is not empty. The replaced checkpoint keeps a name until the new one
-        # has its own; `clean_leftovers` puts it back if this process dies between the two renames.
+        # A folder cannot be renamed onto one that is not empty. So the replaced checkpoint is renamed first;
+        # `clean_leftovers` restores it if this process dies between the two renames.
         replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
         if self.final.exists():
             self.final.rename(replaced_path)
@@ -223,9 +225,9 @@ class CheckpointWriter:
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:
-    """Removes the remains of a killed save. Only the process that saves may call this.
+    """Removes the files of interrupted saves. Only the process that saves may call this.
 
-    A checkpoint that was being replaced when the save was killed gets its name back.
+    A checkpoint that was being replaced by an interrupted save is restored.
 
     Returns:
         The folders that were removed or restored.
@@ -248,19 +250,19 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
 
 
 def _remove_unsealed(folder: Path) -> None:
-    """Deletes a folder that is no longer a checkpoint; a half-deleted one must not look complete."""
+    """Deletes a folder that is no longer a checkpoint: first its COMPLETE marker, so that it never looks complete."""
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """The place to continue from.
+    """Checkpoint to resume from.
 
     Attributes:
         path: Checkpoint folder; None for a fresh start.
-        step: Its global step; 0 for a fresh start.
-        skipped: Newer checkpoints that were passed over, newest first, each with the reason.
+        step: Global step of the checkpoint; 0 for a fresh start.
+        skipped: Newer checkpoints with faults, newest first, each with the faults as text.
     """
 
     path: Path | None = None
@@ -272,9 +274,9 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
     """Finds the checkpoint that `runner.resume_dir` refers to.
 
     Args:
-        paths: The run.
-        resume_dir: None (fresh start), "auto" (the newest one without faults), a `global_step_<N>` folder anywhere,
-            or the bare name of such a folder in this run.
+        paths: Paths of the run.
+        resume_dir: None (fresh start), "auto" (the newest checkpoint without faults), a `global_step_<N>` folder anywhere,
+            or the name of such a folder in this run.
 
     Raises:
         CheckpointError: A checkpoint requested by name does not exist or has faults.
@@ -291,7 +293,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
 
 
 def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
-    """Returns the newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
+    """Returns the newest checkpoint without faults, and the newer ones with faults. Changes nothing on disk."""
     skipped: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
         faults = verify(path, checksums=checksums)
@@ -302,10 +304,10 @@ def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
 
 
 def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -> None:
-    """Refuses a checkpoint with faults; without `checksums`, only those visible without reading its data count.
+    """Checks that a checkpoint has no faults; without `checksums`, the files' contents are not read.
 
     Raises:
-        CheckpointError: It has faults; the message names folder, files and reasons, then `hint`.
+        CheckpointError: The checkpoint has faults; the message lists folder, files and reasons, then `hint`.
     """
     faults = verify(checkpoint, checksums=checksums)
     if faults:
@@ -329,14 +331,14 @@ def _find_requested(paths: RunPaths, requested: Path) -> Path:
 def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums: bool = True) -> list[Path]:
     """Deletes all but the `keep` newest complete checkpoints.
 
-    The newest one without faults always stays, whatever `keep` says. Folders that were never completed are deleted
-    once a newer checkpoint is complete.
+    The newest checkpoint without faults is always kept. Incomplete folders are deleted once a newer checkpoint is
+    complete.
 
     Args:
-        paths: The run.
-        keep: How many to keep; 0 or less keeps all.
+        paths: Paths of the run.
+        keep: Number of checkpoints to keep; 0 or less keeps all.
         protect: Steps to keep in any case (being evaluated, end of a segment).
-        checksums: False trusts sizes when looking for the newest one without faults, which saves reading it back.
+        checksums: Read the files to find the newest checkpoint without faults; False compares only their sizes.
 
     Returns:
         The deleted folders.
@@ -357,7 +359,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
             continue
         trash_path = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(trash_path)  # the name is gone at once: no reader finds a half-deleted checkpoint
+            path.rename(trash_path)  # so that no reader finds a partly deleted checkpoint
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
         _remove_unsealed(trash_path)
@@ -366,7 +368,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
 
 
 def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
-    """Renames checkpoints newer than `step`, so that a run resumed from an older one is not mixed with its old future.
+    """Renames checkpoints newer than `step`, so that a run resumed from `step` does not mix with its earlier continuation.
 
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.

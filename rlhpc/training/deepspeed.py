@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 def partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Builds a partitioned module: rank 0 reads the weights, which are broadcast and partitioned one parameter at a time.
-    All ranks call it.
+    """Builds a ZeRO-3 module: rank 0 reads the weights, and each parameter is broadcast and partitioned in turn. All ranks
+    call it.
 
     Args:
         build: Builds the model on the host or, with `empty=True`, on the meta device.
-        deepspeed: The package, initialized.
+        deepspeed: The initialized package.
         config: DeepSpeed's configuration.
         dtype: Dtype of the parameters.
         device: Device of this rank.
@@ -85,7 +85,9 @@ def partitioned(
 
 
 def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
-    """Returns the function that turns plain parameters into ZeRO-3's; DeepSpeed has it only on a converted parameter."""
+    """Returns the function that converts parameters to ZeRO-3 in place; DeepSpeed offers it only as a method of a converted
+    parameter.
+    """
     sample = nn.Linear(1, 1, bias=False)
     deepspeed.zero.Init(module=sample, config_dict_or_path=config)
     converted: Any = sample.weight
@@ -93,13 +95,13 @@ def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Para
     return convert
 
 
-#: Below a checkpoint's folder: the folder and tag of DeepSpeed's own files, and the file in which rlhpc describes them.
+#: In a checkpoint's folder: folder and tag of DeepSpeed's files, and the file with their layout.
 FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
 
 
 def _pickle_stage_by_value() -> None:
-    """Makes checkpoints contain only the stage's class and number. Early versions of Python 3.11 pickle an enum member as
-    a call to `getattr`, which a reader that restricts pickles cannot allow.
+    """Makes pickle store the ZeRO stage as its class and number. Early versions of Python 3.11 pickle an enum member as a
+    call to `getattr`, which a restricted unpickler cannot allow.
     """
 
     def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
@@ -133,7 +135,7 @@ class DeepSpeedBackend(OffloadingBackend):
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def _started(self) -> Any:
-        """Imports DeepSpeed, and initializes it on the worker group's process group."""
+        """Imports DeepSpeed, initializes it on the worker group's process group, and returns the package."""
         on_gpu = self.device.type != "cpu"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -148,11 +150,11 @@ class DeepSpeedBackend(OffloadingBackend):
                 "DS_ACCELERATOR where it is set, or take training_backend fsdp"
             )
         if not on_gpu:
-            # Its first use would compile it for minutes, on every node.
+            # DeepSpeed would compile this extension at its first use, for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.worker.init_process_group()
         form_single_rank_group(self.device.type)
-        # DeepSpeed calls some collectives by their old names.
+        # DeepSpeed calls some collectives by their deprecated names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -160,7 +162,7 @@ class DeepSpeedBackend(OffloadingBackend):
         return deepspeed
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
-        """Builds the module in the dtype of the computation, on the device; with stage 3, this rank's part of it."""
+        """Builds the module in the compute dtype, on the device; with stage 3, partitioned over the ranks."""
         if self.stage == 3:
             with _quiet():
                 return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
@@ -191,7 +193,7 @@ class DeepSpeedBackend(OffloadingBackend):
 
     @property
     def called(self) -> nn.Module:
-        """The engine, which must run every forward pass that precedes a backward pass."""
+        """The DeepSpeed engine; forward passes that precede a backward pass must call it."""
         engine: nn.Module = self.engine
         return engine
 
@@ -203,7 +205,11 @@ class DeepSpeedBackend(OffloadingBackend):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Accumulates gradients (`TrainingBackend.forward_backward`), which cannot be discarded here."""
+        """Accumulates gradients (`TrainingBackend.forward_backward`); with DeepSpeed they cannot be discarded.
+
+        Raises:
+            RuntimeError: It is called twice without `optimizer_step`.
+        """
         if self._accumulated:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
         self._accumulated = True
@@ -214,8 +220,8 @@ class DeepSpeedBackend(OffloadingBackend):
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Takes a step (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all ranks,
-        and reports the norm as infinity.
+        """Updates the weights (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all
+        ranks and reports infinity as the norm.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -232,7 +238,7 @@ class DeepSpeedBackend(OffloadingBackend):
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the module's weights (`TrainingBackend.replace_weights`); the optimizer's float32 copies follow."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`) and the optimizer's float32 copies of them."""
         current = self.module.state_dict(keep_vars=True)
         require_same_shapes({name: _shape(tensor) for name, tensor in current.items()}, tensors)
         with self.awake():
@@ -247,11 +253,11 @@ class DeepSpeedBackend(OffloadingBackend):
                     self._set_master(tensor, replacement.float())
 
     def _set_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Sets the copy of a parameter that the optimizer updates; all ranks call it."""
+        """Sets the optimizer's float32 copy of a parameter; all ranks call it."""
         if not hasattr(parameter, "ds_tensor"):
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             return
-        # DeepSpeed's own setter of a full parameter ignores that the last rank's part is padded.
+        # DeepSpeed's setter of a full parameter ignores that the last rank's partition is padded.
         partition_size = parameter.ds_tensor.numel()
         flat = value.new_zeros(partition_size * self.ranks)
         flat[: value.numel()] = value.reshape(-1)
@@ -274,7 +280,8 @@ class DeepSpeedBackend(OffloadingBackend):
         edit(one_at_a_time())
 
     def local_tensors(self) -> Named:
-        """Yields this rank's parts, if the parameters are partitioned, without the unused padding of the last one."""
+        """Yields names and tensors of this rank's weights: flat partitions with stage 3, without the padding of the last
+        rank."""
         with self.awake():
             parameter: Any  # DeepSpeed adds attributes
             for name, parameter in self.module.named_parameters():
@@ -288,7 +295,7 @@ class DeepSpeedBackend(OffloadingBackend):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes DeepSpeed's own files below `deepspeed/`, each rank its part, without frozen weights."""
+        """Writes a checkpoint in DeepSpeed's format to `deepspeed/`, without frozen weights; each rank writes its part."""
         folder = Path(folder)
         target = folder / FOLDER
         if "checkpoint" not in self.config:  # a writer from the user's configuration stays
@@ -305,11 +312,11 @@ class DeepSpeedBackend(OffloadingBackend):
 
     @property
     def _frozen(self) -> bool:
-        """True if some weights are frozen; those are restored from the module's own source."""
+        """True if some weights are frozen; they are restored from the model's files, not from checkpoints."""
         return not all(parameter.requires_grad for parameter in self.module.parameters())
 
     def _layout(self) -> dict[str, Any]:
-        """Returns the settings that must match for DeepSpeed to load its files as they are."""
+        """Returns the settings that must be the same for DeepSpeed to load its files without conversion."""
         return {
             "world_size": self.ranks,
             "zero_stage": self.stage,
@@ -320,8 +327,8 @@ class DeepSpeedBackend(OffloadingBackend):
         }
 
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint (`TrainingBackend.load`). From another world size, it uses DeepSpeed's universal format, in a
-        neighbouring folder that is removed afterwards.
+        """Restores a checkpoint (`TrainingBackend.load`). If its layout differs, for example in the world size, it is
+        converted to DeepSpeed's universal format, in a temporary folder next to it.
         """
         folder = Path(folder)
         self.check_identity(folder)
@@ -338,7 +345,7 @@ class DeepSpeedBackend(OffloadingBackend):
             )
         with self.awake():
             layout = self._layout()
-            # A setting that an older checkpoint lacks did not exist then.
+            # Settings that an older checkpoint lacks did not exist when it was written.
             if {key: saved.get(key, setting) for key, setting in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
@@ -348,7 +355,7 @@ class DeepSpeedBackend(OffloadingBackend):
             self._impose_options()
 
     def _read(self, source: Path, *, universal: bool) -> None:
-        # The engine reads this from its configuration, but the format is only known now.
+        # The engine reads this from its configuration, but the format is known only now.
         self.engine._config.load_universal_checkpoint = universal
         try:
             with _quiet():
@@ -370,13 +377,13 @@ class DeepSpeedBackend(OffloadingBackend):
     # -- offload --------------------------------------------------------------------------------------------------
 
     def park(self) -> int:
-        """Empties the tensors of this rank (`OffloadingBackend.park`); gathered weights are freed."""
+        """Moves this rank's tensors to the host (`OffloadingBackend.park`); gathered weights are freed."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
         return super().park()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep and to drop (`OffloadingBackend.offloadable_tensors`)."""
+        """Returns the tensors to copy and those to free (`OffloadingBackend.offloadable_tensors`)."""
         buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
         return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 
@@ -390,18 +397,18 @@ class DeepSpeedBackend(OffloadingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Returns the shape of the full parameter, of which a rank may hold only a part."""
+    """Returns the shape of the full parameter, also if it is partitioned."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 def _write(state_dict: Any, path: str) -> None:
-    """Writes a file in place of DeepSpeed's engine."""
+    """Writes a state dict to a file; replaces the writer of DeepSpeed's checkpoint engine."""
     write_file(Path(path), state_dict, stream_state)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses DeepSpeed's prints about memory and progress; its errors are exceptions."""
+    """Suppresses DeepSpeed's output about memory and progress; errors are raised as exceptions."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)

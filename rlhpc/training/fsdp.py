@@ -1,8 +1,8 @@
-"""FSDP2 backend (`actor.training_backend: fsdp`): parameters, gradients and optimizer are sharded over the ranks of a mesh.
+"""FSDP2 backend (`actor.training_backend: fsdp`): parameters, gradients and optimizer state are sharded over a device mesh.
 
-Each transformer layer is gathered for its own forward and backward pass and freed afterwards, and so are a language model's
-embeddings and head; the remaining parameters form the root. Within a block of ranks a plan divides layers further
-(`tensor_parallel`). The optimizer works on the local shards, which are plain tensors.
+Each transformer layer is gathered for its forward and backward pass and freed afterwards, and so are a language model's
+embeddings and LM head; the remaining parameters form the root. Tensor parallelism splits layers further within a
+model-parallel block (`tensor_parallel`). The optimizer works on the local shards, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend(OffloadingBackend):
-    """Training with FSDP2, with gradients summed instead of averaged, as the losses are parts of a global one."""
+    """FSDP2 backend; gradients are summed, not averaged, because each rank's loss is a part of the global loss."""
 
     name = "fsdp"
     divides = True
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
-        # The results of a forward pass go into losses, which change no tensor in place.
+        # Losses use the outputs of forward passes and change no tensor in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
         worker.init_process_group()
@@ -77,7 +77,7 @@ class FsdpBackend(OffloadingBackend):
         self._moments = {
             name: {moment: torch.zeros_like(p.to_local()) for moment in _MOMENTS} for name, p in self._parameters()
         }
-        #: Steps of each parameter; a parameter without a gradient is not stepped.
+        #: Number of optimizer steps of each parameter; a parameter without a gradient is not updated.
         self._steps = {name: 0 for name, _ in self._parameters()}
         self._bad: list[str] = []
         self._bind()
@@ -88,14 +88,14 @@ class FsdpBackend(OffloadingBackend):
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Builds a sharded module. Each rank reads its boxes of the weights if the files allow it. Otherwise rank 0 builds
-        the model and sends the other ranks their shards tensor by tensor.
+        """Builds a sharded module. Each rank reads its slices of the weights from the files if possible. Otherwise rank 0
+        builds the model and broadcasts it tensor by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
             reshard: Free a layer's gathered weights after its forward pass.
-            root: Free those of the root and of the last layer too, which a backward pass would need right away.
+            root: Also free the gathered weights of the root and the last layer, which a backward pass would need at once.
         """
         blueprint = self.blueprint
         module, slices = self._empty(build)
@@ -148,7 +148,7 @@ class FsdpBackend(OffloadingBackend):
         return module
 
     def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
-        """Returns a model without weights and the files to read them from; None for both if rank 0 has to read them."""
+        """Returns a model on the meta device and the files with its weights; None for both if rank 0 has to read them."""
         slices = self.blueprint.slices()
         if not all(self.worker.all_gather_object(slices is not None)) or slices is None:
             return None, None
@@ -178,8 +178,8 @@ class FsdpBackend(OffloadingBackend):
 
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Sends every rank its shards of rank 0's parameters, and all of rank 0's buffers (a position table, for example, is
-        computed when a model is built, but not for an empty one).
+        """Fills every rank's shards from rank 0's parameters, and copies rank 0's buffers to all ranks. Buffers such as
+        position tables are computed when a model is built, but not on the meta device.
         """
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
@@ -199,24 +199,24 @@ class FsdpBackend(OffloadingBackend):
         return self._sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
-        """Yields trainable parameters, in the model's order."""
+        """Yields the names and tensors of trainable parameters, in the model's order."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 yield name, parameter
 
     def _bind(self) -> None:
-        """Builds the optimizer over the local shards on their current device. A rank may hold no row of a small tensor."""
+        """Builds the optimizer over the local shards on their current device. Empty shards of small tensors are omitted."""
         nonempty = {name: p for name, p in self._parameters() if p.to_local().numel()}
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in nonempty.items()}
-        # A rank without a single row still steps, over a dummy tensor.
+        # A rank with no elements at all still needs an optimizer, over a dummy tensor.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
         for name, shard in self._local.items():
             step = torch.full((), float(self._steps[name]), device=shard.device)
             self.optimizer.state[shard] = {"step": step, **self._moments[name]}
 
-    # -- the contract ---------------------------------------------------------------------------------------------
+    # -- interface of training backends ---------------------------------------------------------------------------
 
     @property
     def parameters_trained(self) -> int:
@@ -224,7 +224,7 @@ class FsdpBackend(OffloadingBackend):
         return self._trained
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
-        """Runs the module without gradients (`TrainingBackend.evaluate`)."""
+        """Returns `forward(called, batch)`, run without gradients (`TrainingBackend.evaluate`)."""
         outputs = super().evaluate(forward, batch)
         self._reshard()  # weights that stay gathered would be stale after the next update
         return outputs
@@ -244,7 +244,7 @@ class FsdpBackend(OffloadingBackend):
         self._bad = []
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Takes a step (`TrainingBackend.optimizer_step`): clips by the norm over all ranks, and clears the gradients."""
+        """Updates the weights (`TrainingBackend.optimizer_step`): clips by the norm over all ranks, clears the gradients."""
         self._reshard()
         stepped = [name for name, parameter in self._parameters() if parameter.grad is not None]
         for name, parameter in self._parameters():
@@ -269,8 +269,8 @@ class FsdpBackend(OffloadingBackend):
         return norm
 
     def _squares(self) -> torch.Tensor:
-        """Returns this rank's part of the squared norm. A shard that several ranks hold counts equally on each: parameters
-        are on meshes of different dimensions, over which torch computes no norm.
+        """Returns this rank's part of the squared gradient norm. A shard that n ranks hold counts 1/n on each. torch cannot
+        compute this norm, because the parameters are on meshes of different dimensions.
         """
         total = torch.zeros((), device=self.home)
         for copies in sorted(set(self._copies.values())):
@@ -282,21 +282,21 @@ class FsdpBackend(OffloadingBackend):
         return total
 
     def bad_gradients(self) -> list[str]:
-        """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
+        """Returns the names of parameters with non-finite gradients (`TrainingBackend.bad_gradients`)."""
         return sorted(set().union(*self.worker.all_gather_object(self._bad)))
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers a full weight (`TrainingBackend.full`)."""
         if not isinstance(tensor, DTensor):
             return tensor
-        # The accelerator does the gathering even if the shards are on the host.
+        # Gather on the accelerator even if the shards are on the host.
         on_device: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
         gathered_tensor: torch.Tensor = on_device.full_tensor()
         return gathered_tensor
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank keeps its rows."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank stores its shards."""
         with self.awake():
             self._reshard()
             current = self.module.state_dict(keep_vars=True)
@@ -305,7 +305,7 @@ class FsdpBackend(OffloadingBackend):
                 copy_full(tensor, tensors[name])
 
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Yields this rank's boxes (`TrainingBackend.pieces`)."""
+        """Yields this rank's slices of the weights (`TrainingBackend.pieces`)."""
         with self.awake():
             is_included = self.blueprint.exported
             for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=is_included):
@@ -317,13 +317,13 @@ class FsdpBackend(OffloadingBackend):
         edit([local_part(parameter) for parameter in self.module.parameters() if parameter.requires_grad])
 
     def local_tensors(self) -> Named:
-        """Yields this rank's shards."""
+        """Yields the names and values of this rank's shards."""
         with self.awake():
             for name, parameter in self.module.named_parameters():
                 yield name, local_part(parameter)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Returns everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
+        """Returns the tensors of a checkpoint, as DTensors that share memory with the live tensors."""
         self._reshard()
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters():
@@ -348,7 +348,7 @@ class FsdpBackend(OffloadingBackend):
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote (`TrainingBackend.load`); any number of ranks may have written it."""
+        """Restores a checkpoint from any number of ranks (`TrainingBackend.load`)."""
         folder = Path(folder)
         self.check_identity(folder)
         with self.awake():
@@ -366,19 +366,19 @@ class FsdpBackend(OffloadingBackend):
                 self.optimizer.state[self._local[name]]["step"].fill_(self._steps[name])
 
     def offload(self) -> None:
-        """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are already there."""
+        """Moves shards and optimizer state to the host; with `actor.fsdp.cpu_offload` they are already there."""
         if not self.options.cpu_offload:
             super().offload()
 
     def park(self) -> int:
-        """Empties the tensors of this rank (`OffloadingBackend.park`); gathered weights are freed."""
+        """Moves this rank's tensors to the host (`OffloadingBackend.park`); gathered weights are freed."""
         for submodule in (submodule for module in self.models for submodule in _parts(module)):
             submodule.reshard()
         return super().park()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep (`OffloadingBackend.offloadable_tensors`). Gradients exist only between the two
-        halves of a step."""
+        """Returns the tensors to copy (`OffloadingBackend.offloadable_tensors`). Gradients are not among them, because they
+        exist only between `forward_backward` and `optimizer_step`."""
         return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
 
 

@@ -1,10 +1,10 @@
 """Writer of LeRobot datasets, format v3.0: files of many episodes, as in lerobot's `LeRobotDataset.create`.
 
     meta/info.json, stats.json, tasks.parquet, episodes/chunk-000/file-000.parquet
-    data/chunk-000/file-000.parquet                       a row a frame, a row group an episode
-    videos/<camera>/chunk-000/file-000.mp4                all episodes' frames, one after the other
+    data/chunk-000/file-000.parquet                       one row per frame, one row group per episode
+    videos/<camera>/chunk-000/file-000.mp4                the frames of all episodes, concatenated
 
-A LeRobot episode has as many observations as actions: the one after the last action is left out.
+A LeRobot episode has as many observations as actions, so the observation after the last action is omitted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Statistics = dict[str, np.ndarray]
 
 
 def number_statistics(column: np.ndarray) -> Statistics:
-    """Returns statistics of numbers `[T]` or `[T, D]`, by component."""
+    """Returns the statistics of each component of a column `[T]` or `[T, D]`, by statistic, `[D]`."""
     rows = np.asarray(column, np.float64).reshape(len(column), -1)
     statistics = {
         "min": rows.min(0),
@@ -52,14 +52,14 @@ def number_statistics(column: np.ndarray) -> Statistics:
 
 
 def histogram(pictures: np.ndarray) -> np.ndarray:
-    """Counts the values in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
+    """Returns a histogram of each channel, `[C, 256]`, of uint8 images `[T, H, W, C]`."""
     return np.stack(
         [np.bincount(pictures[..., channel].reshape(-1), minlength=256) for channel in range(pictures.shape[-1])]
     )
 
 
 def picture_statistics(counts: np.ndarray, frames: int) -> Statistics:
-    """Returns statistics from histograms: by channel `[C, 1, 1]`, between 0 and 1."""
+    """Returns the statistics of images, `[C, 1, 1]` with values from 0 to 1, from histograms `[C, 256]` of all `frames`."""
     levels, total = np.arange(256) / 255, counts.sum(1)
     mean = counts @ levels / total
     std = np.sqrt(np.maximum(counts @ levels**2 / total - mean**2, 0))
@@ -87,17 +87,14 @@ def _name(quantile: float) -> str:
 
 
 class Totals:
-    """Exact statistics of all episodes.
-
-    It stores all numbers, and the histograms of pictures.
-    """
+    """Exact statistics over all episodes, from all stored numbers and from histograms of the images."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, list[np.ndarray]] = {}
         self._pictures: dict[str, tuple[np.ndarray, int]] = {}
 
     def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
-        """Adds an episode's column; returns the statistics of that episode alone."""
+        """Adds an episode's column (`pictures`: a camera's images); returns the statistics of this episode."""
         if not pictures:
             self._numbers.setdefault(name, []).append(column)
             return number_statistics(column)
@@ -107,7 +104,7 @@ class Totals:
         return picture_statistics(counts, frames)
 
     def all(self) -> dict[str, Any]:
-        """Returns the statistics as JSON values, by column."""
+        """Returns the statistics over all episodes as JSON values, by column."""
         statistics = {
             name: number_statistics(np.concatenate(episode_arrays)) for name, episode_arrays in self._numbers.items()
         }
@@ -118,17 +115,17 @@ class Totals:
         }
 
 
-#: As in lerobot: key frames are close together, since readers access frames in any order.
+#: Encoder options as in lerobot: key frames are close together, because readers access frames in any order.
 _OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
 
 
 class CameraFiles:
-    """Writer of a camera's pictures `[T, H, W, 3]` of even sizes to mp4 files.
+    """Writer of a camera's images `[T, H, W, 3]` to mp4 files; height and width must be even.
 
     Args:
-        root: The dataset's folder.
-        camera: Name of its column.
-        fps: Frames a second.
+        root: Folder of the dataset.
+        camera: Name of the camera's column.
+        fps: Frames per second.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -150,8 +147,8 @@ class CameraFiles:
         return self._root / "videos" / self._camera / f"{stem}.mp4"
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
-        """Appends an episode; returns its location."""
-        # The first packet creates the file, and short episodes do not fill it.
+        """Appends an episode's images; returns their location, as columns of the table of episodes."""
+        # The file exists only after the encoder's first packet, which short episodes may not produce.
         if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
             self._finish()
             self._number, self._frames = self._number + 1, 0
@@ -185,7 +182,7 @@ class CameraFiles:
         self._file = None
 
     def close(self) -> dict[str, Any]:
-        """Ends the last file; returns the column's `info`."""
+        """Finishes the last file; returns the column's `info` for `info.json`."""
         self._finish()
         return {
             "video.height": self._size[0],
@@ -199,27 +196,27 @@ class CameraFiles:
         }
 
     def discard(self) -> None:
-        """Closes the open file."""
+        """Closes the open file without finishing it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class NothingToWrite(ConfigError):
-    """Error of a dataset without episodes."""
+    """Error raised for a dataset without episodes."""
 
 
 class LeRobotWriter(FolderWriter):
-    """Writer of a LeRobot dataset, which takes its name when `close` is called.
+    """Writer of a LeRobot dataset; the folder appears under its final name when `close` is called.
 
     Args:
         folder: Folder of the dataset.
-        fps: Frames a second.
-        task: Task of the episodes, in words, where their observations have no `instruction`.
-        videos: Pictures go into mp4 files, rather than into the table.
-        robot: `robot_type`.
+        fps: Frames per second.
+        task: Task of steps whose observations have no `instruction`.
+        videos: Write images to mp4 files instead of the table.
+        robot: `robot_type` of `info.json`.
         names: Names of components, by column (`DatasetFacts.names`).
-        cameras: Columns of the pictures that lie side by side in `rgb`; used if the number fits.
+        cameras: Column names for the images that are concatenated in `rgb`; ignored if their number differs.
     """
 
     def __init__(
@@ -258,7 +255,8 @@ class LeRobotWriter(FolderWriter):
         """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
-            ConfigError: It has no observations, other columns than the first, or a number that is not finite.
+            ConfigError: The episode has no observations, its columns differ from the first episode's, or a number is not
+                finite.
         """
         if trajectory["obs"] is None:
             raise ConfigError(f"{trajectory['source']} has no obs, which a LeRobot dataset needs")
@@ -330,10 +328,10 @@ class LeRobotWriter(FolderWriter):
         self._table.write_table(table)
 
     def close(self) -> None:
-        """Gives the dataset its name.
+        """Finishes the files and renames the folder to its final name.
 
         Raises:
-            ConfigError: It has no episode.
+            ConfigError: The dataset has no episodes.
         """
         with self.finished:
             if not self._rows:

@@ -1,5 +1,5 @@
-"""Joining of robots: the run listens, accepts a robot that proves it has a key, and accepts it again after a lost
-connection.
+"""Authenticated connections of robots to a run: the run listens, accepts a robot that proves that it has a key, and accepts
+the same robot again after its connection was lost.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _KEY_POLL_S = 0.2
 
 
 class RobotRefused(ConfigError):
-    """Error of a robot that the run rejects; the message gives the reason."""
+    """Error raised if the run rejects a robot; the message gives the reason."""
 
 
 def proof(secret: str, role: str, *parts: str) -> str:
-    """Returns the HMAC that proves that this side knows the secret."""
+    """Returns the hexadecimal HMAC of role and parts, which proves that the caller knows the secret."""
     return hmac.new(bytes.fromhex(secret), "\n".join([role, *parts]).encode(), hashlib.sha256).hexdigest()
 
 
@@ -46,13 +46,13 @@ class _RobotMeetingPoint:
     """Published address at which an env rank waits for a robot.
 
     Attributes:
-        robot: The robot's name.
-        slot: Global number of its slot.
+        robot: Name of the robot.
+        slot: Global number of the robot's slot.
         address, port: Address of the listener.
         node: Node of the env rank.
         run: Name of the run.
         connected: Whether the robot is connected.
-        since: Start of that state, in seconds since the epoch.
+        since: Time of the last change of `connected`, in seconds since the epoch.
     """
 
     robot: str
@@ -66,12 +66,12 @@ class _RobotMeetingPoint:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> _RobotMeetingPoint:
-        """Reads what `to_json` returned."""
+        """Builds a meeting point from the result of `to_json`."""
         fields = dict(content)
         return cls(connected=fields.pop("there"), **fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the content of its file; the key of `connected` is `there`."""
+        """Returns the content of the published file, in which `connected` is named `there`."""
         fields = asdict(self)
         return {"there": fields.pop("connected"), **fields}
 
@@ -81,7 +81,7 @@ class _RobotMeetingPoint:
         )
 
     def withdraw(self, folder: Path) -> None:
-        """Removes the published address and all its keys."""
+        """Removes the published address and all keys of the slot."""
         for key in folder.glob(f"slot_{self.slot}.*.key"):
             key.unlink(missing_ok=True)
         _meeting_point_file(folder, self.slot).unlink(missing_ok=True)
@@ -89,13 +89,13 @@ class _RobotMeetingPoint:
 
 @dataclass(frozen=True)
 class Key:
-    """Key file that is taken to the robot.
+    """Key that authenticates a robot; its file is copied to the robot.
 
     Attributes:
         id: Identifier of the key, which is not secret.
-        secret: Hexadecimal.
+        secret: Secret of the key, hexadecimal.
         until: Expiry, in seconds since the epoch by the cluster's clocks.
-        place: Address of the run.
+        place: Meeting point of the run.
     """
 
     id: str
@@ -108,7 +108,7 @@ class Key:
         """Reads a key from a file.
 
         Raises:
-            ConfigError: The file has no key, or others may read it.
+            ConfigError: The file contains no key, or other users may read it.
         """
         try:
             mode = path.stat().st_mode
@@ -132,20 +132,20 @@ def _meeting_point_file(folder: Path, slot: int) -> Path:
 
 
 def meeting_points(folder: Path) -> list[_RobotMeetingPoint]:
-    """Returns the addresses at which robots are awaited."""
+    """Returns the published meeting points, sorted by file name."""
     return [_RobotMeetingPoint.from_json(read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
 
 def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait_s: float, run: str) -> Key:
-    """Makes a key for a robot that a run waits for.
+    """Creates a key for a robot that a run waits for, and writes it to `output`.
 
     Args:
         folder: Folder of published addresses and keys.
-        output: File to be taken to the robot.
+        output: Key file, to be copied to the robot.
         slot: Slot of the robot; None if the run has one robot.
-        minutes: Validity of the key.
-        wait_s: Time to wait until the run waits for a robot.
-        run: Name of the run as the user writes it.
+        minutes: Validity of the key, in minutes.
+        wait_s: Maximum time until the run waits for a robot, in seconds.
+        run: Name of the run as the user wrote it.
 
     Raises:
         ConfigError: The run waits for no robot, or for several.
@@ -182,7 +182,7 @@ def _key_file(folder: Path, slot: int, name: str) -> Path:
 
 
 def _secret_of(folder: Path, slot: int, name: str) -> str | None:
-    """Returns the secret of a key of this slot; None if there is no such key."""
+    """Returns the secret of a slot's key; None if the key does not exist."""
     try:
         return str(read_json(_key_file(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
     except FileNotFoundError:
@@ -193,11 +193,11 @@ def _use(folder: Path, slot: int, name: str, check_fit: Callable[[], None]) -> N
     """Marks a key as used.
 
     Args:
-        folder, slot, name: The key.
-        check_fit: Raises if the robot cannot be accepted; the key then stays unused.
+        folder, slot, name: Folder, slot and identifier of the key.
+        check_fit: Function that raises if the robot cannot be accepted; the key then stays unused.
 
     Raises:
-        RobotRefused: The key has been used, or has expired; says when.
+        RobotRefused: The key has been used or has expired; the message says when.
     """
     path = _key_file(folder, slot, name)
     key_record = read_json(path.read_bytes())
@@ -217,11 +217,11 @@ def _elapsed_text(when: float) -> str:
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which a connection must prove its key, and the maximum number of unproven connections: a further one replaces
-#: the oldest of the address with most of them.
+#: Seconds in which a connection must prove that it has a key, and the maximum number of unproven connections. A further
+#: connection replaces the oldest one of the address that has the most.
 GREETING_S, _MAX_UNPROVEN = 10.0, 32
 _POLL_S = 0.2
-#: Seconds in which the closed connection of an earlier robot process is detected.
+#: Maximum seconds until the closed connection of an earlier robot process is detected.
 _LOSS_NOTICED_S = 2.0
 _VERSION = 2
 
@@ -232,23 +232,23 @@ def _connection_key(secret: str, *nonces: str) -> bytes:
 
 
 def _session_of(secret: str, *nonces: str) -> tuple[str, str]:
-    """Returns name and secret with which a robot that has joined by a key reconnects."""
+    """Returns the name and secret of a session, with which a robot reconnects after it has joined with a key."""
     return proof(secret, "session name", *nonces)[:16], proof(secret, "session", *nonces)
 
 
 class RobotListener:
-    """Listener for one robot.
+    """Listener for the connections of one robot.
 
     Args:
-        folder: Folder for its keys, private to the user.
+        folder: Folder for published addresses and keys, private to the user.
         robot: Name of the robot.
-        slot: Global number of its slot.
+        slot: Global number of the robot's slot.
         address: Address to listen on.
         run: Name of the run.
-        misfit: Returns why a robot with such spaces cannot be accepted; empty if it can.
+        misfit: Returns the reason why a robot with the given description cannot be accepted; empty if it can.
 
     Attributes:
-        place: Published address.
+        place: Published meeting point.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class RobotListener:
         self._acceptor = listener.serve(self._accept, "robot-meeting")
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
-        """Returns the robot's connection, and whether it comes from a new process; None if there is no connection in time."""
+        """Waits for the robot; returns its connection and whether this is its first use, or None after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -306,11 +306,11 @@ class RobotListener:
             oldest = self._unproven.add(sock, host_of(sock))
         if oldest is not None:
             with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                oldest.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
         threading.Thread(target=self._handle, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
-        """Removes a connection that has proven a key, or has gone, from the unproven connections."""
+        """Removes a connection from the unproven connections."""
         with self._unproven_lock:
             self._unproven.remove(sock)
 
@@ -325,7 +325,7 @@ class RobotListener:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> bool:
-        """Runs the greeting; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
+        """Runs the handshake; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
         nonce = secrets.token_hex(32)
         send_greeting(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
         greeting = receive_greeting(sock, GREETING_S)
@@ -359,7 +359,7 @@ class RobotListener:
 
     def _admit(self, name: str, is_rejoin: bool, about: str) -> None:
         if is_rejoin:
-            if self._connection is not None:  # the robot has lost this connection, or it would not reconnect
+            if self._connection is not None:  # the robot reconnects, so it has lost this connection
                 self._connection.close()
             return
 
@@ -377,7 +377,11 @@ class RobotListener:
 
 
 def _refuse_two(folder: Path, slot: int) -> None:
-    """Raises `ConfigError` if another process waits for the same robot."""
+    """Checks that no other process waits for the same robot.
+
+    Raises:
+        ConfigError: Another process listens at the slot's published address.
+    """
     for meeting_point in meeting_points(folder):
         with contextlib.suppress(OSError):
             if meeting_point.slot == slot:
@@ -393,11 +397,11 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
     """Joins a run from the robot's side, with a key or with the session of an earlier join.
 
     Returns:
-        The connection, and the session's name and secret for reconnecting after joining by a key.
+        The connection, and the session's name and secret, with which a robot that joined with a key reconnects.
 
     Raises:
-        RobotRefused: The run rejects the robot.
-        ConnectionLost: No answer came, or the answer does not prove knowledge of the secret.
+        RobotRefused: The run rejected the robot.
+        ConnectionLost: The run did not answer, or its answer does not prove that it knows the secret.
     """
     greeting = receive_greeting(sock, GREETING_S)
     if greeting.get("rlhpc robot") != _VERSION:

@@ -1,15 +1,15 @@
-"""Safety core of a robot: the only code that calls its driver. Every command passes here, whoever chose it.
+"""Safety core of a robot: the only code that calls the robot's driver. Every command passes through it.
 
-What holds for every caller, from any thread:
+It guarantees for all callers, from any thread:
 
-- A command that is not finite stops the robot, and is not sent.
-- A command does not leave the bounds of the action space. With `max_change` it is near where the robot is: near its measured
-  position where commands are absolute, else near the command that it carries out (0 while it holds still).
-- A command chosen from an observation that is older than `stale_s` is refused, and the robot holds still.
-- A robot holds still once no command has come for `stale_s`, and is stopped when a call of its driver hangs. `stop` is called
-  from a thread of its own, and does not wait for a call that is under way.
-- After a stop for safety nothing moves it until a person has said so (`rlhpc robot resume`, `Robot.ready`), also in a later
-  process, unless `resume` is auto.
+- A command that is not finite is not sent, and stops the robot.
+- A command is within the bounds of the action space. With `max_change` it is also close to the robot's current state: to the
+  measured position if commands are absolute, otherwise to the command being executed (0 while the robot holds still).
+- A command based on an observation older than `stale_s` is rejected, and the robot holds still.
+- A robot holds still if no command arrives for `stale_s`, and is stopped if a call of its driver hangs. `stop` is called
+  from a separate thread and does not wait for a running call.
+- After a safety stop nothing moves the robot until a person allows it (`rlhpc robot resume`, `Robot.ready`). This also
+  applies to later processes, unless `resume` is auto.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from rlhpc.runtime.plugins import load_attribute
 
 log = logging.getLogger(__name__)
 
-#: Longest pause between two looks of the watchdog thread.
+#: Seconds between two checks of the watchdog thread.
 _WATCH_INTERVAL_S = 0.01
-#: Seconds that a stop waits for a movement, so that it comes after it: one that is under way, and one that is about to begin.
+#: Maximum seconds that a stop waits, so that it follows a movement: a running one, and one that is about to begin.
 _SENDING_S, _BEGINNING_S = 0.03, 1.0
-#: Seconds between looks for a person's word, and between messages that it is waited for.
+#: Seconds between two checks for a person's permission, and between reminders that it is needed.
 _READY_POLL_S, _REMIND_S = 0.2, 60.0
-#: Seconds by which an observation may seem to be of the future.
+#: Maximum seconds by which an observation's time may be in the future.
 _CLOCK_TOLERANCE_S = 0.05
-#: Seconds in which a driver must have let go of its hardware.
+#: Maximum seconds that a driver may take to release its hardware.
 _CLOSE_S = 5.0
 
 
 class SafetyCore:
-    """One robot and its watchdog.
+    """Safety core of one robot: limits its commands and runs its watchdog.
 
     Args:
-        driver: The robot's driver, which nothing else may call from now on.
-        limits: Limits of its commands.
-        name: Name in messages and notices; empty leaves no notice for later processes.
+        driver: Driver of the robot; no other code may call it from now on.
+        limits: Limits of commands.
+        name: Name in messages and notices; if it is empty, no notice is written for later processes.
 
     Attributes:
-        observation: The newest observation; None before the first reset.
-        timing: Counts of stops and refusals.
+        observation: Newest observation; None before the first reset.
+        timing: Counts of stops, holds and rejected commands.
     """
 
     def __init__(self, driver: Robot, limits: CommandLimits, name: str = "") -> None:
@@ -66,10 +66,10 @@ class SafetyCore:
         self.timing = Timing()
         self._states = StateMachine(self.name)
         self._last_command = np.zeros(self.action_space.shape)
-        self._call_under_way: tuple[str, float, float] | None = None  # name, begin, seconds that it may take
+        self._call_under_way: tuple[str, float, float] | None = None  # name, start time, maximum seconds
         self._unconfirmed = False  # the driver raised in `stop`
-        self._calls = threading.RLock()  # calls come one at a time, but for stops
-        self._sending = threading.RLock()  # held while a movement begins
+        self._calls = threading.RLock()  # serializes all calls except stops
+        self._sending = threading.RLock()  # locked while a movement begins
         self._closed, self._released = threading.Event(), threading.Event()
         try:
             self.set_limits(limits)
@@ -89,23 +89,23 @@ class SafetyCore:
         return self._states.current
 
     def set_limits(self, limits: CommandLimits) -> None:
-        """Changes the limits.
+        """Replaces the limits.
 
         Raises:
-            ConfigError: `max_change` is set, and the driver does not say from what a change is counted.
+            ConfigError: `max_change` is set, but cannot be enforced with this driver.
         """
         if limits.max_change is not None and (reason := self.why_no_max_change()):
             raise ConfigError(f"max_change is {limits.max_change:g}; {reason}")
         self.limits = limits
 
     def why_no_max_change(self) -> str:
-        """Returns why `max_change` cannot be kept; empty if it can."""
+        """Returns the reason why `max_change` cannot be enforced with this driver; empty if it can."""
         return why_no_max_change(self.__driver)
 
     # -- episodes and commands ------------------------------------------------------------------------------------
 
     def begin(self, seed: int) -> Observation:
-        """Stops the robot and resets it; returns its first observation.
+        """Resets the robot and returns its first observation.
 
         Raises: RobotStopped: The robot is stopped, or was stopped during the reset.
         """
@@ -120,25 +120,25 @@ class SafetyCore:
             return observation
 
     def observe(self) -> Observation:
-        """Returns the newest observation.
+        """Reads an observation from the driver and returns it.
 
         Raises:
-            RobotStopped: It is too old or shows something unsafe, or the robot was stopped before.
+            RobotStopped: The observation is too old or unsafe, or the robot was stopped before.
         """
         with self._calls:
             self._states.require(State.HELD, State.MOVING)
             return self._observe()
 
     def command(self, action: np.ndarray, within_s: float | None = None) -> float:
-        """Sends a command within the limits, chosen from the newest observation; returns when (`time.monotonic`).
+        """Limits a command that is based on the newest observation, and sends it; returns the time by `time.monotonic`.
 
         Args:
-            action: Numbers of the command.
-            within_s: Seconds after which the robot holds still unless another command comes; at most `stale_s`.
+            action: Command, of the shape of the action space.
+            within_s: Seconds after which the robot holds still unless another command arrives; at most `stale_s`.
 
         Raises:
-            StaleObservation: The observation is too old. The robot holds still.
-            RobotStopped: The robot is stopped: it was so before, or because of this command.
+            StaleObservation: The observation is too old; the robot holds still.
+            RobotStopped: The robot was stopped before, or because of this command.
         """
         with self._calls:
             self._states.require(State.HELD, State.MOVING)
@@ -157,7 +157,7 @@ class SafetyCore:
                     return now
 
     def judge(self) -> Verdict:
-        """Returns the reward of the step that led to the newest observation.
+        """Returns the driver's verdict on the step that led to the newest observation.
 
         Raises:
             RobotStopped: The robot is stopped.
@@ -172,7 +172,11 @@ class SafetyCore:
             return verdict
 
     def _require_fresh(self) -> float:
-        """Returns the time now, at which the newest observation is not too old."""
+        """Checks that the newest observation is not too old; returns the current time by `time.monotonic`.
+
+        Raises:
+            StaleObservation: The observation is too old; the robot holds still.
+        """
         now = time.monotonic()
         age = now - (self.observation.taken_at if self.observation is not None else -np.inf)
         if age > self.limits.stale_s:
@@ -182,7 +186,11 @@ class SafetyCore:
         return now
 
     def _limited(self, action: np.ndarray, state: State) -> np.ndarray:
-        """Returns the command nearest to `action` that is within the limits."""
+        """Returns the command within the limits that is nearest to `action`.
+
+        Raises:
+            RobotStopped: No command is within the limits.
+        """
         max_change, origin = self.limits.max_change, None
         if max_change is not None and self.__driver.control_mode == "absolute":
             origin = self._position()
@@ -218,7 +226,9 @@ class SafetyCore:
     # -- calls of the driver --------------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls the driver, and stops the robot if the driver raises. `_check` stops it if the call hangs."""
+        """Calls a method of the driver and returns its result. Stops the robot if the driver raises; `_check` stops it if the
+        call hangs.
+        """
         limit = self.__driver.reset_s if name == "reset" else self.limits.stale_s
         self._call_under_way = (name, time.monotonic(), limit)
         try:
@@ -233,11 +243,11 @@ class SafetyCore:
             self._call_under_way = None
 
     def _move(self, name: str, argument: Any, before: State, after: State, until: float | None = None) -> bool:
-        """Makes a call that moves the robot, if it is still in the state `before`. A stop that comes while the call lasts is
-        repeated after it.
+        """Makes a call that moves the robot, if the robot is still in the state `before`. A stop that arrives during the call
+        is repeated after it.
 
         Returns:
-            Whether the call was made; False if the robot has held still since.
+            Whether the call was made; False if the robot has been made to hold still in the meantime.
         """
         with self._sending:
             self._check_watchdog(moving=True)
@@ -252,18 +262,18 @@ class SafetyCore:
         return True
 
     def _check_watchdog(self, *, moving: bool) -> None:
-        """Sends the watchdog process a heartbeat, if there is one; stops the robot if the watchdog process has stopped
-        it."""
+        """Sends a heartbeat to the watchdog process, if there is one. Stops the robot if the watchdog process has stopped
+        its hardware."""
         if self._process is not None:
             self._process.beat(moving=moving, silence_s=self.limits.stale_s)
             if self._process.fired():
                 self.stop("the watchdog process has stopped it: this process was blocked, or that one ended")
 
     def _stop_driver(self) -> None:
-        """Calls the driver's `stop`, after a short wait for a movement that is just beginning."""
+        """Calls the driver's `stop`, after a short wait for a movement that is running or about to begin."""
         pending_call, wait_s = self._call_under_way, _SENDING_S
         if pending_call is None:
-            wait_s = _BEGINNING_S  # one that has not begun must not begin after the stop
+            wait_s = _BEGINNING_S  # a movement must not begin after the stop
         elif pending_call[0] == "act":
             wait_s = max(wait_s, pending_call[1] + pending_call[2] - time.monotonic())
         has_lock = self._sending.acquire(timeout=wait_s)
@@ -295,7 +305,7 @@ class SafetyCore:
             self._stop_driver()
 
     def stop(self, reason: str) -> None:
-        """Stops the robot for safety: nothing moves it until a person allows it. Any thread may call this,
+        """Stops the robot for safety: nothing moves it until a person allows it. Any thread may call this, also
         repeatedly."""
         is_new = self._states.stop(reason)
         if self.state is State.CLOSED:
@@ -307,7 +317,7 @@ class SafetyCore:
             self._post_notice()
 
     def _post_notice(self) -> None:
-        """Leaves a notice for later processes: this process has the robot, and the reason if it is stopped."""
+        """Writes a notice for later processes: that this process uses the robot and, if it is stopped, the reason."""
         if self._notice is not None:
             self._notice.post(lambda: self._states.reason if self.limits.resume == "person" else "")
 
@@ -315,10 +325,10 @@ class SafetyCore:
         """Waits until a stopped robot may move again, without a deadline; returns at once if it is not stopped.
 
         Args:
-            check: Called repeatedly with the reason of the stop; cancels the wait by raising.
+            check: Function called repeatedly with the reason of the stop; cancels the wait by raising.
 
         Raises:
-            RobotStopped: It was closed.
+            RobotStopped: The robot was closed.
         """
         last_reminder = -np.inf
         while self.state is State.STOPPED:
@@ -349,7 +359,7 @@ class SafetyCore:
             return False
 
     def close(self) -> None:
-        """Stops and releases the robot; waits at most a few seconds for its driver, also if another thread closes
+        """Stops and releases the robot; waits at most a few seconds for its driver, also if another thread is closing
         it."""
         self.end()
         previous_state = self._states.close()
@@ -377,7 +387,7 @@ class SafetyCore:
                 log.exception("%s: the watchdog goes on", self.name)
 
     def _check(self) -> None:
-        """Makes the robot hold still once its last command is over, and stops it if its driver hangs."""
+        """Makes the robot hold still once its last command has expired, and stops it if its driver hangs."""
         now, pending_call = time.monotonic(), self._call_under_way
         self._check_watchdog(moving=self.state in (State.RESETTING, State.MOVING))
         if pending_call is not None and self.state in LIVE and now - pending_call[1] > pending_call[2]:
@@ -390,10 +400,10 @@ class SafetyCore:
 
 
 def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
-    """Builds a robot from its class, as `module:Class`, inside its safety core.
+    """Builds a robot's driver from its class, given as `module:Class`; returns the safety core that contains it.
 
     Raises:
-        ConfigError: The class cannot be imported or refuses its arguments, or `max_change` cannot be kept.
+        ConfigError: The class cannot be imported or rejects its arguments, or `max_change` cannot be enforced.
     """
     try:
         driver: Robot = load_attribute(path, key)(**kwargs)
