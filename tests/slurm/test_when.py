@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.slurm import allowance
-from rlhpc.runs.start_estimate import StartTimes, outlook, verdict
+from rlhpc.runs.start_estimate import StartTimes, estimate_starts, verdict
 from rlhpc.runs.tuning.tune import TuneRequest
 
 from .cluster import SlurmCluster
@@ -57,7 +57,7 @@ def rlhpc(*words: str) -> str:
 def test_the_start_it_predicts_and_what_then_happens(slurm: SlurmCluster, full: float, tmp_path: Path) -> None:
     words = (*WORDS, f"runner.run_dir={tmp_path}")
     rlhpc("tune", CONFIG, *words, "--steps", "3")
-    found = outlook(TuneRequest(CONFIG, words), [1], ["cpu", "gpu"])
+    found = estimate_starts(TuneRequest(CONFIG, words), [1], ["cpu", "gpu"])
     said: dict[str, StartTimes] = {answer.shape.partition: answer for answer in found.answers if answer.shape.partition}
     empty, later = said["gpu"], said["cpu"]
     assert empty.start.at is not None

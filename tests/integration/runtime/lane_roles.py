@@ -43,12 +43,12 @@ class OnDevice(Worker):
 
     def put(self, channel: Channel, sizes: list[int], turns: Channel | None = None) -> int:
         """Puts messages, each once the one before has been taken; how many went by the lane."""
-        before, channel = self.num_device_messages(), self.known.setdefault(channel.name, channel)
+        before, channel = self.crossed(), self.known.setdefault(channel.name, channel)
         for number, size in enumerate(sizes):
             channel.put(self.message(number, size))
             if turns is not None:
                 turns.get()
-        return self.num_device_messages() - before
+        return self.crossed() - before
 
     def get(self, channel: Channel, count: int, turns: Channel | None = None) -> list[dict[str, Any]]:
         found = []
@@ -66,11 +66,11 @@ class OnDevice(Worker):
         return current().service.lane.pool.bytes
 
     def tell(self, sizes: list[int], group: str, rank: int) -> int:
-        before = self.num_device_messages()
+        before = self.crossed()
         for number, size in enumerate(sizes):
             self.send(self.message(number, size), group, rank)
             self.recv(group, rank)
-        return self.num_device_messages() - before
+        return self.crossed() - before
 
     def hear(self, count: int, group: str, rank: int) -> list[dict[str, Any]]:
         found = []
@@ -80,12 +80,12 @@ class OnDevice(Worker):
         return found
 
     def tell_all(self, sizes: list[int], groups: list[tuple[str, list[int]]], src: tuple[str, int]) -> Any:
-        before, found = self.num_device_messages(), []
+        before, found = self.crossed(), []
         mine = (self.group_name, self.rank) == src
         for number, size in enumerate(sizes):
             got = self.broadcast(self.message(number, size) if mine else None, groups, src=src)
             found.append(None if mine else self.form(got))
-        return self.num_device_messages() - before if mine else found
+        return self.crossed() - before if mine else found
 
 
 class OnCard(Worker):

@@ -258,7 +258,7 @@ channel = Channel.create("c")
 channel.put(torch.zeros(1_000_000))
 pids = [f["pid"] for f in group.identity().wait()]
 session = Session.running()
-print(session.scratch.token, group._records[0]["pid"], session._forked.server.process.pid, *pids, flush=True)
+print(session.scratch.token, group._records[0]["pid"], session._fork_launcher.server.process.pid, *pids, flush=True)
 {end}
 """
 

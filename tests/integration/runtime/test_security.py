@@ -91,7 +91,7 @@ def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
 
 
 def test_no_tcp_port_is_open_on_one_host(of_other_tests, session):
-    pids = [os.getpid(), session._forked.server.process.pid, *(m.pid for m in session.members.values() if m.pid)]
+    pids = [os.getpid(), session._fork_launcher.server.process.pid, *(m.pid for m in session.members.values() if m.pid)]
     assert listening(pids) <= of_other_tests
 
 

@@ -12,7 +12,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.algorithms.nonfinite import Skips
+from rlhpc.algorithms.nonfinite import SkippedSteps
 from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config.models import FrozenModelConfig
 from rlhpc.language.config.run import GrpoConfig
@@ -76,7 +76,7 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
 def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfinite: str) -> None:
     """Nor is it in a mean: momentum and weight decay move nothing, whatever follows numbers that are not finite."""
     trainer = actor(model, update_epochs=2, adv_type="raw")
-    trainer.skips = Skips(on_nonfinite == "skip")
+    trainer.skips = SkippedSteps(on_nonfinite == "skip")
     columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
     some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
     some.reward = torch.ones(1)

@@ -75,7 +75,7 @@ def test_an_episode_with_many_connections_keeps_no_other_episode_out(monkeypatch
         assert [one.is_aborted for one in flood] == [True] * 5 + [False] * 4
         late = [early, *late]
         assert not any(one.is_aborted for one in (*few, *late[1:])) and len(doors._proven) == 13
-        assert arrive().is_aborted is False and doors._proven.most_of_one() == 4
+        assert arrive().is_aborted is False and doors._proven.max_per_owner() == 4
         silent = arrive()
         assert not silent.is_aborted and not any(one.is_aborted for one in few)
         doors.leave(silent)
