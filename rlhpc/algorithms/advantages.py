@@ -86,7 +86,7 @@ def calculate_adv_and_returns(
 
 
 def _rows(value: Any, members: Tensor, rows: int) -> Any:
-    """Returns the members' rows of a tensor with one row for each of the batch; returns other values unchanged."""
+    """Returns the members' rows of a tensor that has one row per row of the batch; returns other values unchanged."""
     return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
 
 
@@ -105,7 +105,8 @@ def _masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: _Reduce
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: _Reduce | None = None) -> Tensor:
-    """Computes (x − mean) / (std + eps) over valid entries, std unbiased; over the batch of all ranks, not per rank."""
+    """Computes (x − mean) / (std + eps) over valid entries, with the unbiased std; with `all_reduce`, mean and std are over
+    all ranks."""
     mean, variance = _masked_moments(x, mask, True, all_reduce)
     return (x - mean) / (variance.sqrt() + eps)
 
@@ -172,7 +173,7 @@ def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
 
 
 def differs_in_group(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None = None) -> Tensor:
-    """Tells which rows are of a group whose scores differ by more than rounding.
+    """Returns which rows belong to a group whose scores differ by more than rounding.
 
     Args:
         scores: `[B]`.

@@ -36,7 +36,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Update:
-    """One version of the weights, as a receiver gets it.
+    """One version of the weights, as received.
 
     Attributes:
         version: Version of the weights.

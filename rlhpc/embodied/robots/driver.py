@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Observation(NamedTuple):
-    """An observation, and when it was taken (`time.monotonic`)."""
+    """Observation, and the time at which it was taken (`time.monotonic`)."""
 
     obs: Any
     taken_at: float
@@ -47,7 +47,7 @@ class Robot(ABC):
 
     @abstractmethod
     def act(self, action: np.ndarray) -> None:
-        """Sends a command, and does not wait for its effect."""
+        """Sends a command without waiting for its effect."""
 
     @abstractmethod
     def observe(self) -> Observation:

@@ -14,20 +14,20 @@ RESUME_MODES = ("person", "auto")
 
 
 class RobotStopped(RlhpcError):
-    """Error of a call that was refused or interrupted: the robot is stopped and waits for a person."""
+    """Error raised by a call that was rejected or interrupted because the robot is stopped and waits for a person."""
 
 
 class StaleObservation(RlhpcError):
-    """Error of a refused command, which was chosen from an observation that is too old."""
+    """Error raised for a command that is based on an observation that is too old."""
 
 
 class CommandLimits(NamedTuple):
     """Limits of a robot's commands.
 
     Attributes:
-        stale_s: Age at which an observation is too old, and time without a command after which the robot holds still.
-        max_change: Greatest distance of each number of a command from where the robot is; None does not limit it.
-        resume: `person` or `auto`: who ends a stop for safety.
+        stale_s: Maximum age of an observation, and time without a command after which the robot holds still, in seconds.
+        max_change: Maximum distance of each component of a command from the robot's current state; None for no limit.
+        resume: Who ends a safety stop: `person` or `auto`.
     """
 
     stale_s: float = 0.5
@@ -36,7 +36,7 @@ class CommandLimits(NamedTuple):
 
 
 def why_no_max_change(driver: Robot) -> str:
-    """Returns why `max_change` cannot be kept with a driver; empty if it can."""
+    """Returns the reason why `max_change` cannot be enforced with a driver; empty if it can."""
     driver_name = f"{type(driver).__module__}:{type(driver).__name__}"
     if driver.control_mode not in CONTROL_MODES:
         return (

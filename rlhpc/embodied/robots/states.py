@@ -110,6 +110,6 @@ class StateMachine:
             return previous_state
 
     def is_over(self, now: float) -> bool:
-        """Returns whether the command that is carried out is over."""
+        """Returns whether the current command has expired."""
         with self._lock:
             return self._until is not None and now > self._until
