@@ -1,8 +1,8 @@
 """Channel: a named FIFO with keys between any processes of a run.
 
-Metadata goes through the home of the key, the process that keeps its queue. Data of less than 32 KiB travels with it. More
-data goes straight from producer to consumer: on one host by shared memory, which the consumer maps without a copy, between
-hosts by TCP. `entrust` sends all data to the home, whatever its size, so that the item outlives its producer.
+Each key has a home, the process that keeps its queue. Metadata goes through the home, and with it data of less than 32 KiB.
+Larger data goes directly from producer to consumer: on one host by shared memory, which the consumer maps without a copy,
+between hosts by TCP. `entrust` sends all data to the home, whatever its size, so that the item outlives its producer.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from rlhpc.runtime.session import here
 
 DEFAULT_KEY = "default_queue"
 _UNCONFIRMED = 64
-#: How long a channel's home may take to open it.
+#: Seconds that a channel's home may take to open it.
 _OPENS_S = 60.0
 
 
 class QueueFull(queue.Full):
-    """`put_nowait` on a full channel."""
+    """Error raised by `put_nowait` on a full channel."""
 
 
 class QueueEmpty(queue.Empty):
-    """`get_nowait` on an empty channel."""
+    """Error raised by `get_nowait` and `take_nowait` on an empty channel."""
 
 
 class LeasedItem(NamedTuple):
-    """An item that a consumer has leased and has not acknowledged yet.
+    """Item that a consumer has leased and has not acknowledged yet.
 
     Attributes:
         item: The item.
-        number: Its number at the home of its key.
-        key: Key of its queue.
+        number: The item's number at the home of its key.
+        key: Key of the item's queue.
     """
 
     item: Any
@@ -55,7 +55,7 @@ class LeasedItem(NamedTuple):
 
 
 class Channel:
-    """Handle on a channel: picklable, usable in the driver and in every worker. Make one with `create` or `connect`."""
+    """Handle on a channel: picklable, usable in the driver and in every worker. Obtained from `create` or `connect`."""
 
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
@@ -73,18 +73,18 @@ class Channel:
         home: str | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Channel:
-        """Creates a channel; one of the same name is closed and replaced.
+        """Creates a channel; closes and replaces an existing channel of the same name.
 
         Args:
             name: Unique name in the run.
-            maxsize: Items each key may hold before `put` blocks; 0 is unbounded.
-            distributed: Spread the keys over the processes of group `home` (by default every worker of the run):
-                key "k" lives with the rank at index k modulo their number, another key by its hash. Puts and gets of
-                a key whose home is the calling process need no socket. Otherwise the calling process is the home of
-                all keys.
-            max_bytes: Bytes the channel may hold at each home before `put` blocks.
-            home: The group whose ranks keep the keys; implies `distributed`.
-            ranks: Ranks of that group that share the keys; by default all ranks that it was launched with.
+            maxsize: Maximum number of items per key before `put` blocks; 0 is unbounded.
+            distributed: Distribute the keys over the processes of group `home` (by default all workers of the run). The home
+                of a key that is a number k is the process with index k modulo their number; other keys are hashed. Puts and
+                gets of a key whose home is the calling process need no socket. Without `distributed`, the calling process is
+                the home of all keys.
+            max_bytes: Maximum number of bytes at each home before `put` blocks.
+            home: Group whose ranks are the homes of the keys; implies `distributed`.
+            ranks: Ranks of that group among which the keys are distributed; by default all ranks that it was launched with.
 
         Raises:
             ChannelError: A process that should be a home of the channel has ended.
@@ -115,7 +115,7 @@ class Channel:
         """Attaches to a channel that another process creates.
 
         Raises:
-            ChannelError: It did not exist after `timeout` seconds.
+            ChannelError: The channel did not exist after `timeout` seconds.
         """
         context = here()
         try:
@@ -146,9 +146,9 @@ class Channel:
     ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is copied now, and the returned `AsyncWork` completes when the channel has admitted it.
-        `home_ended` returns whether the channel's home is known to have ended: the end of a process on another host closes no
-        connection.
+        With `async_op` the item is copied at once, and the returned `AsyncWork` completes when the channel has admitted it.
+        `home_ended` returns whether the channel's home is known to have ended, because a process that ends on another host
+        closes no connection.
 
         Raises:
             DeadlineExceeded: The channel stayed full until the session's wait deadline.
@@ -170,19 +170,18 @@ class Channel:
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
-        """Appends `item` and returns once the channel's home holds all of its data: the item no longer depends on this
-        process.
+        """Appends `item` and returns once the channel's home has all its data, so that the item outlives this process.
 
-        For large items this is slower than `put`, which leaves their data in place until the consumer fetches it.
+        For large items this is slower than `put`, which keeps the data on this host until the consumer fetches it.
         """
         context = current()
         self._put(context, context.service.pack(item, inline=True), 0, str(key), True, confirm=True)
 
     def put_nowait(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY) -> None:
-        """Appends `item`.
+        """Appends `item` without waiting.
 
         Raises:
-            QueueFull: There is no room.
+            QueueFull: The channel is full.
         """
         context = current()
         packed = context.service.pack(item, holders=[process_key(self._home(str(key)))])
@@ -225,8 +224,8 @@ class Channel:
             header = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
             self._posted += 1
             if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
-                # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
-                # confirmed ones in between bound how much is in flight when the byte limit is reached.
+                # Small items for an unbounded channel need not all be confirmed: the socket keeps their order, and every
+                # 64th is confirmed, which bounds the number in flight when the byte limit is reached.
                 frames = [header, *packed.frames()]
                 service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, purpose, process_key(home))
                 return
@@ -261,7 +260,7 @@ class Channel:
         return self._get(context, key, None, True, timeout)[0]
 
     def get_nowait(self, key: str = DEFAULT_KEY) -> Any:
-        """Removes and returns the oldest item.
+        """Removes and returns the oldest item without waiting.
 
         Raises:
             QueueEmpty: The channel is empty.
@@ -270,9 +269,9 @@ class Channel:
 
     def take_nowait(self, key: str = DEFAULT_KEY) -> LeasedItem:
         """Leases the oldest item until this process acknowledges it with `done`; if the process ends first, the item returns
-        to the front.
+        to the front of its queue.
 
-        Works only for a channel whose home is another process. The driver's channels notice the end of ranks on any host.
+        Works only if the home is another process. If the home is the driver, it notices the end of ranks on any host.
 
         Raises:
             QueueEmpty: The channel is empty.
@@ -284,12 +283,14 @@ class Channel:
 
     @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
-        """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
+        """Acknowledges a leased item, so that it is not requeued if this process ends."""
         home = choose(self._home(lease.key))
         current().service.peers.post(home, b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
-        """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
+        """Removes and returns items in order until their weights reach `target_weight` or the next item would exceed it; waits
+        for enough items.
+        """
         return self._get(current(), str(key), float(target_weight), True, None)
 
     def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
@@ -308,7 +309,7 @@ class Channel:
             try:
                 items = service.wait_local(act, timeout, purpose)
             except queue.Empty:
-                context.check()  # a polling loop waits for another process, too
+                context.check()  # a loop that polls waits for another process, too
                 raise QueueEmpty(purpose) from None
             return [service.unpack(item.frames) for item in items]
         return [item for item, _ in self._fetch(context, key, target, wait, timeout, consumer)]
@@ -323,9 +324,7 @@ class Channel:
         consumer: ConsumerLocation,
         keep: bool = False,
     ) -> list[tuple[Any, int]]:
-        """Returns items with their numbers from a channel whose home is another process; with `keep` they are not
-        acknowledged.
-        """
+        """Returns items with their numbers from a key whose home is another process; acknowledges them unless `keep`."""
         service, home = context.service, self._home(key)
         purpose = f"an item in channel {self.name!r}, key {key!r}"
         header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))
@@ -334,17 +333,17 @@ class Channel:
         except ChannelRefused:
             context.check()
             raise QueueEmpty(purpose) from None
-        leased, frame_offset = list[tuple[Any, int]](), 1
+        leased_items, frame_offset = list[tuple[Any, int]](), 1
         releases: list[Callable[[], None]] = []
         for item_id, count in pickle.loads(reply[0]):
-            leased.append((service.unpack(reply[frame_offset : frame_offset + count], later=releases), item_id))
+            leased_items.append((service.unpack(reply[frame_offset : frame_offset + count], later=releases), item_id))
             frame_offset += count
         if not keep:
-            item_ids = [item_id for _, item_id in leased]
+            item_ids = [item_id for _, item_id in leased_items]
             service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, item_ids))])
         for release in releases:
             release()
-        return leased
+        return leased_items
 
     # -- inspection -----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Joining of a rank to a running run, from any allocation that reaches it: the joining process's side.
+"""Joining of a rank to a run that is under way, from any allocation that reaches the driver: the joining process's side.
 
-It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver has ended.
-If another driver continues the run, such as after a requeue, it asks again.
+The process reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver has
+ended. If another driver continues the run, for example after a requeue, it asks that driver.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
 log = logging.getLogger(__name__)
 
-#: Seconds until a killed process is gone.
+#: Seconds to wait for a killed process to end.
 _KILLED_S = 10.0
 
-#: Fields of a driver's record by which it is reached.
+#: Fields of a driver's record with its endpoints.
 _ENDPOINTS = ("host", "ipc", "tcp", "bulk")
-#: How often it looks whether the driver is there; how long that may take to answer.
+#: Seconds between checks whether the driver is alive; seconds that it may take to answer.
 _LOOK_S, _ANSWER_S = 2.0, 30.0
-#: How often it looks for another driver.
+#: Seconds between checks for another driver.
 _LOOK_AGAIN_S = 0.5
-#: How long a rank that leaves may take to hand back what it has under way: Slurm kills 30 s after its first signal, if a site
-#: has not said otherwise.
+#: Seconds that a leaving rank may take to requeue its items. Slurm kills a job 30 s after its first signal by default.
 _HANDING_S = 15.0
 
 
 class JoinRefused(ConfigError):
-    """Error: the driver refuses a rank that wants to join; the message has the reason."""
+    """Error: the driver refuses a rank that asks to join; the message has the reason."""
 
 
 class NotYet(JoinRefused):
-    """Error: the driver accepts ranks, but not at this moment."""
+    """Error: the driver does not accept ranks at the moment, but may do so later."""
 
 
 class DriverConnection:
@@ -61,7 +60,7 @@ class DriverConnection:
         registry_root: The run's registry folder.
 
     Raises:
-        ConfigError: No driver is there yet, or it is another user's.
+        ConfigError: The run has no driver yet, or belongs to another user.
     """
 
     def __init__(self, registry_root: Path) -> None:
@@ -91,7 +90,7 @@ class DriverConnection:
 
     @property
     def is_current(self) -> bool:
-        """True if this driver still owns the run, and has not ended it."""
+        """True if this driver still owns the run's registry and has not ended the run."""
         try:
             return (self.registry.root.parent / CURRENT).read_text() == self.registry.generation and (
                 self.registry.load_keys() == self.keys
@@ -101,7 +100,7 @@ class DriverConnection:
 
     @property
     def is_reachable(self) -> bool:
-        """True if the driver listens to processes of this host."""
+        """True if the driver accepts connections from this host."""
         try:
             self._endpoint()
         except JoinRefused:
@@ -121,7 +120,7 @@ class DriverConnection:
 
     @staticmethod
     def _require_own(endpoint: str) -> None:
-        """Refuses a driver on this host that is another user's: the run's files may have come from that user."""
+        """Refuses a driver of another user on this host, whose files the run's registry may contain."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
             raise JoinRefused(
@@ -130,14 +129,15 @@ class DriverConnection:
         try:
             status = os.lstat(path)
         except (OSError, ValueError):
-            return  # nothing answers there
+            return  # no driver listens there
         if status.st_uid != os.geteuid():
             raise JoinRefused(
                 f"{short_repr(path)} is {owner(status)}'s: a driver of another user gives no place in a run"
             )
 
     def ask(self, request: Mapping[str, Any]) -> WorkerSpec:
-        """Requests a place. The answer is read as JSON: only the rank's process executes what the run sends.
+        """Requests a place in a group; returns the rank's specification. The answer is JSON, so this process executes no code
+        from the run; only the rank's process does.
 
         Raises:
             JoinRefused: The message has the reason; `NotYet` if a later request may succeed.
@@ -154,8 +154,8 @@ class DriverConnection:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether the driver answers; if it does not, the result of `hurry`, which also ends the wait. A driver on a
-        dead host never answers.
+        """Returns whether the driver answers within 30 s. `hurry` can end the wait by returning True; the driver then counts
+        as alive.
         """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
@@ -172,7 +172,7 @@ class DriverConnection:
             log.warning("the driver was not told: %s", error)
 
     def why_left(self, spec: WorkerSpec) -> str:
-        """Returns why the driver continues without this rank; "" if it does not."""
+        """Returns why the driver continues without this rank; "" if the rank still takes part."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
             departure = self.registry.get(DEPARTED, spec.name) or {}
             if departure.get("incarnation") == spec.incarnation:
@@ -197,18 +197,18 @@ class LeaveEvent(threading.Event):
         self.why = ""
 
     def because(self, why: str) -> None:
-        """Sets the event; the first reason is kept."""
+        """Sets the event with a reason; keeps the reason of an earlier call."""
         self.why = self.why or why
         self.set()
 
 
 class JoinedRank:
-    """Process of a rank that has joined a run."""
+    """Child process that runs a joined rank."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        # it asks for its parent's end itself: a function between fork and exec would run Python, and other threads' ends,
-        # in a copy of this process, which may hold anything
+        # the child itself arranges to die with its parent: a function between fork and exec would run Python in a copy of
+        # this process, in which other threads may have held locks
         self.process = subprocess.Popen(
             run_module("rlhpc.runtime.worker_process", "joined", str(os.getpid())),
             stdin=subprocess.PIPE, env=rank_environment(os.environ, spec.threads), start_new_session=True,
@@ -225,11 +225,11 @@ class JoinedRank:
         return None if code is None else (-code if code < 0 else code << 8)
 
     def end(self, grace_s: float, handing_s: float = 0.0) -> int:
-        """Ends the rank and waits; returns its wait status.
+        """Ends the rank, waits for it, and returns its wait status.
 
         Args:
-            grace_s: Seconds that it may take to end.
-            handing_s: Seconds, before that, that it may take to requeue its items.
+            grace_s: Seconds that the rank may take to end before it is killed.
+            handing_s: Seconds that it may take before that to requeue its items; 0 gives it no notice to leave.
         """
         assert self.process.stdin is not None
         if handing_s:
@@ -238,18 +238,18 @@ class JoinedRank:
                 self.process.stdin.flush()
                 self.process.wait(handing_s)
         with contextlib.suppress(OSError):
-            self.process.stdin.close()  # its lifeline
+            self.process.stdin.close()  # the rank ends when its input ends
         try:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is not waited for
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel
                 self.process.wait(_KILLED_S)
         return self.status or 0
 
 
 def join_request(group: str, threads: int, accelerators: int) -> dict[str, Any]:
-    """Returns this process's request: a place in a group, for one rank."""
+    """Returns this process's request for the place of one rank in a group."""
     return {
         "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
         "code": fingerprint(), "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -272,19 +272,19 @@ def stay(
     Args:
         registry_root: The run's registry folder.
         request: See `join_request`.
-        stopped: Set when this process has to leave, as before its walltime ends; `why` has the reason.
+        stopped: Set when this process has to leave, for example before its walltime ends; `why` has the reason.
         report: Called with messages on the progress.
         over: Returns whether the run has ended, so that no driver will continue it.
         patience_s: Seconds to wait for another driver after one has ended.
         grace_s: Seconds that a rank may take to end.
-        await_driver: Wait as long for the first driver, too.
+        await_driver: Wait equally long for the first driver.
 
     Returns:
         Number of drivers under which the rank took part.
 
     Raises:
-        ConfigError: There is no driver, or it refuses such a rank, from the start.
-        RlhpcError: The rank has ended by itself.
+        ConfigError: At the first attempt there is no driver, or it refuses the rank.
+        RlhpcError: The rank has ended by itself while the run continues.
     """
     num_joined, generation, silent = 0, "", False
     while True:
@@ -317,8 +317,8 @@ def stay(
 def _door(
     registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
 ) -> DriverConnection | None:
-    """Returns the connection to a driver; None if none arrives in time. The previous driver is accepted if it was only
-    `silent` and answers.
+    """Waits for a driver and connects to it; returns None if there is none in time. With `silent`, also accepts the previous
+    driver (generation `before`) if it answers again.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -339,7 +339,7 @@ def _door(
 def _place(
     door: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
 ) -> WorkerSpec | None:
-    """Returns the specification of a rank as soon as a place is free; None if this process has to leave before.
+    """Waits until the driver assigns a place; returns the rank's specification, or None if this process has to leave first.
 
     Raises:
         JoinRefused: The run has no place for the rank.
@@ -359,7 +359,7 @@ def _place(
 
 
 def _without(door: DriverConnection, spec: WorkerSpec) -> str:
-    """Returns a message if the driver continues without the rank, else ""."""
+    """Returns a message if the driver continues without the rank, else ""; sets `door.has_departed` accordingly."""
     reason = door.why_left(spec)
     door.has_departed = bool(reason)
     return f"the run goes on without it: {reason}" if reason else ""
@@ -368,8 +368,8 @@ def _without(door: DriverConnection, spec: WorkerSpec) -> str:
 def _take_part(
     door: DriverConnection, spec: WorkerSpec | None, stopped: LeaveEvent, report: Callable[[str], None], grace_s: float
 ) -> int:
-    """Takes part under one driver, until the driver or the rank has ended or this process has to leave; returns the rank's
-    wait status.
+    """Runs a rank under one driver until the driver or the rank has ended or this process has to leave; returns the rank's
+    wait status, 0 without a `spec`.
     """
     if spec is None:
         return 0

@@ -33,9 +33,7 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """Returns a function that returns whether all ranks have reached `state`. It checks each rank only until the rank has
-    reached the state.
-    """
+    """Returns a function that returns whether all ranks have reached `state`. It checks a rank only until it has."""
     pending = list(members)
 
     def answer() -> bool:
@@ -47,8 +45,8 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
 
 
 def early_output_text(member: Member) -> str:
-    """Returns the output of a rank that died before it opened its log, as the end of a message; saved in that log if
-    possible.
+    """Returns the last lines of output of a rank that died before it opened its log, as the end of a message. Saves the output
+    in that log if possible.
     """
     output, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
@@ -59,7 +57,7 @@ def early_output_text(member: Member) -> str:
 
 
 def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
-    """Returns the failure for a rank's wait status; `output` ends the message if the rank's log is silent."""
+    """Returns the failure for a rank's wait status. Its message ends with `output` or, if that is empty, the log's end."""
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     cause = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
@@ -69,24 +67,22 @@ def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
         f"{spec.group}[{spec.rank}] on node {spec.node} {cause} (log {spec.log_err}){output or tail(spec.log_err)}",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=signal_number,
     )  # fmt: skip
-    if (
-        not signal_number and os.WEXITSTATUS(status) == UserError.exit_code
-    ):  # its log says what the user can do about it
+    if not signal_number and os.WEXITSTATUS(status) == UserError.exit_code:  # the rank's log says what the user can do
         failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(cause)
     return failure
 
 
 _ALIVE = ("starting", "ready")
-#: How long a rank may take to hear who takes part; one that takes longer hears of it with its next call.
+#: Seconds that a rank may take to confirm a membership change; otherwise it learns of the change with its next call.
 _TELL_S = 5.0
 
 
 class RankTable:
-    """Ranks that a session has started: the latest incarnation of each name.
+    """Table of a session's ranks: the latest incarnation of each name.
 
     Args:
-        on_change: Called when ranks are added, have arrived or have ended, before any other code learns of it, with the
-            processes (`host.process_key`) of the ended ranks.
+        on_change: Called when ranks are added, become ready or have ended, with the processes (`host.process_key`) of the
+            ended ranks, before the table changes.
     """
 
     def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
@@ -103,13 +99,13 @@ class RankTable:
         return [member for member in self.all() if member.state != "ended" and group in (None, member.spec.group)]
 
     def add(self, members: Sequence[Member]) -> None:
-        """Adds ranks; each replaces an earlier one of the same name."""
+        """Adds ranks; each replaces an earlier rank of the same name."""
         with self.changed:
             self._on_change(())
             self.members.update({member.spec.name: member for member in members})
 
     def forget_ended(self, group: str) -> None:
-        """Forgets the ranks that have ended, and those of the group."""
+        """Removes all ranks that have ended, and all ranks of the group."""
         with self.changed:
             self.members = {
                 n: member
@@ -118,7 +114,7 @@ class RankTable:
             }
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """Returns the rank of that name; None if a successor has replaced this incarnation."""
+        """Returns the rank with this name and incarnation; None if there is none or a later incarnation has replaced it."""
         member = self.members.get(name)
         return member if member is not None and member.spec.incarnation == incarnation else None
 
@@ -129,7 +125,7 @@ class RankTable:
             self.changed.notify_all()
 
     def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
-        """Registers that a rank has built its object."""
+        """Registers that a rank has built its object, so that it is ready."""
         with self.changed:
             self._on_change(())
             member.record, member.pid = record, pid
@@ -138,14 +134,14 @@ class RankTable:
             self.changed.notify_all()
 
     def processes_ended(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that the processes of ranks have ended; returns those whose end is unexpected."""
+        """Registers that the processes of ranks have ended; returns the ranks whose end is unexpected."""
         with self.changed:
             for member in members:
                 member.has_exited = True
             return self.give_up(members)
 
     def give_up(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that ranks count as ended, whatever their processes do; returns those whose end is unexpected."""
+        """Marks ranks as ended, even if their processes still run; returns the ranks whose end is unexpected."""
         with self.changed:
             newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
             unexpected = [m for m in newly_ended if m.state in _ALIVE]
@@ -157,15 +153,15 @@ class RankTable:
         return unexpected
 
     def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
-        """Waits at most `timeout` seconds for the processes of ranks to end; returns those that are still there."""
+        """Waits at most `timeout` seconds for the processes of ranks to end; returns the ranks whose processes still run."""
         with self.changed:
             self.changed.wait_for(lambda: all(member.has_exited for member in members), timeout)
             return [member for member in members if not member.has_exited]
 
     def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
-        """Tells the ranks that are ready, in the background, that ranks have come, or that these ranks have ended.
+        """Tells all ready ranks, in the background, that ranks have been added or that `ended_members` have ended.
 
-        They free what they hold for ended ranks, and read the other ranks' records again.
+        The ranks then free data that they keep for ended ranks, and read the other ranks' records again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
         message = pickle.dumps((service.epoch, _keys(ended_members)))
@@ -173,7 +169,7 @@ class RankTable:
         def tell() -> None:
             pending = []
             for record in records:
-                with contextlib.suppress(RlhpcError, OSError):  # one that has ended as well
+                with contextlib.suppress(RlhpcError, OSError):  # this rank may have ended as well
                     purpose = f"{record['group']}-{record['rank']} to hear who takes part"
                     pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [message], purpose, _TELL_S))
             for request in pending:
@@ -184,7 +180,7 @@ class RankTable:
             in_background("members", tell)
 
     def stopping(self, members: Collection[Member]) -> None:
-        """Registers that ranks were asked to end: from now on their end is no failure."""
+        """Registers that ranks were asked to end, so that their end is no failure."""
         with self.changed:
             for member in members:
                 if member.state != "ended":
@@ -197,8 +193,9 @@ class RankTable:
             return self.changed.wait_for(all_in("ended", members), timeout)
 
     def settle(self, arrival_s: float = 0.0) -> None:
-        """Waits at most `arrival_s` seconds for the ranks that are starting, and then until the ranks that are ending have
-        ended."""
+        """Waits at most `arrival_s` seconds for starting ranks, then until all ranks that are not ready have ended, at most
+        for the launchers' `limit_s`.
+        """
         with self.changed:
             self.changed.wait_for(lambda: all(member.state != "starting" for member in self.all()), arrival_s)
         limit = max((member.launcher.limit_s for member in self.all()), default=0.0)
@@ -212,13 +209,13 @@ def _keys(members: Sequence[Member]) -> list[str]:
 log = logging.getLogger(__name__)
 
 
-#: A departure that could not be recorded is recorded again so often.
+#: Seconds between attempts to write the record of a departure.
 _RETRY_S = 2.0
 
 
 @dataclass
 class _Departure:
-    """A rank that has left, and the first line of the reason."""
+    """Departure of a rank, with the first line of its reason."""
 
     member: Member
     reason: str
@@ -226,19 +223,19 @@ class _Departure:
 
 
 class Membership:
-    """The driver's record of ranks that join and leave.
+    """Ranks that join and leave a run, as the driver manages them.
 
     Args:
         ranks: All ranks.
-        registry: Registry that tells other processes which ranks have left.
-        failures: Failure policy, which knows the elastic groups.
-        log_dir: Folder of the ranks' logs.
-        listens: Whether processes of other hosts reach this run.
-        on_event: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
+        registry: Registry in which departures are recorded for other processes.
+        failures: Failure policy, which has the elastic groups.
+        log_dir: Folder for the ranks' logs.
+        listens: Whether the driver listens for processes of other hosts.
+        on_event: Called with each event (joined, works, left) of a joined rank, as a mapping.
 
     Attributes:
-        epoch: Number of ranks that have joined or left since the groups were launched.
-        faulty: Jobs of which a rank has raised an exception.
+        epoch: Number of times that a rank has joined, returned or left since the groups were launched.
+        faulty: Ids of jobs with a rank that raised an exception.
     """
 
     def __init__(
@@ -256,16 +253,16 @@ class Membership:
         self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         threading.Thread(target=self._conclude, name="rlhpc-departures", daemon=True).start()
         self._jobs: dict[str, tuple[str, Member]] = {}
-        #: Ranks that take part or did so, by incarnation: their jobs.
+        #: Incarnation → job of each joined rank that takes part or has taken part.
         self._at_work: dict[str, str] = {}
         self._on_event = on_event
         self.epoch = 0
         self.faulty = set[str]()
 
     def register_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        """Registers that a rank of a group that continues without it has ended, or is considered lost.
+        """Registers that a rank has ended or is lost and that its group continues without it.
 
-        The same applies to the ranks of its replica: they may be waiting for it at a point where no message reaches them.
+        Also ends the other ranks of its replica, because they may be waiting for it where no message reaches them.
         """
         self._record_departure(member, failure, rpc)
         spec = member.spec
@@ -293,11 +290,10 @@ class Membership:
         self._departures.put(_Departure(member, str(failure).splitlines()[0]))
 
     def _conclude(self) -> None:
-        """Kills the processes of ranks that have left, and publishes their departures; on a separate thread.
+        """Kills the processes of ranks that have left, and publishes their departures; runs on a separate thread.
 
-        Killing may query the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that
-        receives reports of other ranks may wait for either. A record that cannot be written is tried again, until the session
-        ends.
+        Killing may query the scheduler, and writing the record may block on a full or stalled filesystem. Threads that receive
+        reports of other ranks must not wait for either. A record that cannot be written is retried until the session ends.
         """
         unwritten: list[_Departure] = []
         while True:
@@ -310,7 +306,7 @@ class Membership:
             unwritten = [departure for departure in unwritten if not self._record(departure)]
 
     def close(self) -> None:
-        """Ends the thread: no process waits for a rank any more."""
+        """Ends the thread that publishes departures."""
         self._departures.put(None)
 
     def _end_process(self, departure: _Departure) -> None:
@@ -328,14 +324,14 @@ class Membership:
             )
 
     def _record(self, departure: _Departure) -> bool:
-        """Writes the departure for the ranks that wait for this one; returns False if the write has to be repeated."""
+        """Publishes a departure to ranks that may wait for the departed rank; returns False if it has to be retried."""
         member, spec = departure.member, departure.member.spec
         if not member.record and member.launcher is not self._joined:
             return True
         try:
             self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
         except StaleGeneration:
-            return True  # another driver's run by now
+            return True  # another driver has taken over the run
         except (RlhpcError, OSError) as error:
             if not departure.warned:
                 log.warning("cannot record yet that %s has left: %s", spec.name, error)
@@ -344,12 +340,12 @@ class Membership:
         return True
 
     def _tell(self, event: dict[str, Any]) -> None:
-        """Reports an event of a rank that has joined. A failed report does not end the run, because only users need it."""
+        """Reports an event of a joined rank. A failure to report is only logged, because the events only inform users."""
         with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
             self._on_event(event)
 
     def why_left(self, group: str, rank: int) -> str:
-        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
+        """Returns why a rank left after a notice to leave; "" if it ended otherwise."""
         return next(
             (
                 member.leave_reason
@@ -360,12 +356,12 @@ class Membership:
         )
 
     def leaving(self, group: str) -> list[int]:
-        """Returns ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
+        """Returns the ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
 
     def by_job(self) -> dict[str, int]:
-        """Counts the ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again.
-        Omits jobs of which no rank has ever taken part.
+        """Returns the number of joined ranks that take part, by job id; 0 for a job whose ranks have all left. Omits jobs
+        without a rank that has ever taken part.
         """
         counts = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
@@ -374,7 +370,7 @@ class Membership:
         return counts
 
     def takes_part(self, group: str, rank: int) -> None:
-        """Registers that a joined or restarted rank is set up and works from now on."""
+        """Registers that a joined rank is set up and takes part from now on; ignores other ranks."""
         for member in self._ranks.alive(group):
             if member.spec.rank == rank and member.launcher is self._joined:
                 if member.spec.incarnation in self._jobs:
@@ -382,11 +378,11 @@ class Membership:
                 self._tell({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:
-        """Returns ranks that have joined from a job and not ended."""
+        """Returns the ranks that have joined from a job and have not ended."""
         return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
 
     def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
-        """Returns the records of ranks of a group that are ready and have none of the known incarnations."""
+        """Returns the records of a group's ready ranks whose incarnations are not among the given ones."""
         with self._ranks.changed:
             ready = [
                 member
@@ -397,8 +393,8 @@ class Membership:
         return [member.record for member in ready]
 
     def startable(self, group: str) -> list[Member]:
-        """Returns ranks of a group that have ended and whose place still belongs to this run. Their processes may still
-        exist.
+        """Returns the ended ranks of a group that this session can restart, which excludes joined ranks. Their processes may
+        still exist.
         """
         return [
             member
@@ -407,15 +403,16 @@ class Membership:
         ]
 
     def join(self, request: Mapping[str, Any]) -> bytes:
-        """Assigns a process a place in a group; returns its specification as JSON. Called on the service's thread.
+        """Adds a rank to a group for a process that asks to join; returns the rank's specification as JSON. Called on the
+        thread that runs the service's event loop.
 
         Raises:
-            ChannelError: It may not join; the message has the reason. `TooEarly` if it may join later.
+            ChannelError: The process may not join; the message has the reason. `TooEarly` if it may join later.
         """
         group = request["group"]
         self._allow(group, request)
         with self._ranks.changed:
-            members = [m for m in self._ranks.all() if m.spec.group == group]  # those that have ended, too
+            members = [m for m in self._ranks.all() if m.spec.group == group]  # including ended ranks
             template, rank = members[0].spec, self._place_in(group, members, request)
             stem = self._log_dir / f"{group}-{rank}"
             env = {name: value for name, value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -436,8 +433,8 @@ class Membership:
         return spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], request: Mapping[str, Any]) -> int:
-        """Returns the number of a joining rank: next to ranks of its job, or of its node, whose replica is not complete
-        yet.
+        """Returns the rank for a joining process: in an incomplete replica with ranks of its job, or of its node if it has no
+        job; otherwise the first rank of a new replica.
         """
         next_rank = 1 + max(m.spec.rank for m in members)
         if len(self._failures.replica_of(group, 0)) == 1:

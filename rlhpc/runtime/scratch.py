@@ -1,9 +1,9 @@
-"""Node-local scratch of one session: a socket folder and a shared-memory folder, both mode 0700.
+"""Node-local scratch folders of a session, mode 0700: for sockets, for shared memory, and for payloads that do not fit there.
 
-Every process of the session holds a shared flock on `<sockets>/lock`, and on the other folders themselves: a job may have
-a private /tmp and share /dev/shm. When all processes have ended, for whatever reason, the locks are free, and the next
-session of the same user that starts on this host removes the remaining folders; so does `rlhpc clean`. Both only touch
-real folders that belong to this user: any user may write to the parent folders.
+Every process of the session holds a shared flock on `<sockets>/lock`, and on the other folders themselves, because a job may
+have a private /tmp but share /dev/shm. When all processes have ended, for whatever reason, the locks are free. The next
+session of the same user on this host then removes the remaining folders, as does `rlhpc clean`. Both only touch real folders
+that belong to this user, because any user may write to the parent folders.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 # UNIX socket paths end at 107 bytes, and TMPDIR is often a long path on clusters; /tmp is short and local everywhere.
 _SOCKET_ROOT, _SHM_ROOT = SOCKET_ROOT, SHM_ROOT
-#: A folder without a lock may be one that is being made at this moment.
+#: Seconds for which a new folder without a lock counts as being created.
 _YOUNG_S = 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 _TRIES = 100
 _KINDS = ("", "-shm", "-spill")
-#: Locks that a process holds, by token: (process, descriptors, that of the lock file first). A forked child takes its own.
+#: Locks by token: (process id, descriptors, with the lock file's first). A forked child takes its own locks.
 _held: dict[str, tuple[int, list[int]]] = {}
 
 
@@ -49,11 +49,11 @@ def _scratch_root() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Returns a private folder of this user on this host, below `cluster.scratch`, for reproducible data worth keeping for the
-    next run; None without `cluster.scratch`.
+    """Returns a private folder of this user on this host, below `cluster.scratch`, for reproducible data that later runs can
+    use; None without `cluster.scratch`.
 
     Raises:
-        OwnershipError: Another user has created it, so its content must not be used.
+        OwnershipError: Another user has created the folder, so its content must not be used.
         ConfigError: `cluster.scratch` cannot be used.
     """
     root = _scratch_root()
@@ -79,9 +79,8 @@ def session_folder() -> Path | None:
 
 
 def folder_for_sockets(name: str) -> Path:
-    """Creates a private folder on this host for UNIX sockets, whose addresses must be short.
-
-    In a process of a session it lies among the session's folders.
+    """Creates a private folder on this host for UNIX sockets, whose paths must be short; in a process of a session, inside the
+    session's socket folder.
     """
     session = _session()
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session.sockets if session else _SOCKET_ROOT))
@@ -90,10 +89,10 @@ def folder_for_sockets(name: str) -> Path:
 def make_temporary_folder(name: str) -> Path:
     """Creates a private folder for files that this process needs while it runs.
 
-    In a process of a session it lies in the session's folder and is removed with that, however the process ends.
+    In a process of a session it is inside the session's folder and is removed with it, however the process ends.
 
     Args:
-        name: Its purpose.
+        name: Purpose of the folder, as a part of its name.
     """
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session_folder()))
 
@@ -109,9 +108,9 @@ def temporary_folder(name: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder of any depth and with any permissions that an episode's program has set. Never raises.
+    """Removes a folder, even if it is deeply nested or a program has changed its permissions. Never raises.
 
-    `language.agents.shells` has a copy, for interpreters without rlhpc.
+    `language.agents.shells` has a copy for interpreters without rlhpc.
     """
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +122,7 @@ def remove_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The two folders of a session on this host."""
+    """Scratch folders of a session on this host, identified by the session's token."""
 
     token: str
 
@@ -138,7 +137,7 @@ class Scratch:
 
     @property
     def spill(self) -> Path:
-        """Folder for payloads when the shared memory is full: ordinary files, slower but correct.
+        """Folder for payloads as ordinary files, which are slower, for when the shared memory is full.
 
         Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) if that is set, else in the socket folder.
         """
@@ -161,28 +160,28 @@ class Scratch:
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
     def hold_caches(self) -> None:
-        """Makes this process and its children keep torch's compile cache here, unless its folder is set already.
+        """Makes this process and its children use a folder here for torch's compile cache, unless one is already set.
 
-        Torch creates that folder with its first optimizer, whether it compiles or not; otherwise its default in /tmp would
-        remain.
+        Torch creates that folder with its first optimizer, whether it compiles or not; its default in /tmp would remain after
+        the session.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.sockets / "torchinductor"))
 
     def free_memory(self) -> None:
-        """Unlinks all payload segments. Call it when no worker can read them any more."""
+        """Unlinks all payload segments; call it when no worker can read them any more."""
         for folder in (self.shm, self.spill):
             with contextlib.suppress(FileNotFoundError):
                 for dir_entry in os.scandir(folder):
-                    if not dir_entry.is_dir(follow_symlinks=False):  # the folders are of programs
+                    if not dir_entry.is_dir(follow_symlinks=False):  # folders belong to programs of episodes
                         Path(dir_entry.path).unlink(missing_ok=True)
 
     @classmethod
     def create(cls) -> Scratch:
-        """Creates new folders, after removing those of dead sessions. Returns the scratch with its lock held.
+        """Removes the folders of dead sessions, then creates the folders of a new session and takes their locks.
 
         Raises:
             ConfigError: `cluster.scratch` cannot be used.
-            StorageError: There is no capacity, or no permission, in /tmp or /dev/shm.
+            StorageError: /tmp or /dev/shm has no free space, or does not permit it.
         """
         remove_stale()
         _check_scratch_root()
@@ -194,9 +193,9 @@ class Scratch:
                 scratch.hold()
                 if scratch._is_whole():
                     return scratch
-                scratch.release()  # another start took it for a dead one's before it was locked
+                scratch.release()  # another session removed a folder as stale before it was locked
             except (FileExistsError, FileNotFoundError) as error:
-                # the name is taken, by chance or not; or another start was quicker than the lock: the next name
+                # the name exists, or another session has removed a folder before it was locked: try the next name
                 if attempt == _TRIES - 1:
                     raise _unusable(scratch, error) from error
             except OSError as error:
@@ -206,10 +205,10 @@ class Scratch:
         raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
 
     def ensure(self) -> None:
-        """Creates the folders on a host where the session's driver does not run, and takes the lock. One call is enough.
+        """Creates the folders if necessary, as on a host where the driver does not run, and takes the locks.
 
         Raises:
-            OwnershipError: Another user has created one of them.
+            OwnershipError: Another user has created one of the folders.
             ConfigError, StorageError: As for `create`.
         """
         _check_scratch_root()
@@ -224,24 +223,24 @@ class Scratch:
             except FileNotFoundError as error:
                 if not _SOCKET_ROOT.is_dir() or ((root := _scratch_root()) and not root.is_dir()):
                     raise _unusable(self, error) from error
-                # another rank of the session was just leaving and took them away
+                # another rank of the session was just ending and removed the folders
             except OSError as error:
                 raise _unusable(self, error) from error
         raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
 
     def _is_whole(self) -> bool:
-        """Returns whether the folders exist and this process holds the lock in them."""
+        """Returns whether the folders exist and are the ones that this process has locked."""
         _, fds = _held[self.token]
         try:
             for folder in self.folders:
                 require_private(folder)
-            locked = (self.sockets / "lock", *self._apart)
-            return all(os.path.samestat(os.fstat(fd), path.lstat()) for fd, path in zip(fds, locked, strict=True))
+            locked_paths = (self.sockets / "lock", *self._apart)
+            return all(os.path.samestat(os.fstat(fd), path.lstat()) for fd, path in zip(fds, locked_paths, strict=True))
         except FileNotFoundError:
             return False
 
     def hold(self) -> None:
-        """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
+        """Takes the shared locks and keeps them until `release`, or until the process ends."""
         if self.token in _held and _held[self.token][0] == os.getpid():
             return  # a second descriptor would keep the folders forever: `leave` releases the first
         fds: list[int] = []
@@ -250,7 +249,7 @@ class Scratch:
             fcntl.flock(fds[0], fcntl.LOCK_SH)
             for folder in self._apart:
                 fds.append(os.open(folder, _FOLDER))
-                with contextlib.suppress(OSError):  # a filesystem without locks: `remove_stale` leaves it alone
+                with contextlib.suppress(OSError):  # no locks here; `remove_stale` leaves the folder alone
                     fcntl.flock(fds[-1], fcntl.LOCK_SH)
         except OSError:
             for fd in fds:
@@ -259,13 +258,13 @@ class Scratch:
         _held[self.token] = (os.getpid(), fds)
 
     def release(self) -> None:
-        """Releases this process's lock; remaining folders then belong to no process."""
+        """Releases this process's locks without removing the folders."""
         _, fds = _held.pop(self.token)
         for fd in fds:
             os.close(fd)
 
     def leave(self) -> None:
-        """Releases the lock; the last process of the session on this host removes the folders."""
+        """Releases the locks; if this is the last process of the session on this host, removes the folders."""
         if _held.get(self.token, (0,))[0] != os.getpid():
             return
         try:
@@ -278,22 +277,22 @@ class Scratch:
 
     def remove(self) -> None:
         """Removes the folders; safe to call twice and from several processes."""
-        for folder in (*self._apart, self.sockets):  # last the one with the lock, which says that the rest may go
+        for folder in (*self._apart, self.sockets):  # the folder with the lock last
             if _own_folder(folder):
                 remove_folder(folder)
 
     def used_bytes(self) -> int:
-        """Returns the bytes of shared memory that the session's payloads hold now."""
-        total = 0
+        """Returns the bytes of shared memory that the session's payloads use."""
+        num_bytes = 0
         with contextlib.suppress(FileNotFoundError):
             for dir_entry in os.scandir(self.shm):
                 with contextlib.suppress(FileNotFoundError):
-                    total += dir_entry.stat(follow_symlinks=False).st_size
-        return total
+                    num_bytes += dir_entry.stat(follow_symlinks=False).st_size
+        return num_bytes
 
 
 def _check_scratch_root() -> None:
-    """Refuses a `cluster.scratch` in which any user could exchange another's folders.
+    """Refuses a `cluster.scratch` that cannot be used, or in which any user could replace another user's folders.
 
     Raises:
         ConfigError: The message has the reason.
@@ -328,13 +327,11 @@ def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
     )
 
 
-# -- remains of other sessions ------------------------------------------------------------------------------------------------
+# -- folders of dead sessions -------------------------------------------------------------------------------------------------
 
 
 def _own_folder(path: Path) -> bool:
-    """Returns whether the path is a real folder that belongs to this user and is closed to others, as all folders of a
-    session are.
-    """
+    """Returns whether the path is a real folder that belongs to this user and has mode 0700, like all folders of a session."""
     try:
         status = path.lstat()
     except OSError:
@@ -357,7 +354,7 @@ def _session_folders() -> dict[str, list[Path]]:
                     and _own_folder(Path(dir_entry.path))
                 ):
                     folders_by_token.setdefault(token, []).append(Path(dir_entry.path))
-    # last the one with the lock, which says that the rest may go
+    # the folder with the lock last: while it exists, the others may be removed
     return {token: sorted(folders, key=_has_lock) for token, folders in folders_by_token.items()}
 
 
@@ -367,10 +364,10 @@ def _has_lock(folder: Path) -> bool:
 
 
 def _take(folder: Path) -> int | None:
-    """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session lives.
+    """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session holds it.
 
     Raises:
-        OSError: There is no lock, or none that a session could have made.
+        OSError: There is no lock, or it is nothing that a session creates.
     """
     if _has_lock(folder):
         # non-blocking: a pipe of this name would block the open
@@ -399,21 +396,21 @@ def _young(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folders: list[Path]) -> Iterator[bool]:
-    """Yields whether the session of these folders has ended; while the block runs, no process of it can start."""
+    """Yields whether the session of these folders has ended. During the block, no process can join the session."""
     fds: list[int] = []
     is_over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
         try:
             fd = _take(folder)
         except OSError as error:
-            # without the lock file, a filesystem without locks cannot tell
+            # on a filesystem without locks, only the lock file tells whether the session has ended
             is_over = is_over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
             continue
         if fd is None:
             is_over = False
         else:
             fds.append(fd)
-    # without the folder that has the lock in it the session is either dead or just being made
+    # without the folder with the lock, the session is either dead or just being created
     if not has_lock:
         is_over = is_over and not any(map(_young, folders))
     try:
@@ -424,11 +421,11 @@ def _locked(folders: list[Path]) -> Iterator[bool]:
 
 
 def remove_stale() -> list[Path]:
-    """Removes the folders of this user's sessions on this host that no process holds any more; returns the removed folders.
+    """Removes the folders of this user's dead sessions on this host; returns the removed folders.
 
-    Never raises: folders of other users under such names are ignored.
+    Never raises; ignores folders of other users with such names.
     """
-    removed = []
+    removed_folders = []
     for _, folders in sorted(_session_folders().items()):
         with _locked(folders) as is_over:
             for folder in folders if is_over else ():
@@ -436,14 +433,14 @@ def remove_stale() -> list[Path]:
                 if folder.exists():
                     log.debug("%s could not be removed", folder)
                 else:
-                    removed.append(folder)
-    return removed
+                    removed_folders.append(folder)
+    return removed_folders
 
 
 def live() -> list[Path]:
-    """Returns the folders of this user's sessions on this host that processes hold, or that are being created."""
-    alive = []
+    """Returns the folders of this user's sessions on this host that are alive or being created."""
+    live_folders = []
     for _, folders in sorted(_session_folders().items()):
         with _locked(folders) as is_over:
-            alive += [] if is_over else folders
-    return alive
+            live_folders += [] if is_over else folders
+    return live_folders

@@ -1,4 +1,4 @@
-"""Session: the driver's side of a run. It owns the generation, the ranks' lives and the first failure."""
+"""Session: the driver's side of a run. It starts and ends the ranks, and handles their failures."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ log = logging.getLogger(__name__)
 
 _launcher_of, _group_of = operator.attrgetter("launcher"), operator.attrgetter("spec.group")
 _SETTLE_S = 0.3
-#: Seconds until killed ranks are gone.
+#: Seconds to wait for killed ranks to end.
 _KILLED_S = 5.0
 #: Seconds between the main thread's checks whether this process was asked to end.
 _LOOK_S = 0.2
 
 
 class Session:
-    """Session of a driver process; created by `start` or, lazily, by the first launch.
+    """Session of a driver process; created by `start`, or by the first launch.
 
     Args:
-        registry_root: The run's registry folder on the shared filesystem; None keeps it in the node's scratch, for scripts
-            that have no run folder.
+        registry_root: The run's registry folder on the shared filesystem; None uses the node's scratch, for scripts without a
+            run folder.
         log_dir: Folder for the workers' stdout and stderr.
-        preload: Modules that the fork server imports besides torch, so that ranks start with them.
+        preload: Modules that the fork server imports in addition to its own list, so that ranks need not import them.
         wait_deadline: Seconds after which any wait of any process gives up.
         tcp_address: This host's address, if processes on other hosts take part. By default, in a Slurm job of several nodes,
-            the address on the route to them; otherwise None opens no TCP port at all.
-        interface: Network interface to take that address from instead, on every node.
+            the address on the route to the other nodes; otherwise None, and no TCP port is opened.
+        interface: Network interface whose address is used instead, on every node.
         check_stop: Raises if this process was asked to end. All waits of the main thread call it while ranks start or recover,
             when there is nothing to save.
         on_membership: Called with events of ranks that join and leave (`Membership`).
@@ -88,7 +88,7 @@ class Session:
         if tcp_address is None and steps:
             tcp_address = job_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
-        # where ranks are job steps the fork server only clears up behind a driver that was killed
+        # if ranks are job steps, the fork server only removes the folders of a killed driver
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
         self._check_stop = check_stop
@@ -132,13 +132,13 @@ class Session:
 
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
-        """Starts the next session's fork server already, so that it imports while this process does other things."""
+        """Starts the next session's fork server early, so that its imports overlap with other work of this process."""
         if cls._running is None and not steps_possible():
             ForkServerProcess.prewarm(preload)
 
     @classmethod
     def start(cls, **options: Any) -> Session:
-        """Starts this process's session; an earlier one is stopped first."""
+        """Starts this process's session; stops an earlier one first."""
         if cls._running is not None:
             cls._running.stop()
         cls._running = cls(**options)
@@ -147,8 +147,8 @@ class Session:
     @classmethod
     def running(cls) -> Session | None:
         """Returns the session of this process, or None if it is not a driver."""
-        running = cls._running
-        return running if running is not None and running._pid == os.getpid() else None
+        session = cls._running
+        return session if session is not None and session._pid == os.getpid() else None
 
     @classmethod
     def current(cls) -> Session:
@@ -162,10 +162,10 @@ class Session:
 
     @property
     def members(self) -> dict[str, Member]:
-        """The ranks by name."""
+        """Ranks by name."""
         return self.ranks.members
 
-    # -- reports of the starters ---------------------------------------------------------------------------------
+    # -- reports of the launchers --------------------------------------------------------------------------------
 
     @guarded
     def started(self, member: Member, pid: int) -> None:
@@ -185,7 +185,7 @@ class Session:
             self.exited(joined_member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
+        """Registers that the processes of all these ranks have ended; returns the ranks whose end is unexpected."""
         return self.ranks.processes_ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
@@ -210,7 +210,9 @@ class Session:
 
     @guarded
     def fail(self, failure: RlhpcError) -> None:
-        """Records the first failure and stops all groups; the end of a rank that its group can do without is none."""
+        """Registers a failure. The first one ends all ranks that cannot survive it; later ones are ignored. If the failure is
+        the end of a rank that its group can continue without, only that rank's departure is registered.
+        """
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
                 self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
@@ -225,7 +227,7 @@ class Session:
         for launcher, members in group_by(doomed, _launcher_of).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
                 launcher.end(members)
-            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # again for ranks that had no process yet
+            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # twice, for ranks that had no process before
                 timer = threading.Timer(delay, self._kill, [launcher, members])
                 timer.daemon = True
                 timer.start()
@@ -237,11 +239,11 @@ class Session:
                 launcher.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
-        """Recovers from the failure of a restartable group or of an independent rank: ends the failed ranks and frees the
-        others.
+        """Recovers from the failure of a restartable group or of an independent rank: waits for the failed ranks to end, and
+        aborts the calls of the others.
 
-        The other ranks abandon their present call as soon as they wait for another rank, and drop the messages that they have
-        not received. Follow with `WorkerGroup.relaunch`.
+        The other ranks abort their current call as soon as they wait for another rank, and drop the messages that they have
+        not received. Call `WorkerGroup.relaunch` afterwards.
 
         Returns:
             The ranks that have ended, by group.
@@ -253,7 +255,7 @@ class Session:
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
         time.sleep(_SETTLE_S)  # ranks that died together are reported one by one
-        self.ranks.settle(patience_s)  # one may be starting again, or joining
+        self.ranks.settle(patience_s)  # a rank may be restarting or joining
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
@@ -268,7 +270,7 @@ class Session:
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
-            for command in (IDLE, RESUME):  # no rank sends any more once all have answered the first
+            for command in (IDLE, RESUME):  # once all have answered IDLE, no rank sends messages any more
                 groups = group_by(survivors, _group_of).values()
                 for handle in [
                     self.rpc.call([member.record for member in members], command, (self._recovery,), {})
@@ -291,7 +293,7 @@ class Session:
 
     @contextlib.contextmanager
     def training(self, policies: SessionPolicies) -> Iterator[None]:
-        """Applies the policies, and lets ranks join elastic groups, until the block ends; then the session is closing."""
+        """Applies the policies and lets ranks join elastic groups during the block; afterwards the session is closing."""
         self.failures.enter(SessionPhase.RUNNING, policies)
         try:
             yield
@@ -300,7 +302,9 @@ class Session:
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """Ends waits at a request to stop, as while ranks start: a stop now loses only steps that are not saved anyway."""
+        """Lets a request to stop end the main thread's waits during the block. A stop then only loses unsaved steps, which the
+        failure has lost anyway.
+        """
         self.failures.enter(SessionPhase.RECOVERING)
         try:
             yield
@@ -312,7 +316,7 @@ class Session:
             self._check_stop()
 
     def check(self) -> None:
-        """Raises the first failure, once the groups have been stopped and their shared memory freed.
+        """Raises the first failure, if there is one, after the ranks have ended and their shared memory has been freed.
 
         Raises:
             ChannelError: The session has ended.
@@ -326,7 +330,7 @@ class Session:
             return
         self.ranks.settle()
         if not self.ranks.alive():
-            self.scratch.free_memory()  # now no worker is left that could read payloads
+            self.scratch.free_memory()  # no worker is left that could read payloads
         raise failure
 
     # -- groups ---------------------------------------------------------------------------------------------------
@@ -340,7 +344,7 @@ class Session:
         env_vars: dict[str, str],
         fork: bool,
     ) -> list[Member]:
-        """Starts a group's ranks. See `WorkerGroup.launch`."""
+        """Starts a group's ranks and returns them; see `WorkerGroup.launch`."""
         with self.ranks.changed:
             if self.failure is not None:
                 self.ranks.settle()
@@ -371,9 +375,10 @@ class Session:
         return started
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
-        """Restarts the ranks of a group that have ended, in the same place. See `WorkerGroup.relaunch`.
+        """Restarts the ranks of a group that have ended, in the same places, and returns them; see `WorkerGroup.relaunch`.
 
-        A rank whose earlier process still runs after `patience_s` seconds is not started: both would share the accelerator.
+        A rank whose earlier process still runs after `patience_s` seconds is not restarted but only killed, because both
+        processes would share the accelerator.
         """
         ended_members = self.membership.startable(name)
         running_members = self.ranks.await_exit(ended_members, patience_s)
@@ -391,12 +396,12 @@ class Session:
         return started
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
-        """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
+        """Waits until all given ranks are ready; returns their records in the same order. See `WorkerGroup.launch`."""
         all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past is not None and any(member.state == "ended" for member in started):
-                    break  # they failed before another group was launched
+                    break  # the ranks failed before another group was launched
                 self.ranks.changed.wait(min(remaining_s, _LOOK_S))
                 self._raise_if_stopped()
         if (
@@ -406,14 +411,14 @@ class Session:
         ):
             self.fail(self.failures.past)
         self.check()
-        missing = [member for member in started if member.state != "ready"]
-        if missing:
+        missing_members = [member for member in started if member.state != "ready"]
+        if missing_members:
             lines = [
                 f"  {member.spec.name} on {member.spec.node} (pid {member.pid or '?'}, log {member.spec.log_err})"
-                for member in missing
+                for member in missing_members
             ]
-            lines += [f"  {line}" for line in missing[0].launcher.arrival_report(missing)]
-            message = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            lines += [f"  {line}" for line in missing_members[0].launcher.arrival_report(missing_members)]
+            message = f"{len(missing_members)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
             self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
         return [member.record for member in started]
@@ -425,10 +430,10 @@ class Session:
         with self.ranks.changed:
             group_members = set(started)
             members = [m for m in self.ranks.alive(name) if m in group_members]
-            alive = [m.record for m in members if m.state == "ready"]
+            alive_records = [m.record for m in members if m.state == "ready"]
             self.ranks.stopping(members)
-        if alive and self.failure is None:
-            self.rpc.call(alive, EXIT, (), {})
+        if alive_records and self.failure is None:
+            self.rpc.call(alive_records, EXIT, (), {})
         if members:
             launcher = members[0].launcher
             launcher.end([m for m in members if not m.record])
@@ -447,7 +452,7 @@ class Session:
             self.ranks.announce(self.service, members)
 
     def stop(self) -> None:
-        """Ends all groups and the session; nothing of it is left running, in shared memory or in the socket folder."""
+        """Ends all groups and the session, and removes its shared memory and its scratch folders."""
         if self._pid != os.getpid() or Session._running is not self:
             return
         Session._running = None

@@ -1,4 +1,4 @@
-"""Worker: the base class of everything that runs on the ranks of a group."""
+"""Worker: base class of the objects that run on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ _spec: WorkerSpec | None = None
 
 
 def bind_spec(spec: WorkerSpec) -> None:
-    """Sets the specification of this process's rank for the Worker class. Called once, before the object is built."""
+    """Sets the specification of this process's rank, which `Worker` reads; called once, before the object is built."""
     global _spec
     _spec = spec
 
 
 class Worker:
-    """One rank of a worker group.
+    """Base class of a worker group's ranks.
 
-    Subclasses call `super().__init__()`. Their public methods can be called on the whole group from the driver; each call
-    runs on the process's main thread, one after the other.
+    Subclasses call `super().__init__()`. The driver can call their public methods on the whole group; calls run on the
+    process's main thread, one after the other.
 
     Attributes:
-        group_name: The name under which the group was launched.
+        group_name: Name under which the group was launched.
         rank, world_size: Rank in the group, and the group's size.
-        node_rank, local_rank, local_world_size: Node, and rank among the group's ranks there.
+        node, node_rank: Host name and rank of the node.
+        local_rank, local_world_size: Index among the group's ranks on the node, and their number.
         accelerators: Indices of the node's accelerators that belong to this rank.
-        log: Logger whose lines carry group and rank.
+        log: Logger of the class's module; the lines in the rank's log have group and rank.
     """
 
     def __init__(self) -> None:
@@ -64,15 +65,15 @@ class Worker:
 
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Makes a group of this class; `args` and `kwargs` go to each rank's constructor. Follow with `.launch(...)`."""
+        """Returns a group of this class, to be launched; `args` and `kwargs` go to each rank's constructor."""
         return WorkerGroup(cls, args, kwargs)
 
     @classmethod
     def forks(cls, *args: Any, **kwargs: Any) -> bool:
         """Returns whether ranks with these arguments may be forked from the fork server.
 
-        False gives each rank a fresh interpreter, for engines that start processes or threads at import, or that check how
-        they were started.
+        If not, each rank gets a new interpreter, for engines that start processes or threads at import, or that check how they
+        were started.
         """
         return True
 
@@ -80,10 +81,10 @@ class Worker:
 
     @staticmethod
     def before_leaving(act: Callable[[], None] | None) -> None:
-        """Registers an action that this rank runs before it leaves; with None it may end at once, in the middle of a call.
+        """Sets the action that this rank runs before it leaves; with None it may end at once, in the middle of a call.
 
-        `act` is called on the main thread, between two calls. A long call checks `told_to_leave` and returns early. Only ranks
-        that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
+        `act` is called on the main thread between two calls, so a long call should check `told_to_leave` and return early.
+        Only ranks that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
         if (context := installed()) is not None:
             context.graceful_leave.first(act)
@@ -92,15 +93,15 @@ class Worker:
     def stay_until_let_go() -> None:
         """Keeps this rank in the run after a notice to leave, until a call runs `before_leaving(None)`.
 
-        The rank reports the notice to the driver (`WorkerGroup.leaving`) and takes further calls. This is for ranks that the
-        other ranks cannot do without at any moment. The rank is killed if this takes longer than its job allows.
+        The rank reports the notice to the driver (`WorkerGroup.leaving`) and takes further calls. This is for ranks that must
+        not leave at an arbitrary moment. The rank is killed if it stays longer than its job allows.
         """
         if (context := installed()) is not None:
             context.graceful_leave.stay()
 
     @property
     def told_to_leave(self) -> bool:
-        """True if this rank has to leave the run and may finish work first (`before_leaving`)."""
+        """True if this rank has received a notice to leave the run; it may finish work first (`before_leaving`)."""
         context = installed()
         return context is not None and context.graceful_leave.has_notice
 
@@ -121,35 +122,38 @@ class Worker:
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
         """Sends any picklable object to a rank of another (or this) group; messages between two ranks arrive in order.
 
-        Tensors keep their dtype; those of an accelerator arrive on the receiver's accelerator, or on the CPU if it has none.
-        Returns once the receiver's process has the object, which may be before its `recv`.
+        Tensors keep their dtype. Tensors from an accelerator arrive on the receiver's accelerator, or on the CPU if it has
+        none. Returns once the receiver's inbox has the message, which may be before its `recv`. The inbox then has all data of
+        an object of less than 32 KiB; larger data usually stays on this host until the `recv`. The caller may change the
+        object afterwards. With `async_op` returns an `AsyncWork` at once.
 
         Raises:
-            ValueError: A non-contiguous GPU tensor.
-            DeadlineExceeded: The receiver's inbox stayed full, or the receiver never arrived.
+            ValueError: A GPU tensor is not contiguous.
+            DeadlineExceeded: The receiver's inbox stayed full until the session's wait deadline.
+            RendezvousTimeout: The receiver never arrived.
         """
         return p2p.send(obj, self.group_name, self.rank, dst_group_name, dst_rank, async_op=async_op)
 
     @staticmethod
     def notify(obj: Any, dst_group_name: str, dst_rank: int, about: str) -> bool:
-        """Puts an object into the inbox of a rank. The rank reads it with `notice(about)`.
+        """Puts an object into the inbox of a rank, which reads it with `notice(about)`.
 
         Returns:
-            Whether the rank takes part: a group may continue without some of its ranks.
+            False if the rank has left and its group continues without it.
         """
         return p2p.post(obj, about, dst_group_name, dst_rank)
 
     @staticmethod
     def notice(about: str) -> Any:
-        """Returns the next object in this rank's inbox without waiting.
+        """Returns the next object that another rank has sent with `notify(…, about)`, without waiting.
 
         Raises:
-            queue.Empty: The inbox is empty.
+            queue.Empty: There is no such object.
         """
         return p2p.poll(about)
 
     def recv(self, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
-        """Receives the next object from a rank; with `async_op`, returns an `AsyncWork`."""
+        """Receives the next object from a rank; with `async_op` returns an `AsyncWork` at once."""
 
         def receive() -> Any:
             return p2p.recv(src_group_name, src_rank)
@@ -157,14 +161,14 @@ class Worker:
         return in_background(f"recv-{src_group_name}-{src_rank}", receive) if async_op else receive()
 
     def send_tensor(self, tensor: torch.Tensor, dst_group_name: str, dst_rank: int, async_op: bool = False) -> Any:
-        """Sends a tensor's data; the receiver passes a tensor of the same shape and dtype to `recv_tensor`."""
+        """Sends a tensor as `send` does; the receiver passes a tensor of the same shape and dtype to `recv_tensor`."""
         return p2p.send(tensor, self.group_name, self.rank, dst_group_name, dst_rank, tag="t", async_op=async_op)
 
     def recv_tensor(self, tensor: torch.Tensor, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
-        """Receives into `tensor`, in place.
+        """Receives into `tensor`, in place, and returns it; with `async_op` returns an `AsyncWork` at once.
 
         Raises:
-            ValueError: Shape or dtype differ from what was sent.
+            ValueError: Shape or dtype differ from the sent tensor's.
         """
 
         def receive() -> None:
@@ -178,21 +182,21 @@ class Worker:
     def broadcast(
         self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int], *, read_only: bool = False
     ) -> Any:
-        """Sends one object from `src` to all `(group, ranks)`; all of these ranks call this, and all return the object.
+        """Sends one object from rank `src` to all ranks in `groups`; all of them call this and return the object.
 
-        The bytes are written once per host and mapped by each receiver. With `read_only`, a receiver promises not to write
-        to the tensors it gets: all receivers on a host then use the same memory.
+        Large data is written once per host and mapped by each receiver. With `read_only`, a receiver promises not to write to
+        the tensors it gets, so that all receivers on a host can use the same memory.
         """
         return p2p.broadcast(obj, self.group_name, self.rank, groups, src, read_only=read_only)
 
     # -- collectives inside the group -----------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduces `tensor` over the group, in place: "sum", "mean", "max" or "min"."""
+        """Reduces `tensor` over the group in place and returns it; `op` is "sum", "mean", "max" or "min"."""
         return self._collectives.all_reduce(tensor, op)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects an object from every rank; all ranks get the list, in rank order."""
+        """Collects an object from every rank; all ranks return the list in rank order."""
         return self._collectives.all_gather_object(obj)
 
     def barrier(self) -> None:
@@ -204,8 +208,8 @@ class Worker:
         rank.
 
         Args:
-            ranks: Neighbouring ranks, including this one, that form the group instead; the worker's collectives then run over
-                them.
+            ranks: Neighbouring ranks, including this one, that form the process group instead; the worker's collectives then
+                run over them.
         """
         if ranks is not None:
             group_rank = ranks.index(self.rank)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rlhpc.runtime.launchers import Member
 
 _clients: dict[int, RpcClient] = {}
-#: Seconds within which a killed process must be gone, before its successor is started.
+#: Seconds to wait for a killed process to end before its successor is started.
 _GONE_S = 30.0
 
 
 def _client() -> RpcClient:
-    """Returns the calling process's RPC client: the driver session's, or a separate one in a worker that attaches."""
+    """Returns the calling process's RPC client: the session's in the driver, a separate one in a worker."""
     session = Session.running()
     if session is not None:
         return session.rpc
@@ -34,16 +34,16 @@ def _client() -> RpcClient:
 
 @runtime_checkable
 class Forking(Protocol):
-    """A rank class that declares whether its ranks may be forked; see `Worker.forks`."""
+    """Worker class that declares whether its ranks may be forked; see `Worker.forks`."""
 
     def forks(self, *args: Any, **kwargs: Any) -> bool:
         """Returns whether ranks with these arguments may be forked."""
 
 
 class WorkerGroup:
-    """The ranks of one worker class. `group.method(*args)` runs on all of them and returns a `Handle`.
+    """Ranks of one worker class. `group.method(*args)` calls the method on all ranks and returns a `Handle`.
 
-    Made by `MyWorker.create_group(...)`, started by `launch`, or attached to with `from_group_name`.
+    Created by `MyWorker.create_group(...)` and started by `launch`, or attached to by `from_group_name`.
     """
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
@@ -77,18 +77,19 @@ class WorkerGroup:
         """Starts the ranks and waits until each has built its object.
 
         Args:
-            cluster: Where to run.
-            placement_strategy: Which rank goes where (default: one rank on the first node).
-            name: The group's name, unique among the live groups; by default the class's name.
+            cluster: Nodes to run on.
+            placement_strategy: Placement of the ranks (default: one rank on the first node).
+            name: Name of the group, unique among the running groups; by default the class's name.
             env_vars: Environment variables for every rank.
-            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. The
-                default is the class's choice (`Worker.forks`).
-            timeout: Seconds for all ranks to arrive.
-            wait: False returns at once, so that groups can start in parallel; the first call on the group waits.
+            fork: Fork the ranks from the node's fork server; False starts new interpreters, for engines that cannot be forked.
+                By default the class decides (`Worker.forks`).
+            timeout: Seconds that all ranks together have to arrive.
+            wait: Wait for the ranks. False returns at once, so that groups can start in parallel; the first call on the group
+                then waits.
 
         Raises:
-            RendezvousTimeout: Some ranks did not arrive; names them, their nodes and their logs.
-            WorkerFailed: A constructor raised.
+            RendezvousTimeout: Some ranks did not arrive; the message names them, their nodes and their logs.
+            WorkerFailed: A constructor raised an exception.
         """
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
@@ -109,10 +110,10 @@ class WorkerGroup:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
-        """Restarts the ranks that have ended, in the same place; follow with `wait_ready`.
+        """Restarts the ranks that have ended, in the same places; call `wait_ready` afterwards.
 
         Raises:
-            WorkerFailed: The process of one cannot be killed.
+            WorkerFailed: The earlier process of a rank cannot be killed.
         """
         restarted_ranks, session = set(self.restart(_GONE_S)), Session.current()
         if unfinished := [m for m in session.membership.startable(self.name) if m.spec.rank not in restarted_ranks]:
@@ -133,13 +134,13 @@ class WorkerGroup:
 
     @property
     def present(self) -> list[int]:
-        """Ranks that take calls: all except those that the session continues without."""
+        """Ranks that take calls: all except those that have left."""
         self.wait_ready()
         client = _client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
     def why_left(self, rank: int) -> str:
-        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
+        """Returns why a rank left after a notice to leave; "" if it ended otherwise."""
         return Session.current().membership.why_left(self.name, rank)
 
     @property
@@ -148,12 +149,12 @@ class WorkerGroup:
         return Session.current().membership.leaving(self.name)
 
     def restart(self, patience_s: float = 0.0) -> list[int]:
-        """Restarts the ranks that have ended, in the same place, without waiting for them; `admit` returns those that are
+        """Restarts the ranks that have ended, in the same places, without waiting for them; `admit` later adds those that are
         ready.
 
         Args:
-            patience_s: Seconds to wait for their earlier processes to end. A rank whose earlier process still runs after that
-                is left out; call again later.
+            patience_s: Seconds to wait for their earlier processes to end. A rank whose earlier process still runs is omitted;
+                call this again later.
 
         Returns:
             The restarted ranks.
@@ -166,10 +167,10 @@ class WorkerGroup:
         return ranks
 
     def admit(self) -> list[int]:
-        """Takes in ranks that were started again, or have joined, and have built their objects; from now on they take calls.
+        """Adds ranks that were restarted or have joined and that are ready; from now on they take calls.
 
         Returns:
-            These ranks.
+            The added ranks.
         """
         incarnations = {record["incarnation"] for record in self._records}
         records = Session.current().membership.newcomers(self.name, incarnations)
@@ -181,7 +182,7 @@ class WorkerGroup:
         return sorted(ranks)
 
     def took_in(self, rank: int) -> None:
-        """Registers that a rank that `admit` returned has all it needs and takes part from now on."""
+        """Registers that a rank that `admit` has added is completely set up and takes part from now on."""
         Session.current().membership.takes_part(self.name, rank)
 
     def wait_ready(self) -> WorkerGroup:
@@ -197,7 +198,7 @@ class WorkerGroup:
 
     @classmethod
     def from_group_name(cls, worker_cls: type, name: str, timeout: float = 60.0) -> WorkerGroup:
-        """Attaches to a running group, from the driver or from any worker of the run."""
+        """Returns a handle on a running group; callable in the driver and in any worker of the run."""
         context = contexts.current()
         group = cls(worker_cls)
         group.name = name
@@ -224,6 +225,13 @@ class WorkerGroup:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Handle]:
+        """Returns a function that calls method `name` on all ranks, or on those of `execute_on`, and returns a `Handle`.
+
+        The call waits until the ranks are ready and skips ranks that have left.
+
+        Raises:
+            AttributeError: The worker class has no such public method.
+        """
         if name.startswith("_"):
             raise AttributeError(f"{name!r}: names that begin with '_' are private to the worker and cannot be called")
         if not callable(getattr(self._cls, name, None)):
@@ -238,16 +246,16 @@ class WorkerGroup:
             client._check()
             present = [record for record in self._records if not client.has_left(record)]
             records = present if ranks is None else [record for record in present if record["rank"] in ranks]
-            # The requested ranks may have left in the meantime: then there is no answer.
+            # The requested ranks may all have left; the handle then has no results.
             return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
 
         return call
 
     def shutdown(self, grace: float = 5.0) -> None:
-        """Ends the group and waits: ranks finish their present call. Ranks that take longer than `grace` are killed, and those
-        that are still starting are not waited for.
+        """Ends the group: ranks finish their current call, and are killed if they take longer than `grace` seconds. Does not
+        wait for ranks that are still starting.
 
-        Harmless on a group that has ended or failed; an attached group is only detached.
+        Does nothing on a group that has ended or failed; an attached group is only detached.
         """
         session = Session.running()
         if self._members and session is not None:

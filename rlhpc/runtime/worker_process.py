@@ -1,4 +1,4 @@
-"""Worker process: finds the other processes, builds the user's object, then executes one call after another."""
+"""Worker process of a rank: registers itself, builds the user's object, then executes calls one after another."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Closing(Protocol):
 
 
 def ignore_job_signals() -> None:
-    """Ignores the signals that the scheduler sends to the whole job: every step gets them, but only the driver acts."""
+    """Ignores the signals that the scheduler sends to every step of the job, because only the driver acts on them."""
     for signal_number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = lambda: False) -> None:
-    """Makes SIGTERM end this process at once, whatever its main thread is doing, after calling `act`; unless `ends_itself`
-    returns that the process ends by itself.
+    """Makes SIGTERM call `act` and end this process at once, whatever its main thread is doing, unless `ends_itself` returns
+    True because the process will end by itself.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
@@ -67,8 +67,8 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
             os.kill(os.getpid(), signal.SIGTERM)
 
     def watch() -> None:
-        # C code writes the byte, so it arrives even while the main thread is inside a library; code with its own handler
-        # decides for itself
+        # C code writes the byte, so it arrives even while the main thread is inside a library. If other code has set its
+        # own handler, that handler applies.
         while signal_byte := os.read(reader, 1):
             if signal_byte[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
                 end(signal_byte[0], None)
@@ -82,7 +82,7 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def in_child() -> None:
-        # a child's signal must not be taken for this process's, even one that comes at once: it waits until here
+        # a signal to the child must not be handled as the parent's; it has been blocked until here
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -122,7 +122,7 @@ def _environment(spec: WorkerSpec) -> None:
 
 
 def _stay_near_devices(spec: WorkerSpec) -> None:
-    """Binds the rank to cores near its accelerators, before it starts threads; see `cluster.bind_cores`."""
+    """Binds the rank to cores near its accelerators, before the rank starts threads; see `cluster.bind_cores`."""
     if spec.accelerators and spec.bind_cores and (addresses := pci_addresses()):
         logging.getLogger(__name__).info("cores: %s", bind_near(addresses, spec.threads))
 
@@ -136,12 +136,12 @@ class _Rank:
 
     Attributes:
         context: Context of the process.
-        receiver: Endpoint of the rank's calls.
-        record: Entry in the registry: endpoints, process and log files.
+        receiver: Receiver of the rank's calls.
+        record: The rank's record in the registry: endpoints, process and log files.
     """
 
     def __init__(self, spec: WorkerSpec, graceful_leave: GracefulLeave) -> None:
-        # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
+        # Imported here, because an import before the fork would start ZeroMQ's threads in the fork server.
         from rlhpc.runtime.comm.service import Service
         from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
         from rlhpc.runtime.comm.zmq_sockets import choose
@@ -172,7 +172,7 @@ class _Rank:
         }  # fmt: skip
 
     def publish(self) -> None:
-        """Makes the process a part of its run: other processes can reach it from now on."""
+        """Publishes the rank's record, so that other processes can reach it, and installs the process's context."""
         install(self.context)
         self.context.registry.put(MEMBERS, self._spec.name, self.record)
 
@@ -191,7 +191,7 @@ class _Rank:
         self._post({"note": event, "name": name, "incarnation": incarnation})
 
     def _heartbeat(self, service: Service) -> None:
-        # the first may come before this object has the service
+        # the first heartbeat may happen before `self._service` is set
         with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
             service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._note("alive"))], timeout=0.0)
 
@@ -199,7 +199,7 @@ class _Rank:
 def _prepare_process(
     spec: WorkerSpec, on_sigterm: Callable[[], None] | None, graceful_leave: GracefulLeave | None
 ) -> None:
-    """Prepares log files, signals, environment and limits of a rank's process."""
+    """Sets up log files, signals, environment and limits of a rank's process."""
     _redirect(spec)
     faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
@@ -213,7 +213,7 @@ def _prepare_process(
 
 
 def _build_instance(spec: WorkerSpec) -> Any:
-    """Builds the user's object."""
+    """Builds and returns the user's object."""
     from rlhpc.runtime.worker import bind_spec
 
     bind_spec(spec)
@@ -222,7 +222,7 @@ def _build_instance(spec: WorkerSpec) -> Any:
 
 
 def _close(instance: Any, name: str) -> None:
-    """Frees what the user's object holds, before the rank ends."""
+    """Calls the user's object's `close`, if it has one, before the rank ends; only logs its exceptions."""
     if isinstance(instance, Closing):
         try:
             instance.close()
@@ -238,10 +238,10 @@ def run_worker(
     Args:
         spec: Specification of the rank.
         on_sigterm: Called before SIGTERM ends the process.
-        graceful_leave: Has the action of a joined rank before it leaves, after SIGTERM or another notice.
+        graceful_leave: Graceful leave of a joined rank; None for other ranks.
     """
     _prepare_process(spec, on_sigterm, graceful_leave)
-    # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
+    # Imported here, because an import before the fork would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime.comm.gloo_auth import guard
     from rlhpc.runtime.rpc import CallServer, describe_error
 
@@ -253,7 +253,7 @@ def run_worker(
     except BaseException as error:
         traceback.print_exc()
         rank.note("failed", error=describe_error(error))
-        time.sleep(0.2)  # let the note leave before the process does
+        time.sleep(0.2)  # let the note be sent before the process ends
         return 1
     rank.note("ready", record=rank.record)
     status = CallServer(rank.context, rank.receiver, instance).run()
@@ -264,7 +264,9 @@ def run_worker(
 def live(
     spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
 ) -> int:
-    """Calls `run_worker`. If that fails before it has opened its log, the log and this process's own output still say why."""
+    """Runs a worker as `run_worker` does; reports an exception in the rank's log and in this process's output, and returns the
+    exit status.
+    """
     try:
         return run_worker(spec, on_sigterm, graceful_leave)
     except BaseException as error:
@@ -287,8 +289,8 @@ def _step_id() -> str:
 
 
 def _task(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
-    """Returns the specification of a rank that is a task of a job step, or has joined, with its devices and its address for
-    the other hosts.
+    """Reads the specification of a rank that is a task of a job step or has joined, and adds its devices and its address for
+    other hosts.
 
     Args:
         number: Index of its specification on stdin.
@@ -338,7 +340,7 @@ def main() -> None:
         os._exit(1)
     from rlhpc.runtime.scratch import Scratch
 
-    leave = Scratch(spec.token).leave if by_step else None  # of the others, the fork server removes the folders
+    leave = Scratch(spec.token).leave if by_step else None  # for other ranks, the fork server removes the folders
     status = live(spec, leave, graceful_leave)
     if leave is not None:
         leave()

@@ -1,4 +1,4 @@
-"""Specification of a worker process, which it receives at its start."""
+"""Specification of a rank, which its process receives when it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import Placement
 
-#: Requests of the driver to a rank besides its methods: to end; to pause, and to continue.
+#: Requests of the driver to a rank besides calls of methods: to end; in a recovery, to be idle and to resume.
 EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
 
 
@@ -34,20 +34,21 @@ class WorkerSpec:
 
     Attributes:
         group, rank, world_size: Identity of the rank.
-        node, node_rank, local_rank, local_world_size, accelerators: Its place.
+        node, node_rank, local_rank, local_world_size, accelerators: Placement of the rank.
         registry: The generation's registry folder.
         token: Scratch token of the session on this host.
         body: Pickled (class, args, kwargs) of the worker object.
         log_out, log_err: Files for stdout and stderr.
         env: Environment variables to set.
-        sys_path, cwd: The driver's, so that the worker imports the same modules.
-        threads: Cores granted to the rank, for OpenMP and torch.
-        bind_cores: Whether it stays on cores near its accelerators.
+        sys_path, cwd: Import path and working directory of the driver, so that the worker imports the same modules.
+        threads: Number of threads of OpenMP and torch.
+        bind_cores: Whether the rank is bound to cores near its accelerators.
         tcp_address: Address to listen on for other hosts; None if all processes share this host.
         interface: Network interface for that address; None takes the one on the route to the driver.
-        driver: The driver's data endpoint, for HELLO and heartbeats.
+        driver: Endpoints of the driver's service, for notes such as ready and alive.
         wait_deadline: Seconds after which any wait gives up.
-        interpreter: Python to start instead of forking; empty to fork.
+        interpreter: Python that runs the rank in a new process; empty to fork.
+        incarnation: Identifier of this start of the rank; a restarted rank has a new one.
     """
 
     group: str
@@ -80,15 +81,15 @@ class WorkerSpec:
         return f"{self.group}-{self.rank}"
 
     def to_json(self) -> bytes:
-        """Returns the specification as JSON, which a process that joins can read without running anything."""
+        """Returns the specification as JSON, which a joining process can read without executing code."""
         return json.dumps({**asdict(self), "body": base64.b64encode(self.body).decode()}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> WorkerSpec:
-        """Returns the specification that `to_json` wrote.
+        """Parses a specification from `to_json`.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: The text is no specification.
         """
         fields = read_json(text)
         if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
@@ -106,11 +107,11 @@ class WorkerSpec:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Name and incarnation: one start of a rank, never its successor."""
+        """Name and incarnation, which identify one start of a rank."""
         return self.name, self.incarnation
 
 
-#: Types of a specification's values in JSON; those that may be None are checked apart.
+#: Types of a specification's values in JSON; values that may be None are checked separately.
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(
         ("group", "node", "registry", "token", "body", "log_out", "log_err", "cwd", "interpreter", "incarnation"), str
@@ -157,7 +158,7 @@ def spec_of(
     )  # fmt: skip
 
 
-#: Input of a joined rank that has to leave.
+#: Byte on the standard input of a joined rank that tells it to leave.
 LEAVE = b"L"
 
 
@@ -180,13 +181,13 @@ def read_specs(stream: int) -> list[WorkerSpec]:
 
 
 def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
-    """Ends this process as soon as its input ends, because the driver or srun has ended; calls `leave` before.
+    """Starts a thread that ends this process when its input ends, because the driver or srun has ended then.
 
     Args:
-        stream: The input.
+        stream: File descriptor of the input.
         leave: Function to call before the process ends.
-        ends_itself: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends
-            at once.
+        ends_itself: Called when the input contains `LEAVE`; returns whether this process will end by itself. If not, the
+            thread ends it at once.
     """
 
     def watch() -> None:
@@ -206,7 +207,7 @@ def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Calla
 
 
 def step_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
-    """Returns the rank's `CUDA_VISIBLE_DEVICES`: index i is the i-th device that this step was granted on this node.
+    """Returns the rank's `CUDA_VISIBLE_DEVICES`: its index i stands for the i-th device that the step was granted on the node.
 
     Raises:
         ConfigError: The step was granted fewer devices than the placement needs.

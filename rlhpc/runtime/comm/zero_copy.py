@@ -138,7 +138,7 @@ class Lender:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
-        """Records that a reader has released zero-copy buffers or a segment of this process."""
+        """Registers that a reader has released zero-copy buffers or a segment of this process."""
         lent_buffers = self._loans.get(path)
         if lent_buffers is None:
             self._pool.release(path, reader)
