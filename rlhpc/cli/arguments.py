@@ -71,7 +71,9 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
             print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
         return checkpoint
     if not args.run:
-        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best; --help lists all options")
+        raise ConfigError(
+            "say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best; --help lists all options"
+        )
     from rlhpc.checkpoint import newest_valid
 
     paths = run_paths(args.run, overrides)

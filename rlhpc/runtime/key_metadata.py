@@ -132,5 +132,7 @@ SEED = Range(0, _SEED)
 #: Precisions of a model's computation, and of an engine's weights.
 DTYPES = Choices("auto", "float32", "bfloat16")
 ENGINE_DTYPES = Choices("auto", "float32", "bfloat16", "float16")
+#: Orientations of pictures that a MuJoCo renderer makes.
+ORIENTATIONS = Choices("rotate_180", "flip_rows", "raw")
 #: Implementations of attention in transformers.
 ATTENTION = Choices("sdpa", "eager", "flash_attention_2")

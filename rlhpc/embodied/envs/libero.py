@@ -15,10 +15,10 @@ from gymnasium import spaces
 
 from rlhpc.config.options import read_options
 from rlhpc.embodied.envs.base import similar_ids_hint
-from rlhpc.embodied.envs.observations import ORIENTATIONS, encode_text, oriented, text_bytes
+from rlhpc.embodied.envs.observations import encode_text, oriented, text_bytes
 from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.key_metadata import COUNT
+from rlhpc.runtime.key_metadata import COUNT, ORIENTATIONS
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig

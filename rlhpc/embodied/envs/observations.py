@@ -16,7 +16,6 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.key_metadata import Choices
 
 
 def is_tensor(array: Any) -> bool:
@@ -155,7 +154,6 @@ _ORDERS: dict[str, tuple[slice, ...]] = {
     "flip_rows": (slice(None, None, -1),),
     "raw": (),
 }
-ORIENTATIONS = Choices(*_ORDERS)
 
 
 def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:

@@ -38,12 +38,15 @@ OTHER_TABLES = {
     "rlhpc/language/planning/workload.py:(MICRO, BATCH)",
     "rlhpc/language/planning/workload.py:(STALENESS, OFFLOAD)",
     *(f"rlhpc/runs/conditional_keys.py:{name}" for name in ("CLIPPED", "COMMON")),
-    "rlhpc/runs/config_changes.py:_KIND",
+    "rlhpc/runs/config_changes.py:_TASK_TYPE_KEY",
     "rlhpc/runs/tuning/tune.py:NOT_IN_SHORT_RUNS",
     "rlhpc/runtime/trust.py:_SWITCHES",
 }
 #: Modules that define ranges and marks, and that read them.
-OF_METADATA = ("rlhpc/runtime/key_metadata.py", "rlhpc/config/constraints.py", "rlhpc/config/schema.py")
+OF_METADATA = (
+    "rlhpc/runtime/key_metadata.py",
+    *(f"rlhpc/config/{name}.py" for name in ("constraints", "options", "schema")),
+)
 MARKS = {"ATTENTION", "COUNT", "DTYPES", "ENGINE_DTYPES", "EVALUATION", "FRACTION", "FREE", "INTERVAL", "INTERVAL_OR_0"}
 MARKS |= {"NOT_NEGATIVE", "PART", "POSITIVE", "RATE", "SEED", "Choices", "Range", "Registered"}
 
@@ -135,9 +138,9 @@ def test_no_second_table_describes_keys() -> None:
 
 
 def outside_annotations(node: ast.AST) -> Iterator[ast.Name]:
-    """Yields the names in a module that are not in the annotation of a field."""
+    """Yields the names in a module that are not in the annotation of a field or a parameter."""
     for name, value in ast.iter_fields(node):
-        if isinstance(node, ast.AnnAssign) and name == "annotation":
+        if isinstance(node, ast.AnnAssign | ast.arg) and name == "annotation":
             continue
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ast.Name):

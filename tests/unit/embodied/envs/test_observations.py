@@ -19,11 +19,13 @@ from rlhpc.embodied.envs.observations import (
     encode_text,
     is_channel_last,
     join,
+    oriented,
     rows_of,
     take,
     text_bytes,
     text_space,
 )
+from rlhpc.runtime.key_metadata import ORIENTATIONS
 
 
 class Views(gymnasium.Env):
@@ -147,3 +149,9 @@ def test_a_chunk_says_what_each_action_brought(chunk_step):
     assert terminations.all() and rewards.tolist() == [2, 2]
     assert infos["chunk"]["rewards"].tolist() == [[1, 1, 0, 0]] * 2
     assert infos["chunk"]["mask"].tolist() == [[True, True, False, False]] * 2
+
+
+def test_every_orientation_of_pictures_is_known() -> None:
+    picture = np.arange(12).reshape(2, 2, 3)
+    corners = {name: oriented(picture, name)[0, 0].tolist() for name in ORIENTATIONS}
+    assert corners == {"rotate_180": [9, 10, 11], "flip_rows": [6, 7, 8], "raw": [0, 1, 2]}

@@ -46,7 +46,7 @@ def test_a_host_with_many_connections_keeps_no_other_host_out(monkeypatch: pytes
         doors.leave(late)
         silent = arrive("127.0.0.1")
         assert len(doors._far) == 6 and not silent.is_aborted
-        monkeypatch.setattr(connections, "crowded", lambda: True)
+        monkeypatch.setattr(connections, "is_short_of_descriptors", lambda: True)
         assert not arrive("192.0.2.8").is_aborted and all(one.is_aborted for one in flood) and not proven.is_aborted
 
     asyncio.run(come())
@@ -67,7 +67,7 @@ def test_an_episode_with_many_connections_keeps_no_other_episode_out(monkeypatch
             return transport
 
         flood, few = [arrive("greedy") for _ in range(9)], [arrive("modest") for _ in range(4)]
-        monkeypatch.setattr(connections, "crowded", lambda: True)
+        monkeypatch.setattr(connections, "is_short_of_descriptors", lambda: True)
         early = arrive()
         late = [arrive("late") for _ in range(4)]
         doors.prove(early, "late")
