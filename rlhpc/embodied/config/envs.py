@@ -30,8 +30,8 @@ class EmbodiedRunnerConfig(RunnerConfig):
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Steps between evaluations during training; -1 for none (the workflow evaluates checkpoints anyway)."""
     init_from: str | None = None
-    """Weights that a fresh run starts from, without optimizer and counters: a checkpoint, an export folder, or a run
-    folder (its newest checkpoint)."""
+    """Initial weights of a new run, without optimizer and counters: a checkpoint, an export folder, or a run folder (its
+    newest checkpoint)."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class PlayingRunnerConfig(EmbodiedRunnerConfig):
     stop_return: Annotated[float | None, ANY, FREE] = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
     enable_decoupled_mode: bool = False
-    """A rollout rank answers the env ranks that have asked, without waiting for slower ones; what comes of it is the same, bit
-    for bit. Each answer costs a forward pass over all of the rank's slots of a stage."""
+    """Lets a rollout rank act for the env ranks whose observations have arrived, without waiting for slower ones. Results are
+    bit-identical. Each pass covers all of the rank's slots of a stage."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class EmbodiedWorkflowConfig(WorkflowConfig):
     """Options of the Snakemake rules for a run."""
 
     record_episodes: Annotated[int, NOT_NEGATIVE] = 0
-    """Records this many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
+    """Number of episodes of the last policy to record, in `demos/global_step_<N>.h5` of the run folder."""
     record_only_success: bool = True
-    """Demonstrations and recordings contain only episodes that succeeded; needs an environment that reports success."""
+    """Writes only successful episodes to demonstrations and recordings; needs an environment that reports success."""
 
 
 @dataclass
@@ -60,9 +60,9 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
     """Options of the Snakemake rules for a run that learns from demonstrations."""
 
     demos_expert: str | None = None
-    """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They are written to
-    where this run reads them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which must then be one
-    `.h5` file."""
+    """Expert that records demonstrations before training, as `module:function` or a checkpoint. They are written to the path
+    from which the run reads them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which must then be one `.h5`
+    file."""
     demos_episodes: Annotated[int, COUNT] = 100
     """Number of episodes that the expert records."""
 
@@ -75,21 +75,21 @@ class TaskConfig:
     """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, `distant_robot`, a registered name, or
     `module:Class`."""
     env_id: str = ""
-    """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
+    """Id of the environment, such as `CartPole-v1`; required."""
     max_episode_steps: Annotated[int | None, COUNT] = None
     """Steps after which an episode is truncated; null takes the environment's own limit."""
     kwargs: Annotated[dict[str, Any], OptionsOf("env_type", "rlhpc.embodied.envs.registry:ENV_OPTIONS")] = field(
         default_factory=dict
     )
-    """Options of the environment; those of `gymnasium` and `maniskill` are arguments of the task's constructor."""
+    """Options of the environment; for `gymnasium` and `maniskill`, arguments of the task's constructor."""
     wrappers: list[Any] = field(default_factory=list)
-    """Wrappers to apply in order, each by its name or as `module:Class`, or as a mapping of that to its settings:
-    `{frame_stack: {stack_size: 4}}`. Where they change rewards, put `statistics` first: returns are then reported as it
-    counts them."""
+    """Wrappers to apply in order, each a name or `module:Class`, or a mapping from it to settings:
+    `{frame_stack: {stack_size: 4}}`. If wrappers change rewards, put `statistics` first, so that the returns before these
+    changes are reported."""
     ignore_terminations: bool = False
-    """Episodes end at the step limit only."""
+    """Ignores terminations: episodes end only at the step limit."""
     simulator_python: Annotated[str | None, FREE] = None
-    """Python with which simulator processes are started, for simulators that need an environment of their own."""
+    """Python interpreter of simulator processes, for simulators that need a separate environment."""
 
 
 @dataclass
@@ -97,24 +97,23 @@ class EnvSideConfig(TaskConfig):
     """Environments of training or of evaluation."""
 
     num_envs: Annotated[int, COUNT] = 8
-    """Slots that are stepped together, over all ranks."""
+    """Number of slots, over all ranks."""
     seed: Annotated[int | None, SEED] = None
-    """Seed of the environments; null takes `runner.seed` (evaluation: one derived from it)."""
+    """Seed of the environments; null takes `runner.seed`, or for evaluation a seed derived from it."""
     group_size: Annotated[int, COUNT] = 1
-    """Neighbouring slots that share their reset seeds."""
+    """Number of consecutive slots that share their reset seeds."""
     use_fixed_reset_state_ids: bool = False
-    """Every episode of a slot (or of a group of slots) starts from the same state."""
+    """Starts every episode of a slot (or of a group of slots) from the same state."""
     reward_scale: Annotated[float, ANY] = 1.0
-    """Factor on the rewards that the learner sees; returns are reported unscaled."""
+    """Factor on the training rewards; returns are reported unscaled."""
     use_rel_reward: bool = False
-    """The learner sees how much the reward changed since the step before; returns are reported from the simulator's own
-    rewards."""
+    """Trains on the change of the reward since the preceding step; returns are reported from the simulator's rewards."""
     simulators: Annotated[int | None, NOT_NEGATIVE, FREE] = None
-    """Processes in which a rank keeps its slots, each with a share; 0 keeps them in the rank's own process. null is one
-    for each of the rank's cores if the simulator gains by it (maniskill, metaworld, libero; none with one core), 1 for a
-    robot, which is so stopped however the rank's process ends, else 0."""
+    """Number of simulator processes per rank, each with a share of its slots; 0 simulates in the rank's own process. null
+    takes one per core for simulators that benefit from it (maniskill, metaworld, libero; 0 with one core), 1 for a robot, so
+    that it is stopped however the rank's process ends, and 0 otherwise."""
     simulator_timeout_s: Annotated[float, POSITIVE] = 120.0
-    """Seconds after which a simulator process that does not answer is taken for hung and started again."""
+    """Seconds without an answer after which a simulator process counts as hung and is restarted."""
 
 
 @dataclass
@@ -122,48 +121,46 @@ class PlayedEnvConfig(EnvSideConfig):
     """Environments of training."""
 
     reward_model: str | None = None
-    """A model of success (a run, a checkpoint or an export folder of `model_type: success`): the learner then sees the
-    probability that the task is done after each step in the place of the simulator's rewards; returns are reported from
-    those all the same."""
+    """Success classifier (a run, a checkpoint or an export folder of `model_type: success`). Its probability that the task is
+    done after a step replaces the simulator's reward in training; returns are still reported from the simulator's rewards."""
 
 
 @dataclass
 class RolloutEnvConfig(PlayedEnvConfig):
-    """Environments of training, where each rollout is learned from as a whole."""
+    """Environments of on-policy training."""
 
     auto_reset: bool = True
-    """Episodes follow one another, across rollouts. If off, each rollout (or each of `algorithm.rollout_parts`) plays one
-    episode in every slot, from its start, and what comes after its end is not trained on; grpo, rloo and their like compare
-    such episodes."""
+    """Lets episodes follow one another across rollouts. If false, each rollout (or each of `algorithm.rollout_parts`) plays
+    one episode in every slot from its start, and later decisions are not trained on; estimators such as grpo and rloo compare
+    these episodes."""
 
 
 @dataclass
 class ClonedEnvConfig(TaskConfig):
-    """The environment that demonstrations are of. Nobody plays in it: evaluation has its own."""
+    """Environment in which the demonstrations were recorded. It is not simulated; evaluation has a separate section."""
 
     reward_scale: Annotated[float, ANY] = 1.0
-    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run that continues from this
+    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`; use the factor of the run that continues from this
     policy."""
 
 
 @dataclass
 class RealTimeConfig:
-    """Evaluation as on a robot that does not wait for its policy: real-time chunking, of policies that act by a flow."""
+    """Real-time chunking in evaluation: a flow policy computes the next chunk while the robot executes the current one."""
 
     inference_delay: Annotated[int | None, NOT_NEGATIVE] = None
-    """Steps from an observation until the chunk that is made of it is there; until then the actions of the chunk before are
-    played, and the new one is guided to agree with them. null: the simulator waits for each chunk."""
+    """Steps from an observation until its chunk is available. Until then, actions of the preceding chunk are executed, and the
+    new chunk is guided to agree with them. null: the simulator waits for each chunk."""
     execution_horizon: Annotated[int | None, COUNT] = None
-    """Actions that are played from one chunk to the next, at least `inference_delay`; both together are at most what the
-    policy predicts at once. null takes `actor.model.num_action_chunks`, or what the delay leaves of the prediction if that is
-    less."""
+    """Actions executed per chunk, at least `inference_delay`; the sum of both is at most the number of actions that the policy
+    predicts at once. null takes `actor.model.num_action_chunks`, or the predicted actions minus the delay if that is less."""
     max_guidance_weight: Annotated[float, NOT_NEGATIVE] = 5.0
-    """The most that a chunk is drawn to the actions of the one before; 0 makes each as if there had been no other."""
+    """Maximum weight of the guidance towards the preceding chunk; 0 disables guidance."""
 
 
 @dataclass
 class EvalEnvConfig(EnvSideConfig):
-    """Environments of evaluation: those of training, unless stated otherwise."""
+    """Environments of evaluation; by default those of training."""
 
     env_type: str = II("env.train.env_type")
     """As `env.train.env_type`."""
@@ -180,22 +177,22 @@ class EvalEnvConfig(EnvSideConfig):
     ignore_terminations: bool = II("env.train.ignore_terminations")
     """As `env.train.ignore_terminations`."""
     num_episodes: Annotated[int, COUNT] = 100
-    """Episodes of an evaluation; each slot contributes a fixed share."""
+    """Number of episodes of an evaluation; each slot plays a fixed share."""
     noise: Annotated[str, Choices("seeded", "zero")] = "seeded"
-    """What policies that act from noise (flows, diffusion) begin with in evaluations: `seeded`, noise that follows from seed,
-    slot, episode and decision; or `zero`, where no training sample begins."""
+    """Starting noise of flow and diffusion policies in evaluation: `seeded` derives it from seed, slot, episode and decision;
+    `zero` starts at zero, from which no training sample starts."""
     video_episodes: Annotated[int, NOT_NEGATIVE] = 0
-    """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
+    """Number of episodes shown side by side in an mp4 file, next to the result of `rlhpc eval`; 0 writes none."""
     video_fps: Annotated[int, COUNT] = 20
-    """Pictures per second in that file; one is taken before each decision."""
+    """Frames per second of the video; one frame is rendered before each decision."""
 
 
 @dataclass
 class RealTimeEvalEnvConfig(EvalEnvConfig):
-    """Environments of evaluation: those of training, unless stated otherwise."""
+    """Environments of evaluation; by default those of training."""
 
     real_time_chunking: RealTimeConfig = field(default_factory=RealTimeConfig)
-    """Whether the policy acts as if it took time."""
+    """Simulated inference delay of the policy."""
 
 
 @dataclass
@@ -223,7 +220,7 @@ class ClonedEnvsConfig:
     """Environments."""
 
     train: ClonedEnvConfig = field(default_factory=ClonedEnvConfig)
-    """What the demonstrations are of."""
+    """Environment of the demonstrations."""
     eval: Annotated[RealTimeEvalEnvConfig, EVALUATION] = field(default_factory=RealTimeEvalEnvConfig)
     """Evaluation environments."""
 
@@ -233,4 +230,4 @@ class RolloutConfig(WeightSyncConfig):
     """The rollout group."""
 
     pipeline_stage_num: Annotated[int, COUNT, FREE] = 1
-    """Stages into which the slots are divided: while one is simulated, the policy acts on the others."""
+    """Number of stages into which the slots are divided: while one stage is simulated, the policy acts on another."""

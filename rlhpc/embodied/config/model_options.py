@@ -20,9 +20,9 @@ class MlpOptions:
     """Options of `mlp`."""
 
     actor_gain: Annotated[float, POSITIVE] = 0.01
-    """Gain of the last layer's orthogonal weights."""
+    """Gain of the orthogonal weights of the actor's last layer."""
     critic_gain: Annotated[float, POSITIVE] = 1.0
-    """Gain of the last layer's orthogonal weights."""
+    """Gain of the orthogonal weights of the critic's last layer."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class ResnetOptions:
     """Options of `resnet`."""
 
     channels: Annotated[list[int], COUNT] = field(default_factory=lambda: [16, 32, 32])
-    """Channels of the blocks."""
+    """Number of channels of each block."""
 
 
 @dataclass(frozen=True)
 class SuccessOptions(ResnetOptions):
-    """Options of `success`; `channels` are those of the resnet."""
+    """Options of `success`; `channels` is for the resnet encoder."""
 
     encoder: Annotated[str, Choices("cnn", "resnet")] = "cnn"
-    """Network that reads images."""
+    """Encoder of images."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DenoisingOptions:
     """Options of policies that denoise actions."""
 
     num_steps: Annotated[int, COUNT] = 4
-    """Denoising steps K."""
+    """Number of denoising steps K."""
     noise_level: Annotated[float, POSITIVE] = 0.5
     """Scale of the noise in each step of training rollouts."""
 
@@ -58,12 +58,12 @@ class FlowOptions(SuccessOptions, DenoisingOptions):
 
 @dataclass(frozen=True)
 class ConditionedOptions:
-    """Options of `conditioned`, beside those of the inner policy."""
+    """Options of `conditioned`, in addition to those of the inner policy."""
 
     of: Annotated[str, Choices("mlp", "cnn", "resnet", "flow")]
     """Model type of the inner policy."""
     unconditioned: Annotated[float, PART] = 0.3
-    """Share of training in which the policy does not get the improvement."""
+    """Fraction of training samples in which the policy does not get the improvement label."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DsrlOptions:
     base: str | None = None
     """Run, checkpoint or export folder of the flow policy."""
     noise_bound: Annotated[float, POSITIVE] = 1.5
-    """Each component of the noise lies between minus this and this."""
+    """Bound of each noise component's absolute value."""
     base_spec: dict[str, Any] | None = field(default=None, metadata={INTERNAL: True})
     """Description of the flow policy in a checkpoint, which contains its weights."""
 
@@ -83,7 +83,7 @@ class VlaOptions:
     """Options of `vla`."""
 
     prompt: str | None = None
-    """Text with `{instruction}`; null is that of the model."""
+    """Prompt template with `{instruction}`; null takes the model's."""
     lora: dict[str, Any] | None = field(default=None, metadata={INTERNAL: True})
     """Adapters; `actor.lora` sets them."""
 
@@ -93,19 +93,20 @@ class OpenVlaOptions(VlaOptions):
     """Options of `openvla`."""
 
     head: Annotated[str | None, Choices("tokens", "parallel", "l1")] = None
-    """tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); null is l1 if the folder has such a head, else tokens."""
+    """tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); null takes l1 if the folder has an L1 head, else tokens."""
     proprio: bool | None = None
-    """True if the model takes `state`; null: if the folder has a projector for it."""
+    """True if the model takes `state`; null takes true if the folder has a projector for it."""
     unnorm_key: str | None = None
     """Dataset whose statistics scale actions and state; optional if there is only one."""
     statistics: str | None = None
-    """A file, or a LeRobot dataset's folder, in place of the model's own; `bounds` are those of the action space."""
+    """File of statistics, or a LeRobot dataset's folder, instead of the model's; `bounds` uses the bounds of the action
+    space."""
     normalisation: Annotated[str | None, Choices("q99", "bounds")] = "q99"
-    """Statistics that become −1 and 1: the quantiles, or the bounds."""
+    """Statistics that map to −1 and 1: q99 (quantiles) or bounds (minimum and maximum)."""
     gripper: Annotated[str | None, Choices("rlds")] = None
-    """rlds, if the last component is a gripper as datasets of RLDS have it (`Scaling.gripper`)."""
+    """rlds if the last action component is a gripper with the convention of RLDS datasets (`Scaling.gripper`)."""
     center_crop: bool = False
-    """Shows the middle 90 % of the pictures, as OpenVLA's evaluations do."""
+    """Crops images to the central 90 % of their area, as OpenVLA's evaluations do."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,19 @@ class Pi0Options(VlaOptions, DenoisingOptions):
     """Options of `pi0`."""
 
     statistics: str | dict[str, Any] | None = None
-    """openpi's norm_stats.json or its content in place of the folder's own, or `bounds` (`read_norm_stats`)."""
+    """openpi's norm_stats.json, or its content, instead of the folder's; or `bounds` (`read_norm_stats`)."""
     normalisation: Annotated[str | None, Choices("mean_std", "quantiles")] = "mean_std"
-    """mean_std, as π0, or quantiles, as π0.5."""
+    """mean_std, as in π0, or quantiles, as in π0.5."""
 
 
 @dataclass(frozen=True)
 class LerobotOptions:
-    """Options of `lerobot`; those of ACT."""
+    """Options of `lerobot` for ACT."""
 
     statistics: str | None = None
-    """A LeRobot dataset's folder, or its stats.json, in place of the folder's own."""
+    """LeRobot dataset's folder, or its stats.json, instead of the policy folder's statistics."""
     cameras: dict[str, Any] | None = None
-    """The environment's camera of each of the folder's, where their names differ."""
+    """Mapping from the policy's cameras to the environment's, if their names differ."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class LerobotDiffusionOptions(LerobotOptions):
     """Options of LeRobot's Diffusion Policy."""
 
     num_steps: Annotated[int | None, COUNT] = None
-    """Denoising steps K; null is that of the folder."""
+    """Number of denoising steps K; null takes the folder's."""
     noise_level: Annotated[float, POSITIVE] = 0.1
     """Scale of the noise in each step of training rollouts."""
 
@@ -145,12 +146,13 @@ class LerobotFlowOptions(LerobotDiffusionOptions):
     noise_level: Annotated[float, POSITIVE] = 0.5
     """Scale of the noise in each step of training rollouts."""
     vlm: str | None = None
-    """Local folder in place of the hub name that the folder has."""
+    """Local folder of the vision-language model, instead of the hub name in the policy's folder."""
     task: str | None = None
-    """The instruction, where observations have none."""
+    """Instruction, if observations contain none."""
 
 
-#: By model type; `lerobot`, whose folder decides, and `conditioned`, whose inner policy has some, check theirs when built.
+#: Options by model type. `lerobot` and `conditioned` check theirs when the policy is built, because these depend on the folder
+#: and on the inner policy.
 MODEL_OPTIONS: dict[str, type] = {
     "mlp": MlpOptions,
     "resnet": ResnetOptions,
@@ -165,9 +167,9 @@ MODEL_OPTIONS: dict[str, type] = {
 
 
 def model_options(declaration: type[Options], model: NetworkConfig) -> Options:
-    """Returns the options of a policy.
+    """Reads the options of a policy from `actor.model.kwargs`.
 
     Raises:
-        ConfigError: They are not those of the policy.
+        ConfigError: The policy does not have these options.
     """
     return read_options(declaration, model.kwargs, KEY, f"model_type {model.model_type}")

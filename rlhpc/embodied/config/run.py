@@ -38,25 +38,25 @@ from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 @dataclass
 class BcAlgorithmConfig:
-    """The loss, and how often each demonstration is seen."""
+    """Loss of behaviour cloning, and number of passes over the demonstrations."""
 
     gamma: Annotated[float, FRACTION] = 0.99
-    """Discount of the returns that `bc_value_coef` and `value_model` are for."""
+    """Discount of the returns used by `bc_value_coef` and `value_model`."""
     update_epochs: Annotated[int, COUNT] = 4
-    """Passes over the demonstrations in a step."""
+    """Passes over the demonstrations per step."""
     bc_loss: Annotated[str, Choices("nll", "mse")] = "nll"
-    """`nll` (negative log-likelihood of the demonstrated actions, or what the policy's `bc_loss` has in its place: flow
-    matching) or `mse` (squared error of the mean action)."""
+    """`nll` (negative log-likelihood of the demonstrated actions, or the policy's own `bc_loss`, such as flow matching) or
+    `mse` (squared error of the mean action)."""
     bc_value_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
     value_model: str | None = None
-    """A policy whose critic says what was to be expected (a run, a checkpoint or an export folder), so that the policy is
-    told which actions turned out better than that, and is asked for such when it acts (advantage conditioning, RECAP);
-    with `actor.model.model_type: conditioned`."""
+    """Policy whose critic estimates the expected return (a run, a checkpoint or an export folder). The trained policy is
+    conditioned on whether an action turned out better than expected, and acts under the condition that it does (advantage
+    conditioning, RECAP). Requires `actor.model.model_type: conditioned`."""
     advantage_steps: Annotated[int, COUNT] = 50
-    """`value_model`: rewards that are counted before the critic's value of what follows."""
+    """`value_model`: number of rewards that are summed before bootstrapping from the critic's value."""
     improved_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
-    """`value_model`: the part of all steps that counts as improvements: those with the largest advantages."""
+    """`value_model`: fraction of all steps that count as improvements, namely those with the largest advantages."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
 
@@ -66,7 +66,7 @@ class BcActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
     global_batch_size: Annotated[int, COUNT] = 256
-    """Demonstrated steps of one optimizer step, over all ranks; all of them, where there are fewer."""
+    """Demonstrated steps per optimizer step, over all ranks; all steps if there are fewer."""
     model: BcModelConfig = field(default_factory=BcModelConfig)
     """The policy."""
 
@@ -85,10 +85,10 @@ class BcConfig(RunConfig):
 
 @dataclass
 class SacAlgorithmConfig:
-    """The targets, the buffers and the shape of a rollout."""
+    """Off-policy algorithm: targets, buffers and the length of a rollout."""
 
     name: Annotated[str, Registered("rlhpc.embodied.algorithms.registry:ALGORITHMS")] = "sac"
-    """`sac`, `crossq`, `td3`, `iql`, a registered name, or `module:Class`; `actor.model.model_type` names its networks."""
+    """`sac`, `crossq`, `td3`, `iql`, a registered name, or `module:Class`; `actor.model.model_type` selects the networks."""
     gamma: Annotated[float, FRACTION] = 0.99
     """Discount."""
     rollout_steps: Annotated[int, COUNT] = 128
@@ -96,45 +96,46 @@ class SacAlgorithmConfig:
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """Most versions by which the policy that acted may lag behind the one that
-    is trained; 0 is sync. With 1 or more, env ranks may come and go."""
+    """Maximum number of versions by which the policy that acts may lag behind the trained policy; 0 is synchronous. With 1 or
+    more, env and rollout ranks may join and leave."""
     tau: Annotated[float, Range(0, 1, above=True)] = 0.005
-    """Fraction of the critics' weights that goes into the target networks at each of their updates."""
+    """Fraction by which the target networks move towards the trained networks at each target update."""
     auto_entropy_tuning: bool = True
-    """`sac`: the temperature is learned, so that the policy's entropy becomes `target_entropy`."""
+    """`sac`: learns the temperature, so that the policy's entropy approaches `target_entropy`."""
     initial_alpha: Annotated[float, POSITIVE] = 1.0
-    """`sac`: temperature at the start, or throughout."""
+    """`sac`: initial temperature; constant without `auto_entropy_tuning`."""
     target_entropy: Annotated[float | None, ANY] = None
-    """`sac`: null takes minus the number of action components."""
+    """`sac`: target of the policy's entropy; null takes minus the number of action components."""
     alpha_lr: Annotated[float | None, RATE] = None
-    """`sac`: learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
+    """`sac`: learning rate of the temperature; null takes the critics' (`actor.optim.value_lr`)."""
     backup_entropy: bool = True
-    """`sac`: the critics' targets contain the next action's entropy (RLPD goes without)."""
+    """`sac`: includes the next action's entropy in the critics' targets (RLPD does not)."""
     update_to_data: Annotated[float, POSITIVE] = 1.0
-    """Updates for each transition that the environments bring."""
+    """Updates per transition from the environments."""
     policy_noise: Annotated[float, NOT_NEGATIVE] = 0.2
-    """`td3`: standard deviation of the noise on actions in the critics' targets, in halves of the bounds' width."""
+    """`td3`: standard deviation of the noise on actions in the critics' targets, as a fraction of half the action range."""
     noise_clip: Annotated[float, NOT_NEGATIVE] = 0.5
-    """`td3`: its bound."""
+    """`td3`: bound of that noise."""
     expectile: Annotated[float, Range(0, 1, above=True, below=True)] = 0.7
-    """`iql`: which expectile of the critics' values the value network learns; 0.5 is their mean, towards 1 their maximum."""
+    """`iql`: expectile of the Q-values that the value network learns; 0.5 is the mean, values towards 1 approach the
+    maximum."""
     inverse_temperature: Annotated[float, NOT_NEGATIVE] = 3.0
-    """`iql`: how much more the policy learns from actions that are better; 0 is behaviour cloning."""
+    """`iql`: weight of advantages in the policy's loss; 0 is behaviour cloning."""
     max_weight: Annotated[float, POSITIVE] = 100.0
-    """`iql`: most that an action counts."""
+    """`iql`: upper bound of an action's weight."""
     offline_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps at the start in which nothing is played: they learn from `algorithm.demo_buffer` alone."""
+    """Number of first steps without environments, which train on `algorithm.demo_buffer` alone."""
     offline_updates: Annotated[int, COUNT] = 1000
-    """Updates of each of those steps."""
+    """Updates per offline step."""
     critic_actor_ratio: Annotated[int, COUNT] = 1
-    """Updates of the critics for each of the actor."""
+    """Critic updates per actor update."""
     target_update_freq: Annotated[int, COUNT] = 1
-    """Updates of the critics for each of the target networks."""
+    """Critic updates per update of the target networks."""
     random_steps: Annotated[int | None, NOT_NEGATIVE] = None
-    """Transitions at the start whose actions are drawn evenly from the whole space; null takes
-    `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from` or with `offline_steps`."""
+    """Number of first transitions whose actions are drawn uniformly from the action space; null takes
+    `replay_buffer.min_buffer_size`, or 0 if the run starts from `runner.init_from` or has `offline_steps`."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    """What the environments brought."""
+    """Buffer of the environments' transitions."""
     demo_buffer: DemoBufferConfig = field(default_factory=DemoBufferConfig)
     """Demonstrations, or other data from before the run."""
 
@@ -144,9 +145,9 @@ class SacOptimConfig(OptimConfig):
     """The optimizer."""
 
     adam_eps: float = 1.0e-8
-    """Added to the denominator, for numerical stability."""
+    """Term added to Adam's denominator for numerical stability."""
     clip_grad: float | None = None
-    """Largest gradient norm; null does not clip."""
+    """Maximum gradient norm; null does not clip."""
     value_lr: Annotated[float | None, RATE] = None
     """Learning rate of the critics; null takes `lr`."""
 
@@ -156,7 +157,7 @@ class SacActorConfig:
     """The actor group: training."""
 
     global_batch_size: Annotated[int, COUNT] = 256
-    """Transitions of one update, over all ranks."""
+    """Transitions per update, over all ranks."""
     model: SacModelConfig = field(default_factory=SacModelConfig)
     """The policy and its critics."""
     optim: SacOptimConfig = field(default_factory=SacOptimConfig)
@@ -181,10 +182,11 @@ class PpoActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
     global_batch_size: Annotated[int | None, COUNT] = None
-    """Transitions of one optimizer step, over all ranks; null takes a quarter of a rollout's, or a third, half or all of them
-    where that does not divide."""
+    """Transitions per optimizer step, over all ranks; null takes a quarter of a rollout's transitions, or a third, half or all
+    of them if they do not divide by four."""
     enable_offload: Annotated[bool, FREE] = False
-    """Collocated: weights and optimizer are on the host while the rollout ranks play, so that these have the accelerator."""
+    """Colocated runs: keeps weights and optimizer in host memory during rollouts, to free the accelerator for the rollout
+    ranks."""
 
 
 @dataclass
@@ -192,7 +194,7 @@ class PpoRolloutConfig(RolloutConfig):
     """The rollout group."""
 
     enable_offload: Annotated[bool, FREE] = False
-    """Collocated: the policy that acts is on the host while the actors train, so that these have the accelerator."""
+    """Colocated runs: keeps the acting policy in host memory during training, to free the accelerator for the actors."""
 
 
 @dataclass
@@ -200,13 +202,13 @@ class PpoRunnerConfig(PlayingRunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
     use_training_pipeline: bool = False
-    """The first of `algorithm.update_epochs` takes the parts of a rollout (`algorithm.rollout_parts`) in their order, and
-    trains on each as soon as it has been played, while the policy and the simulators play the next ones."""
+    """Overlaps training with the rollout: the first of `algorithm.update_epochs` trains on the parts of a rollout
+    (`algorithm.rollout_parts`) in order, on each as soon as it has been played, while the next part is played."""
 
 
 @dataclass
 class PpoAlgorithmConfig:
-    """Advantages, losses and the shape of a rollout."""
+    """On-policy algorithm: advantages, losses and the length of a rollout."""
 
     adv_type: Annotated[str, Registered("rlhpc.algorithms.registry:ADVANTAGES")] = "gae"
     """Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
@@ -220,9 +222,9 @@ class PpoAlgorithmConfig:
     normalize_advantages: Annotated[str, Choices("auto", "minibatch", "batch", "none")] = "auto"
     """`minibatch`, `batch` or `none`, always over all ranks; `auto` is minibatch."""
     clip_ratio_low: Annotated[float, PART] = 0.2
-    """PPO's ε below 1."""
+    """PPO's ε for ratios below 1."""
     clip_ratio_high: Annotated[float, NOT_NEGATIVE] = 0.2
-    """PPO's ε above 1."""
+    """PPO's ε for ratios above 1."""
     clip_ratio_c: Annotated[float | None, Range(1, above=True)] = None
     """Dual clip's c (> 1); null is off."""
     value_clip: Annotated[float | None, POSITIVE] = None
@@ -234,31 +236,30 @@ class PpoAlgorithmConfig:
     target_kl: Annotated[float | None, POSITIVE] = None
     """Ends a step's updates before the first minibatch whose KL estimate exceeds this; null is off."""
     tis_cap: Annotated[float | None, POSITIVE] = None
-    """`decoupled_ppo`: cap of the importance weight between the policy from before the update and the one that acted;
-    null is off."""
+    """`decoupled_ppo`: cap of the importance ratio between the policy before the update and the policy that acted; null is
+    off."""
     update_epochs: Annotated[int, COUNT] = 4
     """Passes over each rollout."""
     rollout_steps: Annotated[int, COUNT] = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
     rollout_parts: Annotated[int, COUNT] = 1
-    """Parts in which the decisions of a step are played, one after the other, with the same weights. GAE takes the value of
-    what comes next where a part ends; without `env.train.auto_reset` each part is an episode in every slot."""
+    """Number of consecutive parts into which a step's decisions are divided; all are played with the same weights. GAE
+    bootstraps at the end of a part; without `env.train.auto_reset` each part is one episode in every slot."""
     logprob_type: Annotated[str, Choices("token_level", "action_level", "chunk_level")] = "chunk_level"
-    """What the policy loss treats as a token: `chunk_level` (all that is decided at once), `action_level` (each
-    action of a chunk) or `token_level` (each component of an action)."""
+    """Unit that the policy loss treats as a token: `chunk_level` (a chunk of actions), `action_level` (each action of a chunk)
+    or `token_level` (each component of an action)."""
     reward_type: Annotated[str, Choices("action_level", "chunk_level")] = "chunk_level"
-    """Embodied: `chunk_level` sums the rewards of a chunk; with `action_level` advantages and returns are those of single
-    actions."""
+    """`chunk_level` sums the rewards of a chunk; with `action_level`, advantages and returns are computed per action."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """Most versions by which the policy that acted may lag behind the one that
-    is trained; 0 is sync. With 1 or more, env ranks may come and go."""
+    """Maximum number of versions by which the policy that acts may lag behind the trained policy; 0 is synchronous. With 1 or
+    more, env and rollout ranks may join and leave."""
 
 
 @dataclass
 class PpoConfig(RunConfig):
-    """A run of PPO, GRPO and their like in simulators."""
+    """A run of PPO, GRPO or a similar algorithm in simulators."""
 
     cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: PpoRunnerConfig = field(default_factory=PpoRunnerConfig)
@@ -270,8 +271,10 @@ class PpoConfig(RunConfig):
 
 
 def minibatch_size(cfg: PpoConfig) -> int:
-    """Returns the transitions of one optimizer step: `actor.global_batch_size`, or at most four equal minibatches of a rollout
-    (CleanRL's `num_minibatches`). With `runner.use_training_pipeline` each part of a rollout has whole minibatches."""
+    """Returns the number of transitions per optimizer step: `actor.global_batch_size`, or by default a rollout divided into up
+    to four equal minibatches (CleanRL's `num_minibatches`). With `runner.use_training_pipeline`, minibatches do not span parts
+    of a rollout.
+    """
     if cfg.actor.global_batch_size is not None:
         return cfg.actor.global_batch_size
     parts = cfg.algorithm.rollout_parts if cfg.runner.use_training_pipeline else 1
