@@ -1,4 +1,4 @@
-"""Evaluation of a policy: deterministic actions, a fixed number of episodes per slot."""
+"""Evaluation of a policy with deterministic actions and a fixed number of episodes per slot."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _KEY = "env.eval.real_time_chunking"
 
 
 class RealTime:
-    """Policy that acts with an inference delay: real-time chunking.
+    """Wrapper of a flow policy that acts with an inference delay (real-time chunking).
 
     Args:
-        policy: Policy that acts by a flow.
-        delay: d, steps until a chunk is available.
-        executed: s, actions that are executed from one chunk to the next.
-        max_weight: Largest weight of the guidance; 0 for no guidance.
+        policy: Flow policy.
+        delay: d, number of steps until a chunk is available.
+        executed: s, number of actions executed per chunk.
+        max_weight: Maximum weight of the guidance; 0 disables guidance.
     """
 
     def __init__(self, policy: Policy, delay: int, executed: int, max_weight: float) -> None:
@@ -44,7 +44,7 @@ class RealTime:
     def predict_action_batch(
         self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns actions `[B, s, dim]`, like a policy; the first d come from the previous chunk, if there is one."""
+        """Returns actions `[B, s, dim]`, like a policy; the first d are from the previous chunk, if there is one."""
         del mode
         delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
@@ -57,7 +57,7 @@ class RealTime:
         return actions, {}
 
     def on_episode_end(self, done: np.ndarray) -> None:
-        """Marks slots (numbers) whose episode has ended: the first chunk of the next episode has no previous chunk."""
+        """Marks slots, by index, whose episode has ended, so that the next chunk is not guided by the previous one."""
         self._has_previous[done] = False
 
     def _guide(self) -> Guide | None:
@@ -72,13 +72,15 @@ class RealTime:
 
 
 def has_inference_delay(env_cfg: EvalEnvConfig) -> bool:
-    """Returns whether the evaluation has an inference delay. Off-policy runs and old checkpoints have no such section."""
+    """Returns whether the evaluation has an inference delay; False for off-policy runs and old checkpoints without the
+    section.
+    """
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     return section is not None and section.inference_delay is not None
 
 
 def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
-    """Wraps the policy as `env.eval.real_time_chunking` requires; returns None if the simulator waits for the policy.
+    """Wraps the policy for `env.eval.real_time_chunking`; returns None if there is no inference delay.
 
     Raises:
         ConfigError: The policy does not act by a flow, or its chunks are too short.
@@ -105,30 +107,30 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
 
 
 def _copy_arrays(obs: Obs) -> Obs:
-    """Returns copies that a gradient may be computed through, which is impossible for tensors made in inference mode."""
+    """Returns copies of observations, because tensors created in inference mode do not support gradients."""
     return {name: tensor.clone() for name, tensor in obs.items()} if isinstance(obs, dict) else obs.clone()
 
 
 log = logging.getLogger(__name__)
 
-#: Decisions after which an episode that has not ended is an error, so that no evaluation runs for ever.
+#: Maximum number of decisions per episode; an evaluation with a longer episode raises an error.
 _MAX_DECISIONS = 1_000_000
-#: The same where the environment has no time limit.
+#: Maximum number of decisions per episode if the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
-#: Episodes of one slot that may be lost with a simulator or robot; each is played again.
+#: Maximum number of a slot's episodes that may fail with a simulator or robot and are replaced.
 _MAX_FAILURES = 20
 
-#: Called after each decision with the number of complete episodes and of environment steps so far.
+#: Function called after each decision with the numbers of complete episodes and of environment steps so far.
 _ProgressCallback = Callable[[int, int], None]
-#: Returns noise `[N, ...]` for each slot's episode number and decision number within it.
+#: Function from each slot's episode index and decision index to noise `[N, ...]`.
 _Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 
 
 class Watch:
-    """Observer of the steps that `play` makes."""
+    """Observer of the steps of `play`."""
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Receives observation and actions before a step of all slots. A simulator may reuse the memory of the observation."""
+        """Receives observation and actions before each step of all slots. A simulator may reuse the observation's memory."""
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
@@ -138,8 +140,8 @@ class Watch:
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
-    """Returns the number of episodes of each slot. It is fixed in advance, because counting the first episodes to
-    finish would favour short ones.
+    """Returns the number of episodes for each slot. It is fixed in advance, because taking the first finished episodes would
+    favour short ones.
     """
     counts = np.full(slots, episodes // slots)
     counts[: episodes % slots] += 1
@@ -147,17 +149,17 @@ def quotas(episodes: int, slots: int) -> np.ndarray:
 
 
 def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
-    """Returns the seed of the evaluation's environments: `env.eval.seed`, or one that differs from the training's `seed`."""
+    """Returns the seed of the evaluation's environments: `env.eval.seed`, or one derived from `seed`, the training seed."""
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
 def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> _Noise | None:
-    """Returns the source of a policy's noise in evaluations by `env.eval.noise`, or None for a policy without noise.
+    """Returns the source of a policy's starting noise in evaluation (`env.eval.noise`), or None for a policy without it.
 
     Args:
         policy: A `Policy`, or another object that acts.
         env_cfg: Section `env.eval`.
-        seed: Seed of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
+        seed: Seed of the evaluation (`eval_seed`), which determines the noise together with slot, episode and decision.
     """
     # A checkpoint of an older version has no such key in its configuration.
     noise = mapping(env_cfg).get("noise", "seeded").lower()
@@ -186,18 +188,18 @@ def evaluate_policy(
     Args:
         policy: Policy in eval mode, on `device`.
         env_cfg: Section `env.eval`.
-        seed: Seed of the run, see `eval_seed`.
+        seed: Seed of the run (`eval_seed`).
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Device of the policy.
-        watch: Builds the observer for the environment.
+        watch: Builds an observer for the environment.
         on_progress: Called with the progress.
 
     Raises:
         NonFinite: A return is not finite.
 
     Returns:
-        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; if
-        the environment reports success also success_once, success_at_end and their `…_ci95`.
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id and seed; also
+        success_once, success_at_end and their `…_ci95` if the environment reports success.
     """
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
     if num_episodes < 1:
@@ -231,8 +233,8 @@ def evaluate_policy(
 
 
 def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
-    """Returns the metrics of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip`, an evaluation
-    whose returns are not finite is only counted (`nonfinite`).
+    """Evaluates a policy on `env.eval` during training; returns the metrics. With `runner.on_nonfinite: skip`, an evaluation
+    with non-finite returns gives only the metric `nonfinite`.
     """
     try:
         summary = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
@@ -256,25 +258,25 @@ def play(
     on_episode_end: Callable[[np.ndarray], None] | None = None,
     noise: _Noise | None = None,
 ) -> list[dict[str, float]]:
-    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that is lost with its simulator or
-    robot does not count: another one is played.
+    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that fails with its simulator or
+    robot is replaced by another one.
 
     Args:
         policy: Policy on `device`.
-        env: A vector environment.
+        env: Vector environment.
         quota: Number of episodes by slot.
         device: Device of the policy.
-        mode: "eval" or "train", as `predict_action_batch` takes it.
+        mode: "eval" or "train" (`Policy.predict_action_batch`).
         watch: Observer of the steps.
         on_progress: Called with the progress.
         on_episode_end: Called with the slots in which an episode has ended.
-        noise: Source of the policy's noise in an evaluation, by each slot's episode and decision (`eval_noise`).
+        noise: Source of the policy's starting noise (`eval_noise`).
 
     Returns:
-        One row per episode, by slot and order: return, length, and success_once and success_at_end if they are known.
+        One row per episode, ordered by slot and time: return, length, and success_once and success_at_end if known.
 
     Raises:
-        RlhpcError: An episode does not end, or simulators fail again and again.
+        RlhpcError: An episode does not end, or simulators fail repeatedly.
     """
     rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     num_finished, steps_since_reset = np.zeros_like(quota), np.zeros_like(quota)
@@ -335,7 +337,7 @@ def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
 def _summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
     """Returns the statistics of an evaluation.
 
-    The interval of the mean return is Student's, those of the success rates are Wilson's.
+    The interval of the mean return is Student's; the intervals of success rates are Wilson's.
     """
     episode_returns = np.asarray([row["return"] for row in rows], np.float64)
     mean, count = float(episode_returns.mean()), len(episode_returns)

@@ -1,4 +1,4 @@
-"""Offline evaluation of a checkpoint's policy by `rlhpc eval`: in one process, from the checkpoint alone."""
+"""Offline evaluation of a checkpoint's policy by `rlhpc eval`, in one process."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     """Loads an expert from `module:function`, or the policy of a checkpoint, export folder or run folder.
 
     Args:
-        source: Source as the user writes it.
+        source: Source as given by the user.
         key: Name of the option in messages.
-        trust: Trust in code that a folder names.
+        trust: Trust settings for code that a folder names.
 
     Raises:
-        ConfigError, CheckpointError: It cannot be loaded.
+        ConfigError, CheckpointError: The source cannot be loaded.
     """
     if ":" in source and not expand_home(source).exists():
         return ExpertPolicy(load_attribute(source, key))
@@ -72,17 +72,17 @@ def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     return load_exported(folder, trust=trust)
 
 
-#: Maximum number of pictures of a film.
+#: Maximum number of frames in a video.
 MAX_FRAMES = 1500
 
 
 class Film(Watch):
-    """Film of an evaluation, with a picture of each slot before each of its steps; a slot whose episode has ended keeps
-    its last picture, add_border.
+    """Video of an evaluation, with one frame before each step that shows the slots side by side. A slot whose episode has
+    ended keeps its last image, with a border.
 
     Args:
-        env: A vector environment.
-        episodes: Number of slots that are shown.
+        env: Vector environment.
+        episodes: Number of slots to show.
     """
 
     def __init__(self, env: VectorEnv, episodes: int) -> None:
@@ -109,7 +109,7 @@ class Film(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Frames the last pictures of episodes that ended (`Watch.after`)."""
+        """Adds a border to the last images of episodes that ended (`Watch.after`)."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
         has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
@@ -118,7 +118,7 @@ class Film(Watch):
                 self._last_pictures[slot] = add_border(self._pictures[i], success is not None and bool(success[slot]))
 
     def write(self, path: Path, fps: int) -> None:
-        """Writes the film as an mp4 file; its last picture stays for half a second."""
+        """Writes the video as an mp4 file; the last frame stays for half a second."""
         if self._pictures is None:
             return
         last_frame = tile(
@@ -136,18 +136,18 @@ def evaluate_checkpoint(
     output: str | Path | None = None,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint with deterministic actions, a fixed number of episodes per slot.
+    """Evaluates a checkpoint with deterministic actions and a fixed number of episodes per slot.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
-        cfg: Replaces the checkpoint's config.yaml: section `env.eval`, and `runner.seed`.
+        cfg: Configuration used instead of the checkpoint's config.yaml, for section `env.eval` and `runner.seed`.
         suite: Name of the evaluation.
-        episodes: Default `env.eval.num_episodes`.
+        episodes: Number of episodes; default `env.eval.num_episodes`.
         output: JSON file to write, atomically.
-        trust_code: Import code that the checkpoint names as `module:Class`, also if `cfg` does not name it.
+        trust_code: Import code that the checkpoint names as `module:Class`, even if `cfg` does not name it.
 
     Returns:
-        See `evaluate_policy`; also suite, global_step and checkpoint.
+        Result of `evaluate_policy`, with suite, global_step and checkpoint, and the video's name if one was written.
 
     Raises:
         CheckpointError: The checkpoint has faults.
@@ -224,11 +224,11 @@ def record_episodes(
         source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
-        seed: Used instead of `runner.seed`.
-        teacher: Policy whose actions are written instead of those played; same forms as `source`.
-        intervene: Source of interventions, see `find_intervention`.
+        seed: Seed instead of `runner.seed`.
+        teacher: Policy whose actions are written instead of the executed ones; same forms as `source`.
+        intervene: Source of interventions (`find_intervention`).
         only_taken, options: See `record`.
-        trust_code: Import code that a checkpoint or export names as `module:Class`, also if `cfg` does not name it.
+        trust_code: Import code that a checkpoint or export names as `module:Class`, even if `cfg` does not name it.
 
     Returns:
         See `record`.

@@ -26,11 +26,11 @@ from rlhpc.runtime.plugins import Registry, load_attribute
 
 @former_members(ended="end_episodes")
 class Intervention(ABC):
-    """Observer of a policy that decides at every step who acts.
+    """Observer of a policy that may replace the policy's actions at every step.
 
     Attributes:
-        one_slot: True if it can watch a single slot only.
-        needs_pictures: True if it needs pictures of the first slot.
+        one_slot: True if it supports only a single slot.
+        needs_pictures: True if it needs rendered images of the first slot.
     """
 
     one_slot = False
@@ -41,16 +41,16 @@ class Intervention(ABC):
         """Chooses the actions of this step.
 
         Args:
-            obs: An array `[N, ...]`, or a dict of them.
+            obs: Observations `[N, ...]`, or a dict of such arrays.
             actions: The policy's actions, `[N, dim]`.
-            picture: Picture of the first slot, uint8 `[H, W, 3]`, if `needs_pictures` and the environment can be rendered.
+            picture: Image of the first slot, uint8 `[H, W, 3]`, if `needs_pictures` and the environment can be rendered.
 
         Returns:
-            Actions `[N, dim]`, and the slots in which they are not the policy's, bool `[N]`.
+            Actions `[N, dim]`, and a mask of the slots in which the policy's actions were replaced, bool `[N]`.
         """
 
     def end_episodes(self, slots: np.ndarray) -> None:  # noqa: B027 (most need not know)
-        """Handles the end of episodes in these slots, bool `[N]`."""
+        """Handles the end of episodes; `slots` (bool `[N]`) marks the slots in which an episode ended."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
         """Frees resources at the end."""
@@ -68,7 +68,7 @@ register_intervention = INTERVENTIONS.register
 
 
 def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
-    """Parses a name, or a mapping of a name to settings, as in `{scripted: {expert: module:function}}`.
+    """Parses a name, or a mapping from a name to settings, such as `{scripted: {expert: module:function}}`.
 
     Returns:
         The name, the factory that is called with the settings, and the settings.
@@ -87,10 +87,10 @@ def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
 
 
 def find_intervention(text: str) -> Intervention:
-    """Builds the intervention from a text that `named_intervention` parses; a person gets a window.
+    """Builds the intervention from a text (`named_intervention`); interventions by a person open a window.
 
     Raises:
-        ConfigError: It is unknown, or rejects its settings.
+        ConfigError: The intervention is unknown, or rejects its settings.
     """
     name, factory, settings = named_intervention(text)
     try:
@@ -101,7 +101,7 @@ def find_intervention(text: str) -> Intervention:
 
 
 def require_single(chunk: int) -> None:
-    """Raises an error for a policy that acts in chunks."""
+    """Raises ConfigError for a policy that acts in chunks."""
     if chunk != 1:
         raise ConfigError(
             f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); people take over between single actions: "
@@ -118,7 +118,7 @@ class Gated:
         env: Environment in which the policy acts.
 
     Attributes:
-        intervened: Slots in which the last actions were not the policy's, bool `[N]`.
+        intervened: Mask of the slots in which the last actions replaced the policy's, bool `[N]`.
     """
 
     def __init__(self, policy: Any, intervention: Intervention, env: VectorEnv) -> None:
@@ -150,7 +150,7 @@ _KEYS = {"up": (0, 1.0), "down": (0, -1.0), "left": (1, 1.0), "right": (1, -1.0)
          "w": (2, 1.0), "s": (2, -1.0), "c": (3, 1.0), "o": (3, -1.0)}  # fmt: skip
 _STICKS = {1: (0, -1.0), 0: (1, -1.0), 4: (2, -1.0)}
 _BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
-#: Largest deflection of a stick at rest.
+#: Deflection of a stick up to which it counts as at rest.
 _DEAD_ZONE = 0.1
 #: SDL drivers without a visible window.
 _HEADLESS_DRIVERS = ("dummy", "offscreen")
@@ -160,11 +160,11 @@ _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
 
 class Person(Intervention):
-    """Intervention by a person at a window, who may take control.
+    """Intervention by a person, who watches the environment in a window and may take control.
 
     Args:
         hz: Maximum number of steps per second.
-        size: Pixels of the window's side.
+        size: Width and height of the window, in pixels.
     """
 
     one_slot = True
@@ -190,11 +190,11 @@ class Person(Intervention):
 
     @abstractmethod
     def handle_event(self, event: Any) -> None:
-        """Handles an event of a key, a button or a stick."""
+        """Handles a keyboard or gamepad event."""
 
     @abstractmethod
     def moves(self) -> list[tuple[int, float]]:
-        """Returns the person's present moves: indices of action components, and their changes."""
+        """Returns the person's current moves: pairs of action component index and change."""
 
     def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Chooses the actions of this step (`Intervention.act`)."""
@@ -229,12 +229,12 @@ class Person(Intervention):
 
 
 class Keyboard(Person):
-    """Keyboard: keys that move while they are pressed, and one key that takes and returns control.
+    """Intervention by keyboard: keys move while they are pressed, and one key toggles control.
 
     Args:
-        keys: Name of a key in pygame → index of the action component, and its change.
-        take: Key for the control.
-        hz, size: See `Person`.
+        keys: pygame's name of a key → index of the action component, and its change.
+        take: Key that toggles control.
+        hz, size: Arguments of `Person`.
     """
 
     def __init__(
@@ -266,13 +266,13 @@ class Keyboard(Person):
 
 
 class Gamepad(Person):
-    """Gamepad: sticks and buttons that move, and a button that gives control while it is pressed.
+    """Intervention by gamepad: sticks and buttons move, and one button gives control while it is pressed.
 
     Args:
-        sticks: Number of an axis → index of the action component, and its change at the axis's end.
-        buttons: Number of a button → index of the action component, and its change.
-        take: Button for the control.
-        hz, size: See `Person`.
+        sticks: Index of an axis → index of the action component, and its change at full deflection.
+        buttons: Index of a button → index of the action component, and its change.
+        take: Button that gives control.
+        hz, size: Arguments of `Person`.
     """
 
     def __init__(
@@ -312,10 +312,10 @@ class Scripted(Intervention):
     a while.
 
     Args:
-        expert: `obs [N, ...] -> actions [N, dim]`, as `module:function`.
-        apart: Largest tolerated difference of an action component between policy and expert.
-        patience: Consecutive steps with a larger difference before the expert takes over.
-        hold: Minimum steps of the expert's control; it then continues until the policy is close again.
+        expert: Function `obs [N, ...] -> actions [N, dim]`, as `module:function`.
+        apart: Maximum tolerated difference of an action component between policy and expert.
+        patience: Number of consecutive steps with a larger difference before the expert takes over.
+        hold: Minimum number of steps in control; the expert then acts until the policy's actions are close again.
     """
 
     def __init__(self, expert: str, apart: float = 0.5, patience: int = 3, hold: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Recorder of episodes: collects each slot's steps until its episode ends, and writes trajectories."""
+"""Recorders of episodes, which collect each slot's steps until its episode ends and write trajectories."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class EpisodeRecorder(Watch):
 
     Args:
         writer: Writer of the episodes.
-        env: The environment.
-        only_success: Leave out episodes that never succeeded.
+        env: Environment.
+        only_success: Write only episodes that succeeded.
         num_episodes: Number of episodes to write.
-        teacher: Policy whose actions are written instead of those played (DAgger), without rewards, which belong to the
-            actions played.
-        gated: Policy with interventions, which reports who acted.
+        teacher: Policy whose actions are written instead of the executed ones (DAgger); rewards are then omitted, because
+            they belong to the executed actions.
+        gated: Policy with interventions, which reports the slots in which it was replaced.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EpisodeRecorder(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the step's result (`Watch.after`). An episode that is lost with its simulator or robot is not recorded."""
+        """Stores the step's result (`Watch.after`). Episodes whose simulator or robot failed are not recorded."""
         failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
             if failed[slot]:
@@ -105,7 +105,7 @@ class EpisodeRecorder(Watch):
         steps, self._open[slot] = self._open[slot], []
         self.played += 1
         episode = infos.get("episode", {})
-        flags = [step.get("success") for step in steps]  # some say it at the end only
+        flags = [step.get("success") for step in steps]  # some environments report it only at the end
         success = None if flags[-1] is None else np.array([bool(flag) for flag in flags])
         success_at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
         if success is None and success_at_end is not None:
@@ -131,13 +131,13 @@ class EpisodeRecorder(Watch):
 
 
 class TakenRecorder(EpisodeRecorder):
-    """Observer of `play` that writes only interventions, each as a separate episode that ends when the policy has control
-    again.
+    """Observer of `play` that writes only interventions, each as a separate episode that ends when the policy regains
+    control.
 
     Args:
         writer, env: As in `EpisodeRecorder`.
         num_episodes: Number of episodes to watch, regardless of the number of interventions.
-        gated: Policy with interventions, which reports who acted.
+        gated: Policy with interventions, which reports the slots in which it was replaced.
     """
 
     def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int, gated: Gated) -> None:
@@ -154,8 +154,8 @@ class TakenRecorder(EpisodeRecorder):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the steps of interventions (`Watch.after`). A step that is lost with its simulator or robot is left out; the
-        steps before it are written.
+        """Stores the steps of interventions (`Watch.after`). A step whose simulator or robot failed is dropped; the
+        intervention's steps before it are written.
         """
         is_done, failed = terminations | truncations, env_failed(infos, len(slots))
         intervened = self._gated.intervened & ~failed
@@ -214,8 +214,8 @@ def record(
         env_cfg: Section `env.eval`.
         output: The `.h5` file, or the folder of a LeRobot dataset.
         episodes: Number of episodes to write.
-        seed: Seed of the run, see `eval_seed`.
-        only_success: Write only episodes that succeeded, and play until there are enough.
+        seed: Seed of the run (`eval_seed`).
+        only_success: Write only episodes that succeeded; play until there are enough.
         mode: "eval" takes the most likely action, "train" samples.
         teacher: See `EpisodeRecorder`.
         intervention: Observer that may act instead of the actor.
@@ -224,11 +224,12 @@ def record(
         options: Format of the output; ManiSkill's HDF5 by default.
 
     Returns:
-        episodes (written), played, steps, return_mean (of all played), and success_once of the played if it is known; with
+        episodes (number written), played, steps, return_mean of all played episodes, and their success_once if known; with
         `only_taken` also taken_steps.
 
     Raises:
-        ConfigError: Success is required but unknown, or too rare.
+        ConfigError: Success is required but unknown, or an inference delay is configured.
+        RlhpcError: Too few episodes succeed.
     """
     if has_inference_delay(env_cfg):
         raise ConfigError(
@@ -254,14 +255,14 @@ def record(
     steps = 0
     try:
         if options is not None and options.to == "lerobot":
-            lerobot_writer: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, dataset_facts)
+            episode_writer: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, dataset_facts)
         else:
-            lerobot_writer = TrajectoryWriter(
+            episode_writer = TrajectoryWriter(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
                 source_desc=source_desc, extra=extra, facts=dataset_facts.to_json(),
             )  # fmt: skip
-        with torch.random.fork_rng(devices=[]), lerobot_writer as writer:
-            torch.manual_seed(seed)  # what is sampled is the same each time
+        with torch.random.fork_rng(devices=[]), episode_writer as writer:
+            torch.manual_seed(seed)  # makes samples reproducible
             gated_policy, student, num_attempts = None, actor, -1
             if intervention is not None:
                 gated_policy = actor = Gated(actor, intervention, env)
@@ -270,7 +271,7 @@ def record(
             )
             if only_taken and gated_policy is not None:
                 recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated_policy)
-            while (missing := recorder.missing) > 0:
+            while (num_missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
                 if recorder.played >= MAX_ATTEMPTS * episodes:
@@ -280,7 +281,7 @@ def record(
                 num_attempts += 1
                 noise = eval_noise(student, env_cfg, seed + num_attempts) if mode == "eval" else None
                 rows = play(
-                    actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
+                    actor, env, quotas(num_missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
                 )
                 recorder.forget()
                 returns += [row["return"] for row in rows]

@@ -23,7 +23,8 @@ from rlhpc.runtime.trust import Trust
 
 
 def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | None, output: Path | None) -> str:
-    """Evaluates the model on every step of the episodes that `demos.holdout` held out, or of all episodes without a holdout.
+    """Evaluates a success model on every step of the held-out episodes (`demos.holdout`), or of all episodes if none are held
+    out.
 
     Args:
         cfg: Configuration.
@@ -64,8 +65,8 @@ def score_predictions(model: Policy, trajectories: list[Trajectory]) -> dict[str
     """Compares predictions (probability above one half) with the simulator's success label of each step.
 
     Returns:
-        steps, successes (steps with success), accuracy, recall (of those), specificity (of the others); each 1 if there are
-        no such steps.
+        steps, successes (steps with success), accuracy, recall (accuracy on steps with success) and specificity (accuracy on
+        the other steps); a rate without any steps is 1.
     """
     device = torch.device("cpu")
     is_correct, labels = np.zeros(0, bool), np.zeros(0, bool)

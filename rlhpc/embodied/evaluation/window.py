@@ -1,4 +1,4 @@
-"""Display of a trained policy: in a window if a display is available, otherwise in a film."""
+"""Display of a trained policy: in a window if a display is available, otherwise in a video file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhpc.runtime.trust import Trust
 
 #: Default number of episodes.
 _EPISODES = 4
-#: Shorter side of a window in pixels, at least.
+#: Minimum length of a window's shorter side, in pixels.
 _SMALLEST = 480
 
 
@@ -34,15 +34,15 @@ class _Closed(Exception):
 
 
 class EnvWindow(Watch):
-    """Window that shows slot 0 of an environment, at the film's pace. Escape, q or the window's button ends it.
+    """Window that shows slot 0 of an environment at a fixed frame rate. Escape, q or the window's close button ends it.
 
     Args:
-        env: A vector environment.
+        env: Vector environment.
         name: Title of the window.
-        fps: Pictures per second.
+        fps: Frames per second.
 
     Attributes:
-        available: Whether the environment renders pictures.
+        available: Whether the environment can be rendered.
     """
 
     def __init__(self, env: VectorEnv, name: str, fps: int) -> None:
@@ -54,7 +54,7 @@ class EnvWindow(Watch):
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Draws the present state (`Watch.before`)."""
+        """Draws the current state (`Watch.before`)."""
         frames = self._env.render([0]) if self.available else None
         self.available = frames is not None
         if frames is None:
@@ -65,7 +65,7 @@ class EnvWindow(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Updates return and episode number of the title (`Watch.after`)."""
+        """Updates return and episode number in the title (`Watch.after`)."""
         self._return += float(np.asarray(rewards)[0].sum())
         if bool(np.asarray(terminations)[0] | np.asarray(truncations)[0]):
             self._episode, self._return = self._episode + 1, 0.0
@@ -96,7 +96,7 @@ class EnvWindow(Watch):
 
 
 def has_display() -> bool:
-    """Returns whether a window can be opened here."""
+    """Returns whether a window can be opened in this process."""
     if not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")):
         return False
     try:
@@ -116,12 +116,11 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
 
     Args:
         checkpoint: A `global_step_<N>` folder.
-        cfg: Sections `env.eval` and `runner.seed`.
-        options: Options.
+        cfg: Configuration, of which section `env.eval` and `runner.seed` are used.
+        options: Options of `rlhpc play`.
 
     Returns:
-        See `evaluate_policy`; with a film also video, its path. Empty if the user closed the window before the first episode
-        ended.
+        Result of `evaluate_policy`, with the path `video` if a video was written; empty if the user closed the window.
 
     Raises:
         CheckpointError: The checkpoint has faults.
