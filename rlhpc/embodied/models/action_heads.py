@@ -180,11 +180,11 @@ class BoundedHead(nn.Module):
         return self.within(torch.erf(noise / math.sqrt(2)))
 
     def within(self, unit: Tensor) -> Tensor:
-        """Scales numbers `[B, chunk · d]` in [-1, 1] to actions `[B, chunk, d]` within the bounds."""
+        """Converts numbers `[B, chunk · d]` in [-1, 1] to actions `[B, chunk, d]` within the bounds."""
         return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
 
     def unit(self, actions: Tensor) -> Tensor:
-        """Scales actions to numbers `[B, chunk · d]` in [-1, 1]; inverts `within`."""
+        """Converts actions to numbers `[B, chunk · d]` in [-1, 1]; inverts `within`."""
         return (actions.flatten(1) - self.middle) / self.scale
 
 

@@ -213,7 +213,7 @@ class FlowActing(Policy):
         return torch.rand(rows)
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Scales actions to [−1, 1] for the flow."""
+        """Converts actions to [−1, 1] for the flow."""
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:

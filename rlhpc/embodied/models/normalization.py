@@ -51,7 +51,7 @@ class Scaling(nn.Module):
         return Scaling(self.low, self.high, self.mask, gripper=gripper)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Scales `[..., dim]` to [−1, 1] with clamping; components with an empty range become 0."""
+        """Converts values `[..., dim]` to [−1, 1] with clamping; components with an empty range become 0."""
         width = self.high - self.low
         values_scaled = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
         values_scaled = torch.where(self.mask, torch.where(width == 0, 0, values_scaled), values)

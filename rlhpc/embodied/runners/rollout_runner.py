@@ -371,7 +371,7 @@ class PlayingRunner(Runner[Cfg]):
         self.sources.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Notes in the log if simulators could not be restored, so that their episodes in progress are lost."""
+        """Writes a note if simulators could not be restored, so that their episodes in progress are lost."""
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
