@@ -1,8 +1,8 @@
-"""Vision-language-action policy with actions as tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
+"""Vision-language-action policy with actions as tokens, as in RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
 
-Each component of an action falls into one of 256 bins between −1 and 1, which are the last tokens of the vocabulary, the
-first bin the very last one. A chunk is written action by action; probabilities are those among the bins. Values come
-from the hidden state from which the first of them is predicted.
+Each component of an action is one of 256 bins between −1 and 1. The bins are the last tokens of the vocabulary, in reverse
+order: the first bin is the very last token. A chunk is generated action by action; probabilities are normalised over the bins.
+Values are computed from the hidden state that predicts the first action token.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BINS = 256
 
 
 class ActionTokens:
-    """Conversion of actions between −1 and 1 to token ids and back, as in OpenVLA: 256 edges, so the middles of 255
-    bins.
+    """Converter between actions in [−1, 1] and token ids, as in OpenVLA: 256 edges, and the middles of the 255 bins between
+    them.
 
     Args:
-        end: One past the last token of the vocabulary.
+        end: One past the last token id of the vocabulary.
     """
 
     def __init__(self, end: int) -> None:
@@ -61,7 +61,7 @@ class ActionTokens:
 
 
 class TokenPolicy(Policy):
-    """Policy whose actions are tokens of a language model. A subclass implements `load`, `_read` and `_run_body`."""
+    """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_read`, `_run_body` and `_logits`."""
 
     has_head = False
     mixed_precision = True
@@ -92,17 +92,17 @@ class TokenPolicy(Policy):
 
     @abstractmethod
     def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
-        """Runs the model's body over pictures, prompt, and the tokens written so far `[B, n]`; returns its outputs and
+        """Runs the model's body on images, prompt, and the action tokens generated so far `[B, n]`; returns its outputs and
         the mask.
         """
 
     @abstractmethod
     def _run_body(self, **inputs: Any) -> Any:
-        """Runs the model's body over one more token."""
+        """Runs the model's body on one more token."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of the complete vocabulary."""
+        """Returns logits over the complete vocabulary."""
 
     def recompute_activations(self) -> bool:
         """Enables gradient checkpointing (`Policy.recompute_activations`)."""
@@ -112,17 +112,17 @@ class TokenPolicy(Policy):
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _logp(self, hidden: Tensor) -> Tensor:
-        """Returns log-probabilities among the bins, by token id from the first bin's."""
+        """Returns log-probabilities over the bins, `[..., 256]`, in the order of token ids."""
         return torch.log_softmax(self._logits(hidden)[..., self.tokens.first : self.tokens.end].float(), -1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the head's input, None for tokens, and the values (`Policy.features`)."""
+        """Returns None in place of the head's input, and the values (`Policy.features`)."""
         if self.value_head is None and value:
             return None, self._values(self.inputs(obs)[0])
         return None, self._values(self._states(obs, None)[:, 0]) if value else None
 
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
-        """Returns the hidden states that predict the tokens `[B, n]`, `[B, n, width]`; without tokens the first."""
+        """Returns the hidden states `[B, n, width]` that predict the tokens `[B, n]`; without tokens, only the first state."""
         previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
         return self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
 
@@ -133,8 +133,8 @@ class TokenPolicy(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs` may have the sampled `tokens [B, chunk · dim]` of
-        the actions.
+        """Runs the training pass (`Policy.default_forward`); `inputs["tokens"]` may hold the sampled tokens
+        `[B, chunk · dim]`.
         """
         tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
         hidden = self._states(inputs["obs"], tokens)
@@ -165,8 +165,8 @@ class TokenPolicy(Policy):
         }
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
-        hidden state.
+        """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the hidden state
+        that predicts the first token.
         """
         outputs, mask = self._read(obs, cache=True)
         first_hidden = hidden = outputs.last_hidden_state[:, -1]
@@ -189,8 +189,8 @@ class TokenPolicy(Policy):
         return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first_hidden
 
     def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Chooses bins from hidden states `[B, n, width]`; returns them and their log-probs `[B, n]`. Without noise it
-        takes the most likely ones.
+        """Chooses bins from hidden states `[B, n, width]`; returns the bins and their log-probs `[B, n]`. Without noise, it
+        takes the most likely bins.
         """
         logp = self._logp(hidden)
         bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])
@@ -205,7 +205,7 @@ class TokenPolicy(Policy):
 
 
 class VLAPolicy(TokenPolicy):
-    """Policy from pictures and an instruction to action tokens, by a Llava model.
+    """Policy that predicts action tokens from images and an instruction with a Llava model.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs` are `VlaOptions`.

@@ -1,5 +1,5 @@
 """Advantage-conditioned policy: an extra input marks improvements (RECAP: Physical Intelligence 2025, "π*0.6: a VLA
-That Learns From Experience"). It learns from all episodes, good and bad; acting asks for an improvement.
+That Learns From Experience"). It is trained on all episodes, good and bad, and acts under the condition of an improvement.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlhpc.runtime.trust import Trust
 
 #: Added observation: 1 for an improvement, −1 for none, 0 for unknown.
 IMPROVEMENT = "improvement"
-#: Model types that can be conditioned: networks that take numbers with their other inputs.
+#: Model types that can be conditioned, because they accept a state vector in addition to other inputs.
 INNER = ("mlp", "cnn", "resnet", "flow")
 _OF, _UNSAID = "of", "unconditioned"
 
 
 class ConditionedPolicy(Policy):
-    """Policy with one more number in the observations of an inner policy.
+    """Policy that adds an improvement label to the observations of an inner policy.
 
     `actor.model.kwargs` are `ConditionedOptions` and the options of the inner policy.
 
     Attributes:
         inner: Inner policy.
-        unconditioned: See above.
+        unconditioned: Fraction of training samples without the label.
     """
 
     has_head = False
@@ -57,7 +57,7 @@ class ConditionedPolicy(Policy):
 
     @property
     def imitated(self) -> range:
-        """Actions that behaviour cloning learns at an observation (`Policy.imitated`)."""
+        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`)."""
         return self.inner.imitated
 
     def set_logprob_type(self, level: str) -> None:
@@ -70,17 +70,17 @@ class ConditionedPolicy(Policy):
         return self.inner.recompute_activations()
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the inner policy's features with an improvement (`Policy.features`)."""
+        """Returns the inner policy's features, conditioned on an improvement (`Policy.features`)."""
         return self.inner.features(_add_improvement(obs), policy, value)
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
-        """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
+        """Runs the training pass, conditioned on an improvement as in acting (`Policy.default_forward`)."""
         return self.inner.default_forward({**inputs, "obs": _add_improvement(inputs["obs"])}, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Chooses actions for an improvement (`Policy.predict_action_batch`)."""
+        """Chooses actions, conditioned on an improvement (`Policy.predict_action_batch`)."""
         return self.inner.predict_action_batch(_add_improvement(obs), mode, noise)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -89,12 +89,12 @@ class ConditionedPolicy(Policy):
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """Shape of the inner policy's start noise (`Policy.start_shape`)."""
+        """Shape of the inner policy's starting noise (`Policy.start_shape`)."""
         return self.inner.start_shape
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. Draws from
-        torch's generator.
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. Randomly hides
+        labels, with torch's default generator.
         """
         improvement: Tensor = inputs[IMPROVEMENT]
         is_labeled = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
@@ -119,7 +119,7 @@ def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, T
 
 
 KEY = "algorithm.value_model"
-#: Observations that are valued at once.
+#: Batch size of the value computation.
 _ROWS = 1024
 
 
@@ -138,10 +138,10 @@ def value_model(cfg: BcConfig, observation_space: object) -> Policy:
 
 
 def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int) -> np.ndarray:
-    """Returns the advantage of each step of an episode over its expected value, `[T]`; nothing follows the last.
+    """Returns the n-step advantage of each step of an episode, `[T]`; values after the last step are 0.
 
     Args:
-        rewards: `[T]`.
+        rewards: Rewards `[T]`.
         values: Values of the observations before the steps, `[T]`.
         gamma: Discount of a step.
         steps: Number of rewards before the bootstrap value from `values`.
@@ -156,14 +156,16 @@ def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int
 
 
 def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
-    """Returns 1 where an advantage is among the largest `fraction` of all, else −1, `[T, 1]` float32 for each episode."""
+    """Returns the improvement labels of each episode, `[T, 1]` float32: 1 for advantages among the largest `fraction` of all,
+    −1 for others.
+    """
     threshold = np.quantile(np.concatenate(list(episode_advantages)), 1 - fraction)
     return [np.where(advantage > threshold, 1, -1).astype(np.float32)[:, None] for advantage in episode_advantages]
 
 
 @torch.no_grad()
 def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device) -> list[np.ndarray]:
-    """Labels the steps of episodes that count as improvements, see `improvements`."""
+    """Returns for each trajectory the improvement labels of its steps (`improvements`)."""
     algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
     model.to(device)
 

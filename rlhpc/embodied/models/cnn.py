@@ -1,5 +1,5 @@
-"""Actor-critics over images: a convolutional trunk for policy and value, joined with numbers if the observation has
-some.
+"""Actor-critics for images: policy and value share a convolutional trunk, whose features are joined with state vectors if the
+observation contains them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
 
-#: Smallest image, in pixels: the convolutions reduce smaller ones to nothing.
+#: Minimum height and width of images in pixels; the convolutions would reduce smaller images to nothing.
 _SMALLEST = 5
 
 
 class ImagePolicy(Policy):
-    """Actor-critic over images `[B, H, W, C]` or `[B, C, H, W]`, integers (scaled to 0..1 by their range) or float.
+    """Actor-critic for images `[B, H, W, C]` or `[B, C, H, W]`, of integers (scaled to [0, 1] by their range) or floats.
 
-    In a dict of observations each image has a separate encoder, everything else except texts is taken as numbers, and one
-    layer joins their features.
+    In a dict of observations each image has a separate encoder, all other entries except texts are state vectors, and one
+    layer joins the features.
 
     Args:
         cfg, observation_space, action_space: See `Policy`.
-        heads: Build actor and critic heads; False builds an encoder for another policy, with `see` only.
+        heads: Build actor and critic heads; False builds only the encoder for another policy.
 
     Attributes:
-        hidden: Width of what `see` returns.
+        hidden: Width of the features that `see` returns.
     """
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any, heads: bool = True) -> None:
@@ -58,7 +58,7 @@ class ImagePolicy(Policy):
 
     @abstractmethod
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """Builds the network from images `[B, channels, height, width]` to features `[B, ...]`."""
+        """Builds the network that encodes images `[B, channels, height, width]` as features `[B, ...]`."""
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""
@@ -106,10 +106,10 @@ class ImagePolicy(Policy):
 
 
 class CNNPolicy(ImagePolicy):
-    """Actor-critic with Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
+    """Actor-critic with the convolutions of Mnih et al. 2015, or with two smaller ones for images under 36 pixels."""
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
+        """Builds the network that encodes an image (`ImagePolicy.encoder`)."""
         if min(height, width) >= 36:
             convolutions = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         else:
@@ -132,18 +132,18 @@ class Residual(nn.Module):
         self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes and returns features `[B, channels, H, W]`."""
+        """Returns features `[B, channels, H, W]` for features of the same shape."""
         return x + self.second(F.relu(self.first(F.relu(x))))
 
 
 class ResNetPolicy(ImagePolicy):
     """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution,
-    a pooling that halves the image, and two residual blocks. It has no batch statistics, so that acting and training
+    max pooling that halves the image, and two residual blocks. It uses no batch statistics, so that acting and training
     agree. `actor.model.kwargs` are `ResnetOptions`.
     """
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
+        """Builds the network that encodes an image (`ImagePolicy.encoder`)."""
         layers: list[nn.Module] = []
         for outputs in self._channels:
             layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
@@ -153,14 +153,14 @@ class ResNetPolicy(ImagePolicy):
 
 
 def _prepare_images(images: Tensor, box: Any) -> Tensor:
-    """Returns float images `[B, C, H, W]`. A permuted view is in channels-last format, which convolutions take directly."""
+    """Converts images to float `[B, C, H, W]`. A permuted view has channels-last layout, which convolutions support."""
     view = images.permute(0, 3, 1, 2) if is_channel_last(box.shape) else images
     dtype = np.dtype(box.dtype)
     return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()
 
 
 def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: SuccessOptions) -> Any:
-    """Builds the encoder of observations with images that `options` names; returns None for observations of numbers only."""
+    """Builds the encoder `options.encoder` for observations with images; returns None for observations without images."""
     if not any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
         return None
     encoder_cfg = changed(cfg, "kwargs", {"channels": options.channels})
@@ -168,5 +168,5 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
 
 
 def encode_obs(encoder: Any, obs: Obs) -> Tensor:
-    """Returns the encoded observations, `[B, width]`; without an encoder their numbers."""
+    """Returns encoded observations `[B, width]`; without an encoder, the flattened state vectors."""
     return flat_numbers(obs) if encoder is None else encoder.see(obs)

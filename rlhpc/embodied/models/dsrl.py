@@ -1,5 +1,5 @@
 """Networks of DSRL (Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning"): SAC
-whose action is the noise that a frozen flow begins with. The flow turns it deterministically into a chunk of actions.
+whose action is the starting noise of a frozen flow policy, which maps the noise deterministically to a chunk of actions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _KEY = "actor.model.kwargs.base"
 
 
 class DSRLPolicy(SACPolicy):
-    """Actor and critics of noise, with the flow that turns noise into actions.
+    """Actor and critics on noise, with the flow policy that maps noise to actions.
 
     `actor.model.kwargs` are `DsrlOptions`. Checkpoints set `base_spec`, because they contain the flow's weights.
 
     Attributes:
-        base: The flow, frozen.
+        base: Frozen flow policy.
     """
 
     base: FlowActing
     acts_with = ("actor.", "base.")
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
-        """Builds a distribution of the flow's first state."""
+        """Loads the flow policy and builds a head for its starting noise."""
         options = model_options(DsrlOptions, cfg)
         self.base = self._frozen(options, cfg.num_action_chunks, action_space)
         limit = np.full(self.base.state_shape, options.noise_bound, np.float32)
@@ -69,7 +69,7 @@ class DSRLPolicy(SACPolicy):
         return flow.requires_grad_(False)
 
     def executed(self, obs: Obs, actions: Tensor) -> Tensor:
-        """Returns the flow's actions for chosen noise (`ActorCritic.executed`)."""
+        """Returns the flow policy's actions for the chosen noise (`ActorCritic.executed`)."""
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
         start = actions.reshape(-1, *self.base.state_shape)
@@ -83,8 +83,8 @@ class DSRLPolicy(SACPolicy):
         return self.executed(obs, noise_actions), extras
 
     def spec(self) -> dict[str, Any]:
-        """Returns the policy's description (`Policy.spec`), including the flow's, whose folder may be gone when it is
-        read.
+        """Returns the policy's description (`Policy.spec`) with the flow policy's, because its folder may not exist when it
+        is read.
         """
         spec = super().spec()
         model = dict(spec["model"])

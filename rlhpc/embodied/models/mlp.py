@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain: float) -> nn.Sequential:
-    """Builds linear layers with activations between them; `gain` is that of the last."""
+    """Builds linear layers with activations between them; `gain` is the gain of the last layer's orthogonal weights."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
@@ -37,15 +37,15 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
 
 
 def normalizes_observations(cfg: PolicyConfig) -> bool:
-    """Returns `actor.model.normalize_observations`, which sections of off-policy runs and of older versions lack."""
+    """Returns `actor.model.normalize_observations`; False for sections without the key (off-policy runs, older versions)."""
     return bool(getattr(cfg, "normalize_observations", False))
 
 
 def flat_width(space: Any) -> int:
-    """Returns the number of values of an observation.
+    """Returns the number of values in a flattened observation.
 
     Raises:
-        ConfigError: There are images or texts among several observations.
+        ConfigError: An entry of a dict observation is an image or a text.
     """
     boxes = boxes_of(space)
     for key, box in boxes.items():
@@ -58,16 +58,15 @@ def flat_width(space: Any) -> int:
 
 
 def flat_numbers(obs: Any) -> Tensor:
-    """Returns an observation as numbers `[B, flat_width]`; several observations are concatenated in the order of their
-    names."""
+    """Flattens observations to floats `[B, flat_width]`; concatenates several observations in the order of their names."""
     arrays = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.reshape(array.shape[0], -1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
 class MLPPolicy(Policy):
-    """Actor-critic with separate networks for policy and value (as CleanRL's ppo.py). Observations are flattened,
-    several one after the other, by name. `actor.model.kwargs` are `MlpOptions`.
+    """Actor-critic with separate networks for policy and value (as in CleanRL's ppo.py). Observations are flattened and
+    concatenated in the order of their names. `actor.model.kwargs` are `MlpOptions`.
     """
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:

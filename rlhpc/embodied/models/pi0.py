@@ -1,5 +1,5 @@
-"""π0 policy (Black et al. 2024): a vision-language model encodes the observation once, and an action expert follows a
-flow.
+"""π0 policy (Black et al. 2024): a vision-language model encodes the observation once, and an action expert computes the
+flow's velocity.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rlhpc.training.lora import inject_lora
 
 
 def check_folder(cfg: ModelConfig) -> None:
-    """Refuses a π0's folder without weights or statistics (`require_weights`, `read_norm_stats`)."""
+    """Checks that a π0 folder has weights and statistics (`require_weights`, `read_norm_stats`)."""
     require_weights(cfg.model_path)
     read_norm_stats(model_options(Pi0Options, cfg).statistics, str(cfg.model_path or TINY))
 
 
 class Pi0Policy(FlowActing):
-    """Policy from pictures, an instruction and the robot's state to chunks of actions. Log-probs are those of
-    `models.flow`, over the actions that are used; values come from the vision-language model's last token.
+    """Policy that predicts action chunks from images, an instruction and the robot's state. Log-probs are those of
+    `models.flow`, over the executed actions; values are computed from the vision-language model's last token.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs` are `Pi0Options`. State and actions are normalised by the statistics, then padded.
@@ -92,7 +92,7 @@ class Pi0Policy(FlowActing):
             )
 
     def spec(self) -> dict[str, Any]:
-        """Returns the policy's description (`Policy.spec`), including the statistics, whose file may be gone when it is
+        """Returns the policy's description (`Policy.spec`) with the statistics, because their file may not exist when it is
         read.
         """
         spec = super().spec()
@@ -100,7 +100,7 @@ class Pi0Policy(FlowActing):
         return {**spec, "model": {**spec["model"], "kwargs": {**spec["model"]["kwargs"], "statistics": statistics}}}
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Scales actions by the statistics, if there are any (`FlowActing.scaled`)."""
+        """Normalises actions by the statistics, or by the bounds without statistics (`FlowActing.scaled`)."""
         return super().scaled(actions) if self.action_stats is None else self.action_stats.normalised(actions)
 
     def unscaled(self, actions: Tensor) -> Tensor:
@@ -113,11 +113,11 @@ class Pi0Policy(FlowActing):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Chunk and width of the model (`FlowActing.state_shape`)."""
+        """Chunk size and action width of the model (`FlowActing.state_shape`)."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """Encodes pictures and prompt once for all steps of the flow (`FlowActing.prepare`)."""
+        """Encodes images and prompt once for all steps of the flow (`FlowActing.prepare`)."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:
             return None, self._values(pixels.flatten(1))

@@ -1,4 +1,4 @@
-"""Models by name: built in, registered, an entry point of group `rlhpc.models`, or `module:Class`."""
+"""Registry of policy models: built in, registered, an entry point of group `rlhpc.models`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
 
-#: Classes `(cfg, observation_space, action_space) -> Policy`, by name.
+#: Factories `(cfg, observation_space, action_space) -> Policy`, by name.
 MODELS: Registry[Any] = Registry(
     "model type", "actor.model.model_type", "rlhpc.models",
     {
@@ -51,7 +51,8 @@ _FOLDER_CHECKS = {
     "openvla": "rlhpc.embodied.models.openvla:check_folder",
     "lerobot": "rlhpc.embodied.models.lerobot.checkpoint:check_folder",
 }
-#: Checks of policies that another Python may build: functions `(cfg, observation_space, action_space)`, by model type.
+#: Checks of policies that only another Python may be able to build: functions `(cfg, observation_space, action_space)`, by
+#: model type.
 _SPACE_CHECKS = {"lerobot": "rlhpc.embodied.models.lerobot.checkpoint:describe"}
 
 
@@ -74,8 +75,8 @@ def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
 
 
 def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
-    """Returns section `actor.model` for `build_model` on a device: with its dtype resolved (`policy_dtype`), and the
-    adapters of `actor.lora`, if any, among its options.
+    """Returns section `actor.model` for `build_model` on a device, with the dtype resolved (`policy_dtype`) and the adapters
+    of `actor.lora` added to the options.
     """
     from rlhpc.config.typed import changed, plain
     from rlhpc.runtime.devices import computes_bfloat16
@@ -94,12 +95,12 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
     """Builds the policy of section `actor.model`.
 
     Args:
-        cfg: The section.
+        cfg: Section `actor.model`.
         observation_space, action_space: Spaces of one environment slot.
-        seed: Initialises the weights from this seed, without touching torch's global generator.
+        seed: Seed of the initial weights, which leaves torch's global generator unchanged; None uses the global generator.
 
     Raises:
-        ConfigError: Unknown type, or spaces that it cannot take.
+        ConfigError: The type is unknown, or does not support the spaces.
     """
     import torch
 
@@ -117,10 +118,10 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
 
 
 def check_folder(cfg: PolicyConfig) -> None:
-    """Refuses a pretrained policy's folder that lacks files, whatever the environment is.
+    """Checks that a pretrained policy's folder has all files; needs no environment.
 
     Raises:
-        ConfigError: The type is unknown, or a file is missing; names it.
+        ConfigError: The type is unknown, or a file is missing; the message names it.
     """
     MODELS.find(cfg.model_type)
     if (check_path := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
@@ -128,7 +129,7 @@ def check_folder(cfg: PolicyConfig) -> None:
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
-    """Builds the policy as a check; returns None without building where only ranks with a separate Python can build it.
+    """Builds the policy as a check; returns None without building it if only ranks with a separate Python can.
 
     Args:
         actor: Section `actor`.
@@ -146,15 +147,15 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
 
 
 def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:
-    """Builds the network of a `Policy.spec`, with fresh weights.
+    """Builds the policy of a `Policy.spec`, with newly initialized weights.
 
     Args:
         spec: Result of `Policy.spec`.
-        trust: Code that it may name; none by default.
+        trust: Trust settings for code that the description names; no code is trusted by default.
         origin: Source of the description, for messages.
 
     Raises:
-        ConfigError: It names code, or describes no policy.
+        ConfigError: The description names untrusted code, or does not describe a policy.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -166,7 +167,7 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
     try:
         model = spec["model"]
         config_class: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in model else ModelConfig
-        # One that an earlier version wrote may lack keys.
+        # Descriptions from earlier versions may lack keys.
         config = {"actor": {"model": {**asdict(config_class()), **model, "model_type": model["model_type"]}}}
         trust.check(config, origin)
         section = config if trust.everything else without_variables(config, trust, origin)
@@ -190,7 +191,7 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
 
 
 def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Returns a folder's description of its policy (`Policy.spec`), and the file that has it.
+    """Reads the description of a folder's policy (`Policy.spec`); returns it and its file.
 
     Raises:
         CheckpointError: The folder has no description.
@@ -208,11 +209,11 @@ def load_policy(folder: Path, trust: Trust) -> Policy:
 
     Args:
         folder: A checkpoint, or an export.
-        trust: Code that it may name.
+        trust: Trust settings for code that the folder names.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy.
-        ConfigError: It names code that is not trusted.
+        ConfigError: The folder names code that is not trusted.
     """
     spec, spec_file = spec_in(folder)
     policy = policy_from_spec(spec, trust, str(spec_file))

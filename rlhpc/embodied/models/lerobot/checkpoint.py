@@ -1,5 +1,4 @@
-"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, from its JSON files: LeRobot is not
-imported.
+"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, from its JSON files, without LeRobot.
 
 config.json                {"type": "act", "input_features": {"observation.state": {"type": "STATE", "shape": [2]}}, …}
 model.safetensors          weights
@@ -48,9 +47,9 @@ class Described:
     Attributes:
         path: The folder.
         family: One of `FAMILIES`.
-        sources: Part of the environment's observations for each of its inputs; None for pictures.
-        cameras: Camera of the environment for each input with pictures: part, and number within it.
-        num_obs_steps: Number of observations that it takes, the last of which is the current one (`n_obs_steps`).
+        sources: Entry of the environment's observations for each input of the policy; None for images.
+        cameras: Camera of the environment for each image input: observation entry, and index within it.
+        num_obs_steps: Number of observations that the policy takes, ending with the current one (`n_obs_steps`).
         config: Content of config.json.
         options: Options of `actor.model.kwargs`.
     """
@@ -68,7 +67,7 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
     """Reads a folder and checks it against an environment and the configuration.
 
     Raises:
-        ConfigError: It is no policy, of an unsupported family, or of another task; or an option is unknown.
+        ConfigError: The folder has no policy, or one of an unsupported family or another task; or an option is unknown.
     """
     path, config = _read(cfg.model_path)
     family = str(config["type"])
@@ -93,7 +92,7 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
 
 
 def check_folder(cfg: ModelConfig) -> None:
-    """Refuses a folder that LeRobot's `save_pretrained` did not write, or of an unsupported family.
+    """Checks that a folder was written by LeRobot's `save_pretrained`, for a supported family.
 
     Raises:
         ConfigError: The folder is invalid; the message says why.
@@ -102,7 +101,7 @@ def check_folder(cfg: ModelConfig) -> None:
 
 
 def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
-    """Returns a folder and its config.json, which is of a supported family."""
+    """Reads a folder's config.json; returns the folder's path and the content, after checking the family."""
     if not model_path:
         raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
     path = expand_home(model_path).absolute()
@@ -143,13 +142,14 @@ def _check_actions(
 
 
 def pictures_of(space: Any, num_obs_steps: int) -> dict[str, Any]:
-    """Returns the boxes of pictures of an observation, `[H, W, C]`, or `[num_obs_steps, H, W, C]` for several steps."""
+    """Returns the boxes of images in an observation, `[H, W, C]`, or `[num_obs_steps, H, W, C]` for several steps."""
     return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (num_obs_steps > 1)}
 
 
 def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]]:
-    """Returns the cameras of an environment by name: part of the observation, and number within it. A part that holds several
-    pictures side by side, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as `Described.num_obs_steps`."""
+    """Returns the cameras of an environment by name, each as observation entry and index within it. An entry with several
+    images, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as in `Described.num_obs_steps`.
+    """
     cameras: dict[str, tuple[str, int]] = {}
     for key, box in pictures_of(space, num_steps).items():
         count = box.shape[-1] // 3
@@ -160,16 +160,16 @@ def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]
 def match_cameras(
     inputs: Sequence[str], cameras: Mapping[str, tuple[str, int]], chosen: Any, path: Path
 ) -> dict[str, tuple[str, int]]:
-    """Returns the environment's camera of each input with pictures.
+    """Returns the environment's camera for each image input.
 
-    `observation.images.X` is the camera X. Where no name is the same, the cameras of one part, such as `rgb`, are the inputs
-    in their order.
+    `observation.images.X` is the camera X. If no names match, the cameras of a single entry, such as `rgb`, are assigned to
+    the inputs in order.
 
     Args:
-        inputs: In the folder's order.
-        cameras: `environment_cameras`.
-        chosen: `actor.model.kwargs.cameras`, which names a camera for each input; None for none.
-        path: The folder, for messages.
+        inputs: Image inputs, in the folder's order.
+        cameras: Result of `environment_cameras`.
+        chosen: `actor.model.kwargs.cameras`, which names a camera for each input, or None.
+        path: Folder, for messages.
 
     Raises:
         ConfigError: An input's camera is ambiguous, or a camera is unused.

@@ -22,10 +22,10 @@ def load(described: Described, vlm: str | None = None) -> Any:
 
     Args:
         described: The folder.
-        vlm: A folder in place of the vision-language model that its configuration names, for all but its weights.
+        vlm: Folder used instead of the vision-language model that the configuration names, for everything but weights.
 
     Raises:
-        ConfigError: LeRobot is missing, or cannot load it.
+        ConfigError: LeRobot is not installed, or cannot load the policy.
     """
     if not importable():
         raise needs_lerobot(f"model_type lerobot ({described.path})")
@@ -61,16 +61,16 @@ def load(described: Described, vlm: str | None = None) -> Any:
 
 
 class Processors:
-    """Processors before and after a policy: normalisation, by the statistics of the folder or of a dataset.
+    """Pre- and postprocessor of a policy, which normalise by the statistics of the folder or of a dataset.
 
     Args:
         described: The folder.
         config: Configuration of the policy.
-        statistics: A LeRobot dataset's folder, or its stats.json; None takes the folder's own.
+        statistics: A LeRobot dataset's folder, or its stats.json; None takes the policy folder's statistics.
         vlm: See `load`.
 
     Raises:
-        ConfigError: There are no statistics, or the processors cannot be loaded.
+        ConfigError: Statistics are missing, or the processors cannot be loaded.
     """
 
     def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
@@ -98,7 +98,7 @@ class Processors:
         return self.on(_device_of(batch))[0](batch)
 
     def after(self, actions: Tensor) -> Tensor:
-        """Converts the network's actions to the environment's."""
+        """Converts the network's actions to the environment's units."""
         return self.on(actions.device)[1](actions).to(actions.device)
 
     def save(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ class Processors:
 
 
 def _tokenizer_of(folder: Path) -> str | None:
-    """Returns the tokenizer's name in a folder's processors."""
+    """Returns the name of the tokenizer in a folder's preprocessor; None if there is none."""
     try:
         steps = read_json((folder / "policy_preprocessor.json").read_bytes())["steps"]
         return next((step["config"]["tokenizer_name"] for step in steps if "tokenizer_name" in step["config"]), None)

@@ -34,12 +34,12 @@ _CHECK = "transformers.models.siglip.check"
 
 
 class AdaptedNorm(nn.Module):
-    """Gemma's norm, adapted to a condition if it has one.
+    """Gemma's RMS norm, optionally adapted to a condition (adaRMS).
 
     Args:
-        norm: Norm that it replaces.
-        width: Width of its input and of the condition.
-        std: Standard deviation of the initial weights for the condition; None is a plain norm.
+        norm: Norm to replace.
+        width: Width of the input and of the condition.
+        std: Standard deviation of the initial weights for the condition; None builds a plain norm.
     """
 
     def __init__(self, norm: GemmaRMSNorm, width: int, std: float | None) -> None:
@@ -63,7 +63,7 @@ class AdaptedNorm(nn.Module):
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
-    """Returns x plus the block's output, gated if there is a gate."""
+    """Returns x plus the block's output y, which is multiplied by the gate if there is one."""
     return x + y if gate is None else x + y * gate
 
 
@@ -130,7 +130,7 @@ def _adapt(gemma: Any) -> None:
 
 
 def gemma(config: Any) -> GemmaForCausalLM:
-    """Builds the expert as in openpi."""
+    """Builds the action expert (Gemma) as in openpi."""
     model = GemmaForCausalLM(config)
     _adapt(model.model)
     return model
@@ -145,8 +145,8 @@ def paligemma(config: Any) -> PaliGemmaForConditionalGeneration:
 
 
 def provide() -> None:
-    """Installs these models in LeRobot's π0 and π0.5, and its check for openpi's files. A transformers with openpi's
-    files stays unchanged.
+    """Makes LeRobot's π0 and π0.5 use these models, and makes its check for openpi's files pass. Does nothing if transformers
+    already has openpi's files.
     """
     if _CHECK in sys.modules or importlib.util.find_spec(_CHECK) is not None:
         return
@@ -166,10 +166,10 @@ def load(kind: Any, config: Any, weights: Path) -> Any:
     Args:
         kind: LeRobot's class of policies.
         config: Configuration of the policy.
-        weights: Its safetensors, whose names may lack `model.`.
+        weights: Safetensors file, whose names may lack the prefix `model.`.
 
     Raises:
-        ValueError: Some are missing, or belong to another model.
+        ValueError: Weights are missing, or belong to another model.
     """
     policy = kind(config)
     state = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
@@ -177,7 +177,7 @@ def load(kind: Any, config: Any, weights: Path) -> Any:
     missing, unexpected = policy.load_state_dict(state, strict=False)
     parameters = policy.state_dict()
     loaded = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
-    # Words' embeddings and the head are one: a file has either.
+    # Token embeddings and LM head are tied, so a file may have only one of them.
     mismatches = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded)]
     if mismatches:
         raise ValueError(
