@@ -12,18 +12,18 @@ from rlhpc.embodied.algorithms.registry import ALGORITHMS
 from rlhpc.embodied.checks import MODELS
 from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
 
-#: Policies on a pretrained model.
+#: Model types with a pretrained model.
 _PRETRAINED = ("vla", "pi0", "openvla", "lerobot")
 _TYPE = "actor.model.model_type"
 
 
 def _model(*names: str) -> Callable[[Any], bool]:
-    """Returns a condition: the policy is one of these, or one from outside the package."""
+    """Returns the condition that the policy has one of these model types, or one from outside the package."""
     return lambda cfg: cfg.actor.model.model_type.lower() in names or cfg.actor.model.model_type.lower() not in MODELS
 
 
 def _algorithm(*names: str) -> Callable[[Any], bool]:
-    """Returns a condition: the off-policy algorithm is one of these, or one from outside the package."""
+    """Returns the condition that the off-policy algorithm is one of these, or one from outside the package."""
     return lambda cfg: cfg.algorithm.name.lower() in names or cfg.algorithm.name.lower() not in ALGORITHMS.built_in
 
 
@@ -56,7 +56,7 @@ _DEMONSTRATED = (
         "with workflow.record_episodes or workflow.demos_expert",
     ),
 )  # fmt: skip
-#: Of a policy that any backend trains.
+#: Conditions of runs whose policy any backend can train.
 _POLICY = (
     *trainer_conditions("actor"),
     Condition(

@@ -1,5 +1,5 @@
-"""Export of a checkpoint: model.safetensors, config.json and README.md in the Hugging Face layout, and policy.pt2 with
-policy.py, which act without rlhpc.
+"""Export of a checkpoint: model.safetensors, config.json and README.md in the Hugging Face layout, and policy.pt2 and
+policy.py to act without rlhpc.
 
 export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
 """
@@ -51,8 +51,8 @@ def policy_card(
         checkpoint: Name of the checkpoint.
         results: From `results_beside`.
         licence: An SPDX identifier.
-        standalone: Whether `policy.pt2` and `policy.py` are in the folder.
-        released: Whether the folder has the format in which the policy's family is released.
+        standalone: Whether the folder contains `policy.pt2` and `policy.py`.
+        released: Whether the folder has the release format of the policy's family.
     """
     env = config["env_id"] or "the run's environment"
     name, version, step = config["run"] or checkpoint, config["rlhpc_version"], config["global_step"]
@@ -96,7 +96,7 @@ def policy_card(
 
 
 def _forward(spec: Mapping[str, Any]) -> str:
-    """Returns a description of the network that suffices to rebuild it."""
+    """Returns a text that describes the network."""
     model, action = spec.get("model") or {}, spec.get("action_space") or {}
     model_type = model.get("model_type", spec.get("model_type", "a model of its own"))
     if model_type != "mlp":
@@ -119,7 +119,7 @@ EXPORT_FORMAT = 1
 
 
 def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: str | None = None) -> Path:
-    """Writes the export folder of a checkpoint, atomically; an existing one is replaced.
+    """Writes the export folder of a checkpoint, atomically; replaces an existing one.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
@@ -157,17 +157,17 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
 def release_checkpoint(
     checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
 ) -> Path:
-    """Writes a checkpoint's policy in the format of its family's releases, atomically; an existing folder is replaced.
+    """Writes a checkpoint's policy in the release format of its family, atomically; replaces an existing folder.
 
     Args:
         checkpoint, output, licence: As in `export_checkpoint`.
         trust_code: As in `load_exported`.
 
     Returns:
-        The folder.
+        Path of the folder.
 
     Raises:
-        ConfigError: The policy's family has no such format.
+        ConfigError: The policy's family has no release format.
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
     checkpoint, target, step = _prepare_export(checkpoint, output)
@@ -209,16 +209,16 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
     """Loads the policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
 
     Args:
-        folder: The folder.
-        trust_code: Import code that the folder names as `module:Class`. Without it, only models are built that are built
-            in, registered or part of an installed package: a foreign folder cannot run code.
+        folder: Export or checkpoint folder.
+        trust_code: Import code that the folder names as `module:Class`. Otherwise only models that are built in, registered or
+            provided by an installed package are allowed, so that an untrusted folder cannot run code.
         trust: Detailed trust settings instead of `trust_code`.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
         ConfigError: The folder names code that is not trusted.
     """
-    from rlhpc.embodied.models.registry import load_policy  # with torch, which an export does without
+    from rlhpc.embodied.models.registry import load_policy  # imports torch
 
     return load_policy(expand_home(folder), trust or Trust(trust_code))
 
@@ -248,7 +248,7 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces infinities by strings, because JSON has no infinity and checkpoints of earlier versions contain some."""
+    """Converts non-finite floats to strings, because JSON has none and checkpoints of earlier versions contain them."""
     if isinstance(value, dict):
         return {key: _finite(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -269,8 +269,8 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Returns the files by which the policy acts without rlhpc; empty if torch.export cannot trace it, or if its code is not
-    trusted.
+    """Returns the files with which the policy acts without rlhpc; empty if torch.export cannot trace the policy, or if its
+    code is not trusted.
     """
 
     from rlhpc.embodied.standalone_policy import SCRIPT, program_of, wrapper_files  # torch

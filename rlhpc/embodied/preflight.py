@@ -51,7 +51,7 @@ def _check_environment(section: EnvSideConfig, python: str | None) -> Spaces:
 
 
 def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: Callable[[], Spaces]) -> Iterator[Check]:
-    """Yields the checks of the environments in which a policy learns and is evaluated.
+    """Yields the checks of the training and evaluation environments.
 
     Args:
         cfg: The configuration.
@@ -85,13 +85,13 @@ def _interpreter_check(python: str | None, section: str) -> Iterator[Check]:
 def policy_checks(
     cfg: EmbodiedConfig, spaces: Callable[[], Spaces], resource: Resource, build: Callable[[Spaces], Any]
 ) -> Iterator[Check]:
-    """Yields the checks of the policy, and of the weights that it starts from.
+    """Yields the checks of the policy and of its initial weights.
 
     Args:
         cfg: The configuration.
         spaces: Returns observation and action space.
         resource: Resource that `spaces` needs.
-        build: Builds the policy for them, without pretrained weights; returns None if only another Python can.
+        build: Builds the policy for these spaces, without pretrained weights; returns None if only another Python can.
     """
     start = cfg.runner.init_from
     resource = strongest(resource, model_resource(cfg, getattr(cfg.actor.model, "model_path", None)))
@@ -116,12 +116,12 @@ def policy_checks(
 
 
 def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, str | None]) -> Iterator[Check]:
-    """Yields the checks of a run whose policy learns from its own rollouts.
+    """Yields the checks of an on-policy run.
 
     Args:
         cfg: The configuration.
-        ranks: Ranks of each group.
-        pythons: Python of each group; None for the present one.
+        ranks: Number of ranks by group.
+        pythons: Python interpreter by group; None for the current one.
     """
     yield from _slot_checks(cfg, ranks)
     yield Check("actor.training_backend", lambda: check_backend(cfg.actor))
@@ -142,7 +142,7 @@ def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterat
 
 
 def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | None) -> Iterator[Check]:
-    """Yields the checks of a run that learns from a replay buffer; `python` is the env group's separate Python, if any."""
+    """Yields the checks of an off-policy run; `python` is the env group's separate Python, if any."""
     from rlhpc.embodied.algorithms.registry import algorithm_for
     from rlhpc.embodied.data.mixture import fit
     from rlhpc.embodied.workers.off_policy import read_demo_buffer
@@ -172,7 +172,7 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
 
 
 def _recorder(cfg: SacConfig | BcConfig) -> str:
-    """Returns the writer of the demonstrations before the start; "" if there is none."""
+    """Returns a text that names the expert that records demonstrations before training; "" if there is none."""
     return "the expert of workflow.demos_expert" if cfg.workflow.demos_expert is not None else ""
 
 

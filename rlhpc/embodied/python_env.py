@@ -1,7 +1,7 @@
-"""Calls in another Python environment: evaluation, recording and conversion of LeRobot's policies.
+"""Calls in another Python environment, for evaluation, recording and conversion of LeRobot's policies.
 
-`python -m rlhpc.embodied.python_env ANSWER` in that Python reads a pickled call from its input and writes the pickled answer
-to a file. Both sides are this same program; pickled data never come from a checkpoint.
+`python -m rlhpc.embodied.python_env ANSWER` in that environment reads a pickled call from standard input and writes the
+pickled answer to a file. Both sides run this module; pickled data never come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_json
 
-#: Environment variable that names the Python.
+#: Environment variable with the path of LeRobot's Python interpreter.
 PYTHON = "RLHPC_LEROBOT_PYTHON"
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -42,16 +42,17 @@ def needs_lerobot(why: str) -> ConfigError:
 def call_where_importable(
     of: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
-    """Calls a function of this package here, or in LeRobot's Python if it concerns one of LeRobot's policies.
+    """Calls a function in this process, or in LeRobot's Python if the call concerns one of LeRobot's policies; returns its
+    result.
 
     Args:
         of: Checkpoint or export that the call concerns, or another name.
-        function: Function at the top level of a module.
-        *args, **kwargs: Its arguments, which must be picklable, like its result.
+        function: Top-level function of a module.
+        *args, **kwargs: Arguments of the function; they and the result must be picklable.
 
     Raises:
         ConfigError: LeRobot's Python is needed, but is not named or cannot be started.
-        RlhpcError: The error that the function raised there.
+        RlhpcError: The function raised this error in LeRobot's Python.
     """
     if importable() or not _is_lerobot(Path(of)):
         return function(*args, **kwargs)
@@ -78,7 +79,7 @@ def call_where_importable(
 
 
 def _is_lerobot(folder: Path) -> bool:
-    """Returns whether a checkpoint or an export has one of LeRobot's policies."""
+    """Returns whether a checkpoint or an export contains a policy of LeRobot."""
     for name in ("model.json", "config.json"):
         try:
             spec = read_json((folder / name).read_bytes())

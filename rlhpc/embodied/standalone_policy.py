@@ -1,4 +1,4 @@
-"""Standalone policy of an export, which acts without rlhpc: policy.pt2, policy.py and the sources of wrappers."""
+"""Standalone policy of an export, which acts without rlhpc: policy.pt2, policy.py and wrapper sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Wrappers of rlhpc, whose source an export contains: file in its folder, module, and class.
+#: rlhpc's wrappers, whose source an export contains: file in the export folder, module, and class.
 _OWN_WRAPPERS = {
     name: (f"wrapper_{module.rpartition('.')[2]}.py", module, wrapper)
     for name, (module, wrapper) in {
@@ -39,7 +39,7 @@ def _format_entries(wrappers: dict[str, list[str]]) -> str:
     return "{\n" + "".join(f"    {name!r}: {path!r},\n" for name, path in wrappers.items()) + "}"
 
 
-#: Checks of `rlhpc eval`, as source.
+#: Source code of the environment checks of `rlhpc eval`.
 _INTERFACE = "".join(
     f"{inspect.getsource(function)}\n\n"
     for function in (
@@ -47,7 +47,7 @@ _INTERFACE = "".join(
         interface.takes_options, interface.failed_wrapper, interface.describe, interface.refusal,
     )
 )  # fmt: skip
-#: Acts in its Gymnasium environment with the folder's files and torch; it knows nothing of rlhpc.
+#: Source code of policy.py, which acts in the Gymnasium environment with the folder's files and torch, without rlhpc.
 SCRIPT = '''"""The policy of this folder: needs torch and numpy, and gymnasium to play.
 
 `python policy.py --episodes 10 --seed 0` plays as `rlhpc eval --episodes 10 env.eval.num_envs=10 env.eval.seed=0` does: in the
@@ -289,12 +289,12 @@ def program_of(policy: Policy) -> bytes | None:
     """Returns the content of `policy.pt2`; None for a policy that torch.export cannot trace.
 
     Args:
-        policy: Policy in eval mode, on the CPU. Its program takes observations `[B, ...]` with any B, in the environment's
-            form, or a dict of them; and noise `[B, *start_shape]`, if the policy acts from noise.
+        policy: Policy in eval mode, on the CPU. Its program takes the environment's observations `[B, ...]` with any B, or a
+            dict of them, and noise `[B, *start_shape]` if the policy acts from noise.
     """
     batch = torch.export.Dim("batch", min=1)
     try:
-        # Two rows: a dimension of one would be taken for a constant.
+        # Two rows, because torch.export would treat a dimension of one as a constant.
         obs = _rows(policy.observation_space, 2)
         shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
         with torch.no_grad():
@@ -306,7 +306,7 @@ def program_of(policy: Policy) -> bytes | None:
             program = torch.export.export(_ActingModule(policy).eval(), inputs, dynamic_shapes=shapes)
         buffer = io.BytesIO()
         torch.export.save(program, buffer)
-    except Exception as error:  # whatever a model's code is that a trace cannot follow
+    except Exception as error:  # any code of a model that cannot be traced
         log.info("no program of this policy: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
         return None
     return buffer.getvalue()

@@ -45,8 +45,8 @@ _SUCCESS = "train/success_once"
 
 
 def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Draws return (and success, if it is known) against env steps and wall time, then losses, entropy, KL and other logged
-    metrics. For behaviour cloning, it draws the loss.
+    """Draws return (and success, if known) against env steps and wall time, and losses, entropy, KL and other logged metrics;
+    for behaviour cloning, the loss. Returns the charts by name.
     """
     if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
         return imitation_curves(rows)
@@ -137,8 +137,8 @@ def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[str, str]:
-    """Draws the success (if it is known) and the mean return of all evaluations, during training and of checkpoints, with 95 %
-    intervals; by file name.
+    """Draws success (if known) and mean return of all evaluations, during training and of checkpoints, with 95 % intervals;
+    returns the charts by file name.
     """
     evaluations = read_evaluations(paths)
     charts = {}
@@ -157,7 +157,7 @@ def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str,
     return {**learning_curves(rows, always), **evaluation_curves(paths, rows), **time_curves(rows)}
 
 
-#: Maximum number of suites whose film the page shows.
+#: Maximum number of suites whose video the page shows.
 _MAX_VIDEOS = 6
 
 
@@ -273,8 +273,8 @@ def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
 def _evaluation(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
 ) -> str:
-    """Builds the charts of all evaluations, the most important one first and wide, and a table of the checkpoints'
-    evaluations.
+    """Builds the charts of all evaluations, the most important one first and wide, and a table of the evaluations of
+    checkpoints.
     """
     charts = evaluation_curves(paths, rows, TALL)
     first_chart, *further_charts = charts
@@ -321,7 +321,7 @@ def _evaluation(
 
 
 def _success_model_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Builds the table of a success model's accuracy on all steps, on those with success, and on the others."""
+    """Builds the table of a success model's accuracy on all steps, on steps with success, and on the other steps."""
     figures_of = ("accuracy", "recall", "specificity")
     rows: list[list[Cell]] = [
         [
@@ -343,7 +343,7 @@ def _rate(result: Mapping[str, Any], name: str) -> str:
 
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Builds the HTML of the newest film of each suite; the files lie in the folders of the evaluations' results."""
+    """Builds the HTML of the newest video of each suite; the files are next to the evaluations' results."""
     newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
     film_figures = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '
