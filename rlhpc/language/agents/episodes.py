@@ -1,8 +1,8 @@
 """Episodes of several turns: the model writes, an agent answers, the model continues.
 
-The tokens of an episode are those that the model has read and sampled; they are never encoded again. The agent's tokens
-stand between them, excluded by the loss mask. Many episodes run at a time: while tools work for some of them, in
-threads, the engine continues with the others.
+An episode consists of exactly the tokens that the model read and sampled; they are never encoded again. The loss mask
+excludes the agent's tokens. Many episodes run concurrently: while threads run tools for some of them, the engine
+continues the others.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ E = TypeVar("E")
 
 
 class AgentThreads(Generic[E]):
-    """Threads that call an agent. A thread that does not return in time is abandoned and replaced.
+    """Thread pool that calls an agent. A thread that does not return in time is abandoned and replaced.
 
     Args:
-        respond: Function that they call with an episode and the text of a turn.
-        timeout_s: Time limit of one answer.
+        respond: Function that answers a turn; called with an episode and the turn's text.
+        timeout_s: Time limit of one answer, in seconds.
         threads: Maximum number of threads.
 
     Attributes:
-        answers: Tickets with the answers of the agent, or the exceptions that it raised.
+        answers: Queue of tickets, each with the agent's answer or the exception that the agent raised.
     """
 
     def __init__(self, respond: Callable[[E, str], Any], timeout_s: float, threads: int) -> None:
@@ -79,7 +79,7 @@ class AgentThreads(Generic[E]):
             self.answers.put((ticket, answer))
 
     def overdue(self) -> list[int]:
-        """Returns the tickets whose answers have timed out, and forgets them."""
+        """Returns the tickets whose calls have timed out; abandons and replaces their threads."""
         oldest_start = time.monotonic() - self._timeout_s
         tickets = [ticket for ticket, start_time in list(self._start_times.items()) if start_time < oldest_start]
         expired_tickets = [ticket for ticket in tickets if self._start_times.pop(ticket, None) is not None]
@@ -89,7 +89,7 @@ class AgentThreads(Generic[E]):
         return expired_tickets
 
     def close(self) -> None:
-        """Ends the waiting threads."""
+        """Ends the threads once the queued turns are answered; does not wait."""
         for _ in range(self._num_threads):
             self._queue.put(None)
 
@@ -103,18 +103,18 @@ OF_ROLES = "untrained_role"
 @former_members(seen="images", above="role_reward_offset")
 @dataclass
 class Episode:
-    """Episode: a prompt and all tokens after it. Lists are aligned: one entry per token after the prompt.
+    """Episode: a prompt and all tokens after it. The token lists are aligned, with one entry per token after the prompt.
 
     Attributes:
-        id: Id of its request.
+        id: Id of the episode's request.
         prompt_ids: Tokens of the prompt.
         prompt: Prompt; None if the caller passed none.
         token_ids: Tokens of the model's turns and the agent's answers, alternating.
         logprobs: Log-probs of the model's tokens at sampling; 0 for the agent's tokens.
-        versions: Versions of the weights; for the agent's tokens, that of the token before.
+        versions: Weight version that sampled each token; for the agent's tokens, the version of the preceding token.
         loss_mask: True for the model's tokens.
-        turn_ids: Turn of its role that sampled a token or, for the agent's tokens, the first turn that reads it; from 0, in
-            the order in which turns ended.
+        turn_ids: Turn that sampled each token or, for the agent's tokens, the first turn that reads it. The turns of each
+            role are numbered from 0, in the order in which they ended.
         rewards: Rewards of turns, at the last token of each trained turn; empty if the agent sets none.
         turns: Number of turns of the model.
         finish_reason: `stop` (the model or the agent ended it), `length`, `turns` (the turn limit was reached before the
@@ -125,8 +125,8 @@ class Episode:
         outcome: Outcome reported by an external agent; None for an inline agent.
         experts: Experts chosen by routers for the first tokens, including the prompt (`Completion.experts`); None if unknown.
         images: Images of prompt and answers, if any.
-        branches: Samples of an episode in which the model read several contexts, or which an external agent ran: each as a
-            separate episode. `token_ids` and the other lists are then those of the last answer.
+        branches: Samples of an episode, each as a separate episode, if an external agent ran it or the model read several
+            contexts. `token_ids` and the other lists then contain the last answer.
     """
 
     id: int
@@ -150,7 +150,7 @@ class Episode:
 
     @property
     def samples(self) -> list[Episode]:
-        """Token sequences of the episode, each of which the model read in one pass."""
+        """Token sequences of the episode; the model read each in one pass."""
         return self.branches or [self]
 
     def append(
@@ -166,9 +166,9 @@ class Episode:
 
         Args:
             token_ids: The tokens.
-            turn_id: Entry of `turn_ids` for each of them.
-            logprobs: Log-probs of sampled tokens.
-            versions: Versions of sampled tokens.
+            turn_id: Value of `turn_ids` for these tokens.
+            logprobs: Log-probs of sampled tokens; None for tokens that the model read.
+            versions: Weight versions of sampled tokens.
             is_trained: Whether sampled tokens are trained.
         """
         num_tokens = len(token_ids)
@@ -180,12 +180,12 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """True if its agent failed, rather than the model; such an episode is no evidence about the policy."""
+        """True if the agent failed, not the model; such an episode says nothing about the policy."""
         return self.outcome is not None and bool(self.outcome.error)
 
     @property
     def later(self) -> bool:
-        """True if its reward is delayed."""
+        """True if the episode's reward is delayed."""
         return self.outcome is not None and self.outcome.later
 
 
@@ -196,7 +196,7 @@ class Outcome:
     Attributes:
         reward: Reward of the episode; None if reward functions compute it.
         response: Text to score; None for the model's last answer.
-        error: Reason of a failure; "" without one.
+        error: Reason for the failure; "" if the episode did not fail.
         metrics: Additional metrics.
         later: Whether the reward is delayed.
     """
@@ -224,7 +224,7 @@ class Agent:
     timeout_s: float = 60.0
 
     def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
-        """Answers a turn. Called in a thread, for several episodes at a time, but never concurrently for one episode.
+        """Answers a turn. Called in threads, concurrently for several episodes but never for the same one.
 
         Args:
             episode: Episode so far, including this turn.
@@ -243,7 +243,7 @@ class Agent:
 
 
 class EpisodeRunner:
-    """Runner of episodes on an engine: requests are added at any time, and each `step` returns the episodes that ended.
+    """Runner of episodes on an engine. It accepts requests at any time; each `step` returns the episodes that ended.
 
     Not thread-safe, like the engine; agents are called in threads.
 
@@ -283,12 +283,12 @@ class EpisodeRunner:
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
         """Resumes an episode of one turn that another rank has started.
 
-        Its tokens, log-probs and versions remain unchanged. The continuation uses other random numbers, because those
-        of the request's seed have been used.
+        Its tokens, log-probs and versions remain unchanged. The continuation uses a different seed, because the original
+        one would repeat its random numbers.
 
         Args:
-            request: The original request of the prompt.
-            drawn: Answer so far; the next `step` returns a finished one.
+            request: The prompt's original request.
+            drawn: The answer so far; if it is finished, the next `step` returns the episode.
             prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
@@ -303,7 +303,7 @@ class EpisodeRunner:
         self._writing[request.id] = episode, request
 
     def step(self) -> list[Episode]:
-        """Advances the engine by a step, and handles the agent's answers; returns the episodes that ended."""
+        """Advances the engine by a step and handles the agent's answers; returns the episodes that ended."""
         if self._backend.unfinished():
             for completion in self._backend.step():
                 self._on_completion(completion)
@@ -316,11 +316,11 @@ class EpisodeRunner:
         return []
 
     def unfinished(self) -> int:
-        """Returns the number of episodes that were added and not returned yet."""
+        """Returns the number of episodes that were added but not yet returned."""
         return len(self._writing) + len(self._waiting) + len(self._finished)
 
     def abort(self) -> list[Episode]:
-        """Ends all episodes, each with its tokens so far and `finish_reason` "abort"."""
+        """Ends all episodes; returns them, unfinished ones with their tokens so far and `finish_reason` "abort"."""
         for completion in self._backend.abort():
             if self._agent is None and completion.finish_reason != "abort":  # finished, but not returned yet
                 self._on_completion(completion)
@@ -371,7 +371,7 @@ class EpisodeRunner:
             except queue.Empty:
                 break
             deadline = 0.0
-            if ticket in self._waiting:  # not if it was given up
+            if ticket in self._waiting:  # otherwise it has timed out
                 self._on_answer(*self._waiting.pop(ticket), answer)
         for ticket in self._agent_threads.overdue():
             if ticket in self._waiting:
@@ -450,12 +450,12 @@ def _refusing() -> Iterator[None]:
 
 def _append(episode: Episode, completion: Completion) -> None:
     episode.append(completion.token_ids, episode.turns, completion.logprobs, completion.versions)
-    episode.experts = completion.experts  # of all that was read, earlier turns included
+    episode.experts = completion.experts  # covers all tokens read, including those of earlier turns
 
 
 def _continuation(episode: Episode, request: Request, count: int) -> Request:
-    """Returns the request that continues an episode after `count` turns or tokens. The seed of the first request would
-    repeat its random numbers.
+    """Returns the request that continues an episode after `count` turns or tokens. It has a different seed, because the
+    original one would repeat its random numbers.
     """
     return dataclasses.replace(
         request,
@@ -469,13 +469,13 @@ def _continuation(episode: Episode, request: Request, count: int) -> Request:
 
 
 def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
-    """Builds the reward input: an episode's last answer, or the text that its agent calls the response.
+    """Builds the reward input from an episode. Its response is the text that the agent reported, or else the last answer.
 
     Args:
         prompt: Prompt of the episode.
         episode: Finished episode.
         tokenizer: Tokenizer of the model.
-        finished: Whether the episode ended by itself, not at a limit.
+        finished: Whether the episode ended without reaching a limit.
     """
     response, meta = None, prompt.meta
     if (outcome := episode.outcome) is not None:
@@ -496,5 +496,5 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
 
 
 def tokens_of(episode: Episode) -> int:
-    """Returns the number of tokens that the model sampled in an episode and that may be trained."""
+    """Returns the number of trained tokens in all samples of an episode."""
     return sum(int(np.count_nonzero(sample.loss_mask)) for sample in episode.samples)

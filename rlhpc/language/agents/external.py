@@ -1,6 +1,6 @@
 """Episodes of external agents: programs that call the model over the gateway.
 
-Rollout ranks use them as they use `EpisodeRunner`: requests are added, and each step returns the episodes that ended.
+Rollout ranks use `OutsideEpisodes` like `EpisodeRunner`: they add requests, and each step returns the episodes that ended.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class AgentOptions:
 
     Attributes:
         limits: Limits of an episode.
-        timeout_s: Time limit of an episode, from its start to its outcome.
+        timeout_s: Time limit of an episode, from its start to its outcome, in seconds.
         kwargs: Arguments of the agent.
-        feedback_s: Time limit of delayed rewards after that; 0 if rewards are not delayed.
+        feedback_s: Time limit for delayed rewards after the outcome, in seconds; 0 if rewards are not delayed.
     """
 
     limits: EpisodeLimits
@@ -56,7 +56,7 @@ class AgentOptions:
 
 @dataclass(frozen=True)
 class AgentRanks:
-    """Ranks of a group `agent` that run the agents.
+    """Connection to the ranks of a group `agent`, which run the agents.
 
     Attributes:
         post: Message interface to these ranks.
@@ -76,10 +76,10 @@ class OutsideEpisodes:
         parsers: Parsers of replies.
         context: Maximum number of tokens of prompt and reply.
         runs: Agent program, environment, or the ranks that run the agents.
-        address: Address of this host for processes of other hosts; "" if these have no access.
-        options: Limits of the episodes.
-        ended_with_it: Callback of `close`.
-        check: Callback of each step; an exception that it raises ends the rank.
+        address: Address of this host for processes on other hosts; "" to refuse them.
+        options: Options of the agents.
+        ended_with_it: Callback at the end of `close`.
+        check: Callback at the start of each step; an exception that it raises ends the rank.
 
     Raises:
         ConfigError: The agent cannot be started.
@@ -120,13 +120,13 @@ class OutsideEpisodes:
         """Starts an episode for each request; all turns of the episode use the request's sampling parameters and seed."""
         for request in requests:
             session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
-            self._num_tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
+            self._num_tickets += 1  # numbers are not reused: the outcome of an aborted episode may still arrive
             self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
             self._agents.run(self._ticket(self._num_tickets, session, prompt))
 
     def _restart(self, number: int) -> dict[str, Any]:
-        """Restarts an episode with a new session, which samples the same tokens."""
+        """Restarts an episode with a new session and the same seed; returns its new ticket."""
         old_session, prompt, ids = self._sessions[number]
         session = GatewaySession(old_session.number, old_session.sampling, old_session.seed, old_session.limits)
         session.counts["begun_again"] = old_session.counts["begun_again"] + 1
@@ -156,7 +156,7 @@ class OutsideEpisodes:
         }
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
-        """Refuses to resume: episodes of external agents cannot be handed over, and no rank requests it."""
+        """Raises AssertionError: no rank can resume an external agent's episode, and none requests it."""
         raise AssertionError("what an agent has under way cannot be handed on")
 
     def step(self) -> list[Episode]:
@@ -174,13 +174,13 @@ class OutsideEpisodes:
         return episodes
 
     def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
-        """Returns pairs of episodes with delayed rewards: the episode as `step` returned it, and with its reward; an
-        episode without a reward has failed.
+        """Returns the episodes whose delayed rewards have arrived or timed out, as pairs: the episode that `step` returned,
+        and the same episode with its reward or, after a timeout, with an error.
         """
         with contextlib.suppress(queue.Empty):
             while True:
                 self._early.append(self._rewarded.get_nowait())
-        # the reward of an episode may arrive before `step` has returned the episode
+        # The reward of an episode may arrive before `step` has returned the episode.
         rewarded_pairs = [pair for pair in self._early if id(pair[0]) in self._unpaid]
         self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
         for unpaid_episode, _ in rewarded_pairs:
@@ -189,21 +189,21 @@ class OutsideEpisodes:
 
     @property
     def feedback_s(self) -> float:
-        """Time limit of delayed rewards after an episode, in seconds; 0 if rewards are not delayed."""
+        """Time limit for delayed rewards after an episode, in seconds; 0 if rewards are not delayed."""
         return self._options.feedback_s
 
     @property
     def scorer(self) -> dict[str, str]:
-        """Addresses for delayed rewards, for this host and for others, and the key."""
+        """Access data for sending delayed rewards: URLs for this host and for other hosts, this host's id, and the key."""
         gateway = self._gateway
         return {"near": gateway.url, "far": gateway.far, "host": host_id(), "key": gateway.feedback.key}
 
     def unfinished(self) -> int:
-        """Returns the number of episodes that were added and not returned yet."""
+        """Returns the number of episodes that were added but not yet returned."""
         return len(self._sessions)
 
     def abort(self) -> list[Episode]:
-        """Ends all episodes, without samples and with `finish_reason` "abort"."""
+        """Ends all episodes; returns them without samples and with `finish_reason` "abort"."""
         self._agents.abort()
         sessions, self._sessions = self._sessions, {}
         for session, *_ in sessions.values():
@@ -227,23 +227,23 @@ class OutsideEpisodes:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        """Aborts requests of episodes that have ended, and of clients that have disconnected."""
-        idle_ids = [
+        """Aborts the engine requests of ended episodes and of disconnected clients."""
+        abandoned_ids = [
             request_id for request_id, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up
         ]
-        if not idle_ids:
+        if not abandoned_ids:
             return
         if self._backend.can_drop:
-            self._backend.drop(idle_ids)
-        elif len(idle_ids) < len(self._drawing):
+            self._backend.drop(abandoned_ids)
+        elif len(abandoned_ids) < len(self._drawing):
             return
         else:
             self._backend.abort()
-        for request_id in idle_ids:
+        for request_id in abandoned_ids:
             self._drawing.pop(request_id).answer(RequestError("the episode has ended", 401))
 
     def _show(self) -> None:
-        """Passes the tokens so far to streaming clients."""
+        """Passes the tokens sampled so far to streaming clients."""
         callbacks = {
             request_id: drawing.show for request_id, drawing in self._drawing.items() if drawing.show is not None
         }
@@ -253,7 +253,7 @@ class OutsideEpisodes:
                     callbacks[request_id](ids)
 
     def _take(self, wait: bool) -> list[Episode]:
-        """Handles requests to the engine and outcomes; returns the episodes that ended."""
+        """Starts queued engine requests; returns the episodes that ended. With `wait`, waits briefly for the first item."""
         deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
             try:
@@ -279,40 +279,40 @@ class OutsideEpisodes:
         request = Request(self._num_requests, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
         try:
             self._backend.add([request])
-        except ConfigError as error:  # a token is none, say
+        except ConfigError as error:  # for example, an invalid token
             drawing.answer(RequestError(str(error)))
             return
-        except RlhpcError:  # the engine's, whoever asks
+        except RlhpcError:  # an error of the engine, not of the request
             raise
-        except Exception as error:  # one request ends no run
+        except Exception as error:  # a faulty request must not end the run
             log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
             drawing.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
             return
         self._drawing[self._num_requests] = drawing
 
     def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
-        """Passes an outcome from a thread of the harnesses to the gateway's event loop, which owns the episode's turns."""
+        """Passes an outcome from a harness's thread to the gateway's event loop, which owns the episode's turns."""
         self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
 
     def _on_end(self, number: int, reported: dict[str, Any]) -> None:
-        session_entry = self._sessions.get(number)
-        if session_entry is None:
+        session_fields = self._sessions.get(number)
+        if session_fields is None:
             return
-        self._gateway.end(session_entry[0])
+        self._gateway.end(session_fields[0])
         turns, later = dict[str, AgentTurn](), reported.get("later")
         if later and not self._options.feedback_s:
             reported = {"error": "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"}
         elif later:
             try:
-                turns = awaited_turns(session_entry[0].tree.turns, later)
+                turns = awaited_turns(session_fields[0].tree.turns, later)
             except RequestError as error:
                 reported = {"error": str(error)}
-        episode = self._episode(*session_entry, reported)
+        episode = self._episode(*session_fields, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.delay_reward()
         self._gateway.engine_queue.put((number, episode))
         if episode.later:
-            on_reward = partial(self._on_delayed_reward, episode, partial(self._episode, *session_entry), reported)
+            on_reward = partial(self._on_delayed_reward, episode, partial(self._episode, *session_fields), reported)
             self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
 
     def _on_delayed_reward(
@@ -322,7 +322,7 @@ class OutsideEpisodes:
         reported: dict[str, Any],
         reward: float | None,
     ) -> None:
-        """Queues an episode with the sum of its delayed rewards; with an error if they did not arrive."""
+        """Queues an episode with the sum of its delayed rewards, or with an error if they did not arrive (None)."""
         reported = {**reported, "metrics": {**reported.get("metrics", {}), "later": 1.0}, "reward": reward}
         if reward is None:
             reported["error"] = (
@@ -388,7 +388,7 @@ class OutsideEpisodes:
 
 
 def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
-    """Returns a prompt's conversation for agents, including its images."""
+    """Returns a prompt's messages for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
     image_parts, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
@@ -411,7 +411,7 @@ def _mask_untrained_roles(branches: list[Episode], limits: EpisodeLimits) -> int
 
 
 def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
-    """Sets the reward of each turn; returns an error text if their number is wrong."""
+    """Sets the rewards of the received turns; returns an error message if the number of rewards is wrong, else ""."""
     turns = [turn for turn in tree.turns if turn.received]
     if len(rewards) != len(turns):
         return f"turn_rewards has {len(rewards)} numbers; the model answered {len(turns)} times"
@@ -420,7 +420,7 @@ def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
     return ""
 
 
-#: Maximum number of starts of an episode, after losses of the ranks that ran it.
+#: Maximum number of starts of an episode. It is restarted when the rank that runs it is lost.
 _MAX_STARTS = 3
 #: Seconds beyond `agent.timeout_s` that the transfer of an outcome may take.
 _GRACE_S = 4.0
@@ -430,7 +430,7 @@ class Post(Protocol):
     """Message interface between a rollout rank and the ranks that run harnesses."""
 
     def offer(self, item: tuple[int, str, int]) -> None:
-        """Queues an episode: the rollout rank, the rank's ident, and the episode's number."""
+        """Queues an episode as (rollout rank, the rank's ident, the episode's number)."""
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
         """Sends a message to a rank that runs harnesses, without waiting."""
@@ -446,8 +446,8 @@ class _RemoteEpisode:
     Attributes:
         ticket: Ticket of the episode.
         num_starts: Number of starts.
-        runner: Rank that runs it, and that rank's name for it.
-        deadline: Deadline of its outcome; 0 before a rank has taken it.
+        runner: Rank that runs it, and that rank's number for it.
+        deadline: Deadline of its outcome (`time.monotonic`); 0 before a rank has taken it.
     """
 
     ticket: Ticket
@@ -457,12 +457,12 @@ class _RemoteEpisode:
 
 
 class Distant:
-    """Runner of a program for each ticket, on other ranks.
+    """Runner of agent programs on other ranks, one per ticket.
 
     Args:
-        ranks: Ranks that run it.
+        ranks: Ranks that run the programs.
         on_outcome: Callback with the ticket's id and the outcome.
-        on_restart: Callback with the ticket's id at a restart; returns a ticket with another key.
+        on_restart: Callback with the ticket's id before a restart; returns the ticket with a new key.
     """
 
     def __init__(
@@ -479,7 +479,7 @@ class Distant:
         self._post.offer((self._rank, self.ident, ticket["id"]))
 
     def poll(self) -> None:
-        """Handles messages of the ranks that run the program, and fails overdue episodes."""
+        """Handles the messages of the ranks that run the program; fails overdue episodes."""
         for message in self._post.receive():
             if "take" in message:
                 self._on_take(message)
@@ -496,7 +496,7 @@ class Distant:
                 self._end(number, {"error": reason})
 
     def abort(self) -> None:
-        """Ends all running programs, and removes queued tickets; there are no outcomes."""
+        """Ends all running programs and removes queued tickets, without reporting outcomes."""
         for episode in self._episodes.values():
             if episode.num_starts:
                 self._kill(episode)
@@ -509,7 +509,7 @@ class Distant:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _on_take(self, message: dict[str, Any]) -> None:
-        """Sends the ticket of an episode to a rank that has taken it; None for an episode that has ended."""
+        """Sends an episode's ticket to the rank that has taken it; sends None if the episode has ended."""
         runner, number, ticket = (message["agent"], message["take"]), message["number"], None
         episode = self._episodes.get(number) if message["ident"] == self.ident else None
         if episode is not None and episode.num_starts == _MAX_STARTS:

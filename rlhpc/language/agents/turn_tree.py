@@ -1,8 +1,7 @@
-"""Turn tree: an episode's calls of the model. A turn continues another one if its prompt begins with exactly that
-turn's tokens.
+"""Turn tree: an episode's model calls. A turn continues another turn if its prompt begins with exactly that turn's tokens.
 
 Each leaf is a sample: a token sequence that the model reads in one pass. A turn that several leaves share is trained in
-one of them. So each sampled token is in exactly one loss mask, or is dropped for a reason that is counted.
+only one of them. So each sampled token is in exactly one loss mask, or is dropped and counted by reason.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class AgentTurn:
-    """Call of the model.
+    """Turn of an agent: one call of the model.
 
     Attributes:
-        parent: Turn whose tokens its prompt begins with; None for the first turn of a branch.
+        parent: Index of the turn that this turn continues; None for the first turn of a branch.
         context: Tokens of the prompt after the parent's tokens; for a first turn, all tokens of the prompt.
-        token_ids, logprobs, versions: Sampled tokens.
-        experts: `Completion.experts`.
+        token_ids, logprobs, versions: Sampled tokens, their log-probs and their weight versions.
+        experts: Experts that the routers chose (`Completion.experts`); None if unknown.
         finish_reason: `stop` or `length`.
-        keys: Digests of the messages of the request and of the reply; empty for requests with tokens.
+        keys: Digests of the tools, the request's messages and the reply; empty for requests that send tokens.
         received: Whether the reply has reached the client.
         role: Index of the role, if several roles use the model.
-        reward: Reward of this turn, if the agent sets one.
+        reward: Reward of this turn; 0 if the agent sets none.
         names: Ids of the completion that clients have received.
         feedback: Delayed reward of the turn (`Feedback`); None before it arrives.
-        images: Images of its prompt, including those of the turns before.
+        images: Images of the prompt, including those of earlier turns.
     """
 
     parent: int | None
@@ -62,17 +61,17 @@ class AgentTurn:
     images: PromptImages | None = None
 
     def mark_received(self, received: bool = True) -> bool:
-        """Records whether the reply has reached the client; returns what was recorded before."""
+        """Records whether the reply has reached the client; returns the previous value."""
         was_received, self.received = self.received, received
         return was_received
 
 
 @dataclass
 class Tree:
-    """Turns of an episode, in the order in which they ended.
+    """Tree of an episode's turns.
 
     Attributes:
-        turns: All turns.
+        turns: All turns, in the order in which they ended.
     """
 
     turns: list[AgentTurn] = field(default_factory=list)
@@ -82,15 +81,15 @@ class Tree:
         return [token for turn_index in self.path(turn) for part_ids in self._parts(turn_index) for token in part_ids]
 
     def path(self, turn: int) -> list[int]:
-        """Returns the turns from the first one to this one."""
+        """Returns the indices of the turns from the branch's first turn to this turn."""
         indices = [turn]
         while (parent := self.turns[indices[-1]].parent) is not None:
             indices.append(parent)
         return indices[::-1]
 
     def continued_by(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
-        """Returns the longest turn of a role whose tokens these begin with and whose images are the same up to there;
-        of equally long ones the last. None if no turn matches.
+        """Returns the index of the longest turn of a role whose tokens are a prefix of `ids` and whose images match up to
+        its end. Returns the last of equally long turns, or None if no turn matches.
         """
         ids, end_positions, best_turn = list(ids), dict[int, int](), None
         for turn_index, turn in enumerate(self.turns):  # a parent comes before its children
@@ -114,8 +113,8 @@ class Tree:
         return self.turns[at].context, self.turns[at].token_ids
 
     def samples(self, number: int) -> list[Episode]:
-        """Returns a sample for each leaf, in an order that does not depend on which call ended first. Turns that no
-        client received are not trained, and leaves of such turns alone are no samples.
+        """Returns one sample per leaf, in an order that does not depend on which call ended first. Turns that no client
+        received are not trained; they are omitted unless a received turn continues them.
 
         Args:
             number: Number of the episode.
@@ -164,7 +163,7 @@ class Tree:
         return sample
 
     def counts(self) -> collections.Counter[str]:
-        """Counts turns, branches, sampled tokens, and tokens that no client received."""
+        """Counts turns, branches, sampled tokens, and sampled tokens that no client received."""
         return collections.Counter(
             turns=len(self.turns),
             branches=sum(turn.parent is None for turn in self.turns),
@@ -177,17 +176,17 @@ def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
     return () if images is None else images.places
 
 
-#: Replaces the token of an image part in text that merely contains its spelling.
+#: Placeholder for the image token's text where a message merely spells it.
 _SPOKEN = "SPOKENOF9B1C"
-#: Error code of requests beyond the context or the episode's limits.
+#: Error code of requests that exceed the context or the episode's limits.
 OVER = "context_length_exceeded"
-#: Assumed number of characters per token, for the limit of a conversation before it is encoded.
+#: Minimum assumed length of the longest token in characters; limits a conversation's length before it is encoded.
 _TOKEN_CHARACTERS = 16
 Message = dict[str, Any]
 
 
 class RequestError(Exception):
-    """Refusal of a request.
+    """Error raised when a request is refused.
 
     Args:
         message: Message for the client.
@@ -201,10 +200,10 @@ class RequestError(Exception):
 
 
 def canonical(message: Mapping[str, Any]) -> Message:
-    """Converts a message of any client to the form of templates. The key `images` holds its images, if any.
+    """Converts a client's message to the form that chat templates expect; stores its images, if any, under `images`.
 
     Raises:
-        RequestError: It is not a message.
+        RequestError: The message is invalid or uses `function_call`.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError("messages must be a list of objects with role and content")
@@ -252,9 +251,7 @@ def _call(call: Any) -> Message:
 
 
 def key_of(message: Message) -> str:
-    """Returns a digest that identifies a message: of its content, without ids of tool calls and surrounding white
-    space.
-    """
+    """Returns a digest of a message's content. Ids of tool calls and surrounding white space do not change it."""
     content = {name: value for name, value in message.items() if name not in ("tool_call_id", "name")}
     content["content"] = _stripped(message["content"])
     if "images" in content:
@@ -273,7 +270,7 @@ def _stripped(content: Any) -> Any:
 
 
 def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
-    """Returns digests of the tools, then of each message."""
+    """Returns the digest of the tools, followed by the digest of each message."""
     return (_digest(tools or []), *map(key_of, messages))
 
 
@@ -295,14 +292,14 @@ class Renderer:
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        """Number of characters that the longest tokens can hold in the whole context."""
+        """Maximum number of characters in a full context of the longest tokens."""
         return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
 
     def check_count(self, messages: Sequence[Any]) -> None:
         """Checks the number of messages.
 
         Raises:
-            RequestError: It exceeds the number of tokens of the context.
+            RequestError: There are more messages than tokens in the context.
         """
         if len(messages) > self.context:
             raise RequestError(
@@ -313,7 +310,7 @@ class Renderer:
         """Checks the length of messages and tools.
 
         Raises:
-            RequestError: They have more characters than the longest tokens can hold in the context.
+            RequestError: They have more characters than fit in a full context of the longest tokens.
         """
         if self.context == sys.maxsize:
             return
@@ -327,12 +324,12 @@ class Renderer:
     def prompt(
         self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
     ) -> tuple[list[int], int | None, PromptImages | None]:
-        """Returns the tokens of a conversation, the turn of the tree that it continues, if any, and its images, if any.
+        """Returns the tokens of a conversation, the index of the turn that it continues or None, and its images or None.
 
         Args:
             tree: Earlier turns of the episode.
             messages: Conversation in canonical form.
-            keys: Its `keys_of`.
+            keys: Digests of the tools and messages (`keys_of`).
             tools: Tools as the client sent them.
             role: Index of the role; only turns of the same role are continued.
 
@@ -358,32 +355,32 @@ class Renderer:
         return ids, tree.continued_by(ids, role, images), images
 
     def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
-        """Returns the template's text after a reply; None if the template does not contain the reply unchanged."""
-        with_marker = [*messages]
-        with_marker[reply] = {"role": "assistant", "content": REPLY}
+        """Returns the rendered text after message `reply`; None if the template does not render the reply unchanged."""
+        marked_messages = [*messages]
+        marked_messages[reply] = {"role": "assistant", "content": REPLY}
         try:
-            rendered_text = self._text(with_marker, tools)
+            rendered_text = self._text(marked_messages, tools)
         except RequestError:  # the template requires the calls that tools answered
             return None
         return behind_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
-        """Encodes a template's text of messages that follow `behind` tokens, with the tokens of the images; returns
-        tokens and images.
+        """Tokenizes the rendered messages that follow `behind` earlier tokens; returns token ids, with image tokens, and the
+        images or None.
         """
-        ids, spoken_positions, text = list[int](), set[int](), valid_text(text)
+        ids, literal_positions, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
         for part_number, text_part in enumerate(text.split(_SPOKEN)):
             if part_number:
-                spoken_positions.add(len(ids))
+                literal_positions.add(len(ids))
                 ids.append(self.looker.token)
             ids += self.tokenizer.encode(text_part, add_special_tokens=False)
         images = [image for message in messages for image in message.get("images", ())]
         if not images:
             return ids, None
         try:
-            return self.looker.look(images, ids, behind, spoken_positions)
+            return self.looker.look(images, ids, behind, literal_positions)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
@@ -400,7 +397,7 @@ class Renderer:
 
 
 def _characters(value: Any) -> int:
-    """Returns the number of characters in all texts of a value."""
+    """Returns the total number of characters of all texts in a nested value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -409,7 +406,7 @@ def _characters(value: Any) -> int:
 
 
 def _remove_image_token(content: Any, sign: str) -> Any:
-    """Replaces the token of an image part in messages' texts by `_SPOKEN`."""
+    """Returns nested content in which `_SPOKEN` replaces the image token's text `sign`."""
     if isinstance(content, str):
         return content.replace(sign, _SPOKEN)
     if isinstance(content, Mapping):

@@ -1,8 +1,8 @@
-"""Gateway: HTTP endpoint in OpenAI's and Anthropic's formats, with the engine of this process.
+"""Gateway: HTTP server for this process's engine, in OpenAI's and Anthropic's API formats.
 
-External agents call it as any other endpoint; the key identifies the episode. The gateway runs on an event loop in its
-own thread, and exchanges messages with the engine's thread through two queues. So the engine stays in its thread, and
-its control (weights, sleep) is not reachable by a route.
+External agents call it like any other endpoint; the API key identifies the episode. The gateway runs an event loop in a
+separate thread. It sends requests to the engine's thread through a queue and receives the results through callbacks. So
+the engine stays in its thread, and no route reaches its control functions (weights, sleep).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 
-#: Log of the server. Clients without a key must not be able to fill it by sending other data than HTTP.
+#: Log of the server. Clients without a key must not be able to fill it by sending invalid HTTP.
 _server_log = logging.getLogger(f"{__name__}.server")
 
 
@@ -72,8 +72,8 @@ class Drawing:
     Attributes:
         session: Session of the request.
         prompt_ids, sampling, seed, images: Prompt, sampling parameters, seed and images.
-        answer: Callback with the completion or the error; the engine's thread calls it.
-        show: Callback with all tokens so far, for a streaming client; the engine's thread calls it from time to time.
+        answer: Callback with the completion or the error, called in the engine's thread.
+        show: Callback with all tokens so far, for a streaming client; called repeatedly in the engine's thread.
         given_up: Whether the client has stopped waiting.
     """
 
@@ -89,7 +89,7 @@ class Drawing:
 
 @dataclass
 class StreamReader:
-    """Tokens of a completion for a streaming client. Runs on the gateway's event loop.
+    """Tokens of a completion for a streaming client. Used only on the gateway's event loop.
 
     Attributes:
         prompt: Tokens of the prompt; empty before the request is sent to the engine.
@@ -114,16 +114,17 @@ class Gateway:
         tokenizer: Tokenizer of the model, with a chat template.
         parsers: Parsers of replies.
         context: Maximum number of tokens of prompt and reply.
-        address: Address of this host, to listen also for other hosts, on a port that the system chooses; "" for none.
+        address: Address of this host on which to also accept connections from other hosts, on a port that the system
+            chooses; "" to refuse other hosts.
         looker: Image processor; None if the model reads only text.
         feedback: Whether rewards may be delayed.
 
     Attributes:
-        engine_queue: Requests to the engine, and ended episodes.
+        engine_queue: Queue of requests to the engine and of ended episodes.
         keys: Keys of the episodes.
         feedback: Delayed rewards.
         url: URL for this host, without `/v1`.
-        far: URL for other hosts; "" if these have no access.
+        far: URL for other hosts; "" if they have no access.
         socket: Path of a UNIX socket of the gateway, for sandboxes without a network.
     """
 
@@ -186,9 +187,7 @@ class Gateway:
             sock.close()
 
     async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
-        """Creates an application with the routes of episodes and additional ones; returns the factory of its
-        connections.
-        """
+        """Creates an application with the episodes' routes and the routes `more`; returns its connection factory."""
         app = web.Application(client_max_size=_BODY)
         app.add_routes(
             [
@@ -210,7 +209,7 @@ class Gateway:
         return self._doors[-1]
 
     def close(self) -> None:
-        """Closes the gateway; pending requests are refused."""
+        """Closes the gateway; refuses pending requests."""
 
         async def end() -> None:
             for session in self.keys.sessions():
@@ -241,7 +240,7 @@ class Gateway:
         self.keys.open(session)
 
     def end(self, session: GatewaySession) -> None:
-        """Makes the session's key invalid, and drops its pending requests. Runs on the gateway's event loop."""
+        """Makes the session's key invalid and drops its pending requests. Runs on the gateway's event loop."""
         session.closed = True
         self.keys.end(session)
 
@@ -310,14 +309,14 @@ class Gateway:
         sampling: SamplingParams,
         stream: ChatStream | MessageStream,
     ) -> web.StreamResponse:
-        """Answers a conversation in the format of `stream`, as one response or as events."""
+        """Answers a conversation in the format of `stream`, as one response or as a stream of events."""
         reader = StreamReader()
         draw = partial(self._draw, reading=reader) if stream.requested else self._draw
         work = partial(self._answer, session, messages, tools, stream.model, sampling, draw)
-        answering = session.once(raw_body, _is_retry(request), work)
+        pending_answer = session.once(raw_body, _is_retry(request), work)
         if stream.requested:
-            return await self._stream(request, answering, stream, reader, tools, sampling.stop)
-        answer = await answering
+            return await self._stream(request, pending_answer, stream, reader, tools, sampling.stop)
+        answer = await pending_answer
         return _received(request, answer, stream.reply(answer))
 
     async def _answer(
@@ -365,7 +364,7 @@ class Gateway:
         return web.json_response({"status": "taken"})
 
     async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
-        """Reads the body of an episode's request, and parses it."""
+        """Reads and parses the body of an episode's request; returns the bytes and the parsed object."""
         body_size = min(_BODY if request.content_length is None else request.content_length, _BODY)
         if session.bytes_in + body_size > _BODIES:
             raise RequestError(
@@ -387,7 +386,7 @@ class Gateway:
         request: web.Request,
         error: Callable[[RequestError], dict[str, Any]] = chat_error,
     ) -> web.StreamResponse:
-        """Runs a route, and converts its errors to the client's format."""
+        """Runs a route for the session of the request's key; returns refusals in the client's format."""
         try:
             session = self.keys.of(request.headers)
             self._prove(request, session.key)
@@ -409,7 +408,7 @@ class Gateway:
         tools: Any,
         stop: Sequence[str],
     ) -> web.StreamResponse:
-        """Streams the reply: its stable part while it is written, then the remainder."""
+        """Streams the reply: first its stable part while tokens are sampled, then the remainder."""
         answer_task = asyncio.ensure_future(answering)
         answer_task.add_done_callback(lambda _: reader.arrival.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -419,14 +418,14 @@ class Gateway:
                 answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
             partial_reply = None if stream.sent_at_end else self._parsers.partial(reader.prompt, tools, stop)
-            silent_since = self.loop.time()
+            last_event_time = self.loop.time()
             while not answer_task.done():
                 events = stream.more(len(reader.prompt), *partial_reply.split(reader.ids)) if partial_reply else []
-                if not events and self.loop.time() - silent_since >= _ALIVE_S:
+                if not events and self.loop.time() - last_event_time >= _ALIVE_S:
                     events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
                     await response.write(event.encode())
-                    silent_since = self.loop.time()
+                    last_event_time = self.loop.time()
                 await _await_tokens(reader)
             try:
                 answer = answer_task.result()
@@ -467,12 +466,12 @@ async def _read(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def _await_tokens(reader: StreamReader) -> None:
-    """Waits for new tokens, up to a short time limit."""
+    """Waits for new tokens, at most `_ALIVE_S` seconds."""
     with contextlib.suppress(TimeoutError):
         # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
         async with asyncio.timeout(_ALIVE_S):
             await reader.arrival.wait()
-        reader.arrival.clear()  # what comes from now on is for the next time
+        reader.arrival.clear()  # tokens that arrive from now on end the next wait
 
 
 def _is_retry(request: web.Request) -> bool:
@@ -489,6 +488,6 @@ def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any
 
 def _refusal(refusal: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
     response = web.json_response(error(refusal), status=refusal.status)
-    if refusal.status in (401, 413):  # nobody reads what else comes
+    if refusal.status in (401, 413):  # the rest of the request is not read
         response.force_close()
     return response

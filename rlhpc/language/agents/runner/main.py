@@ -1,15 +1,16 @@
-"""Runner of harnesses: an agent's program, with one process per episode. It needs only the standard library and Python
-3.8 or newer: it runs with the interpreter that has the agent's packages, not with rlhpc's, and loads only files of its
-folder.
+"""Harness runner: runs an agent's program in one process per episode.
 
-It has three levels of processes. The nursery imports the agent once, and forks for each episode a guard, which forks
-the episode. All descendants of an episode, also those that leave its process group, become children of its guard when
-their parent ends. The guard ends all of them when the episode is over, when its time is over, when it exceeds its
-limits, or when the nursery's standard input ends, as it does with the rank. If a guard is killed, its descendants
-become children of the nursery, which ends them.
+It needs only the standard library and Python 3.8 or newer, because it runs with the interpreter that has the agent's
+packages, not with rlhpc's. It loads only files of its folder.
 
-Input is lines of JSON: first the program, then tickets, or the number of a ticket to end. Output is lines of JSON: a
-message that the runner is ready, then an outcome for each ticket.
+There are three levels of processes. The nursery imports the agent once and forks a guard for each episode; the guard
+forks the episode. When a process ends, its children become children of the episode's guard, even if they have left the
+episode's process group. The guard kills all of them when the episode ends, exceeds its time or another limit, or when
+the nursery's standard input ends, which happens when the rank ends. If a guard is killed, its descendants become
+children of the nursery, which kills them.
+
+The input is JSON lines: first the program's specification, then tickets or the numbers of tickets to end. The output is
+JSON lines: a message that the runner is ready, then one outcome per ticket.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _task: Any = _load_sibling("task")
 _shells: Any = _load_sibling("shell")
 #: Maximum number of bytes of an outcome, of a command's output, and of the retained end of other output.
 _OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
-#: Time limit for killed processes to disappear, in seconds.
+#: Time limit for killed processes to exit, in seconds.
 _KILL_S = 4.0
-#: Seconds between two checks of an episode's resources, and the minimum of that as a multiple of a check's duration.
+#: Seconds between two checks of an episode's resources, and the minimum interval as a multiple of a check's duration.
 _CHECK_S, _CHECK_SHARE = 0.25, 20.0
 #: Maximum number of processes of an episode in a sandbox, and seconds between two counts. Resource limits do not bind root.
 _PROCESSES, _COUNT_S = 512, 0.1
@@ -58,13 +59,13 @@ _LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/childr
 
 
 class _Guard(NamedTuple):
-    """Episode of a guard, as recorded in the nursery.
+    """Record of a guard and its episode in the nursery.
 
     Attributes:
-        number: Number of its ticket.
-        pid: Process id of its guard.
+        number: Number of the episode's ticket.
+        pid: Process id of the guard.
         output: Output of the guard so far.
-        folder: Folder of the episode; "" if it has none.
+        folder: Folder of the episode; "" without a sandbox.
     """
 
     number: int
@@ -77,13 +78,13 @@ class _Guard(NamedTuple):
 
 
 def main() -> None:
-    """Runs until the standard input ends."""
+    """Runs the nursery until its standard input ends."""
     # The files of this folder belong to rlhpc, and must not be importable as modules by agents.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
     commands, replies = os.dup(0), os.dup(1)
     null_fd = os.open(os.devnull, os.O_RDWR)
     os.dup2(null_fd, 0)
-    os.dup2(2, 1)  # what agents print is no outcome
+    os.dup2(2, 1)  # an agent's output must not be read as an outcome
     lines = _Lines(commands)
     spec = lines.wait()
     if spec is None:
@@ -94,10 +95,10 @@ def main() -> None:
         _send(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
     _prctl(_SET_SUBREAPER, 1)
-    _prctl(_SET_DUMPABLE, 0)  # an episode cannot reach its descriptors, by which outcomes go out
-    import_child_pids = frozenset(_children(os.getpid()))  # by what was imported
+    _prctl(_SET_DUMPABLE, 0)  # an episode must not access the descriptors that carry outcomes
+    import_child_pids = frozenset(_children(os.getpid()))  # started by imported modules
     _send(replies, {"ready": True})
-    guards: dict[int, _Guard] = {}  # by the end of a pipe
+    guards: dict[int, _Guard] = {}  # by the read end of the guard's pipe
     while True:
         for ready_fd in [commands] if lines.pending else _shells.readable([commands, *guards]):
             if ready_fd != commands:
@@ -124,7 +125,7 @@ def main() -> None:
 
 
 def _load_function(spec: dict[str, Any]) -> Any:
-    """Returns the imported function that runs an episode; None for a command."""
+    """Imports the agent; returns the function that runs an episode, or None for a command."""
     sys.path[:] = list(dict.fromkeys([*spec["paths"], *sys.path]))
     if spec["kind"] == "command":
         return None
@@ -165,7 +166,7 @@ def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, started: f
 
 
 def _end_orphans(children: frozenset[int], seconds: float) -> None:
-    """Kills the orphans among the children of this process and their descendants. An orphan is a child that is not in
+    """Kills orphans and their descendants for up to `seconds`. An orphan is a child of this process that is not in
     `children`.
     """
     deadline = time.monotonic() + seconds
@@ -207,7 +208,7 @@ class _Terminated(Exception):
 
 
 def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
-    """Runs an episode, then ends all its remaining processes."""
+    """Runs an episode, then kills its remaining processes; returns the outcome."""
     parent_pid = os.getppid()
     os.setsid()
     _prctl(_SET_SUBREAPER, 1)
@@ -242,8 +243,8 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
     if not pid:
         try:
             signal.set_wakeup_fd(-1)
-            for name in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(name, signal.SIG_DFL)
+            for signal_number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(signal_number, signal.SIG_DFL)
             for fd in (out, result_pipe[0], output_pipe[0], printed_pipe[0], *wakeup_pipe):
                 os.close(fd)
             _episode(ticket, run, spec, result_pipe[1], output_pipe[1], printed_pipe[1])
@@ -284,7 +285,7 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
                 open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
-    for fd in open_fds:  # output written before the end
+    for fd in open_fds:  # output that was written before the process ended
         while _shells.readable([fd], 0) and _read_limited(fd, received_bytes[fd], limits.get(fd)):
             if len(received_bytes[fd]) >= (limits.get(fd) or _TAIL):
                 break
@@ -306,7 +307,9 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
 
 
 def _read_limited(fd: int, buffer: bytearray, limit: int | None) -> bool:
-    """Reads available data. Data beyond `limit` bytes is dropped; without a limit only the end is retained."""
+    """Reads available data into `buffer`; returns False at the end of the stream. Drops data beyond `limit` bytes; without
+    a limit, retains only the last `_TAIL` bytes.
+    """
     chunk = os.read(fd, 1 << 16)
     if limit is None:
         buffer += chunk
@@ -317,7 +320,9 @@ def _read_limited(fd: int, buffer: bytearray, limit: int | None) -> bool:
 
 
 def _reap(child: int) -> int | None:
-    """Reaps children that have ended; returns the status of `child` if it is among them."""
+    """Reaps children that have ended; returns the exit status of `child` (negative for a signal), or None if it still
+    runs.
+    """
     status = None
     while True:
         try:
@@ -331,7 +336,7 @@ def _reap(child: int) -> int | None:
 
 
 def _reap_for(seconds: float) -> None:
-    """Waits for all children to end."""
+    """Waits up to `seconds` for all children to end."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -342,7 +347,7 @@ def _reap_for(seconds: float) -> None:
 
 
 def _end_all(seconds: float) -> int:
-    """Kills all descendants of this process; returns the number of those that still run after `seconds`."""
+    """Kills all descendants of this process; returns how many still run after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         _reap(0)
@@ -355,12 +360,12 @@ def _end_all(seconds: float) -> int:
 
 
 def _descendants_of(pid: int) -> list[int]:
-    """Returns all descendants of a process. Linux makes an orphan a child of the nearest guard above it."""
+    """Returns the ids of all descendants of a process. Linux reparents an orphan to the nearest guard above it."""
     descendants: list[int] = []
-    pending_pids, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
+    pending_pids, children_by_parent = [pid], None if _LISTS_CHILDREN else _map_by_parent()
     while pending_pids:
         current_pid = pending_pids.pop()
-        children = _children(current_pid) if parents is None else parents.get(current_pid, [])
+        children = _children(current_pid) if children_by_parent is None else children_by_parent.get(current_pid, [])
         descendants += children
         pending_pids += children
     return descendants
@@ -378,19 +383,19 @@ def _children(pid: int) -> list[int]:
 
 
 def _map_by_parent() -> dict[int, list[int]]:
-    """Returns all processes by parent, for kernels that do not list the children of a process (CONFIG_PROC_CHILDREN)."""
-    parents: dict[int, list[int]] = {}
+    """Returns the process ids by parent, for kernels that do not list a process's children (CONFIG_PROC_CHILDREN)."""
+    children_by_parent: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            parents.setdefault(_stat_value(int(name), _PARENT), []).append(int(name))
-    return parents
+            children_by_parent.setdefault(_stat_value(int(name), _PARENT), []).append(int(name))
+    return children_by_parent
 
 
 # -- resources of an episode ------------------------------------------------------------------------------------------
 
 
 def _exceeded_limit(confinement: dict[str, Any], folder: str) -> str:
-    """Returns a message about the limit that the processes below this one exceed; "" if none."""
+    """Returns a message about the limit that the descendants of this process exceed; "" if they exceed none."""
     descendants = _descendants_of(os.getpid())
     memory_bytes = sum(_stat_value(pid, _RSS_PAGES) for pid in descendants) * _PAGE
     on_disk, in_memory = _unlinked_files(descendants, folder)
@@ -409,7 +414,7 @@ _PARENT, _NUM_THREADS, _RSS_PAGES = 1, 17, 21
 
 
 def _stat_value(pid: int, index: int) -> int:
-    """Returns a number of a process's statistics; 0 if the process has gone."""
+    """Returns a number from /proc/<pid>/stat; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[index])
@@ -418,8 +423,8 @@ def _stat_value(pid: int, index: int) -> int:
 
 
 def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
-    """Returns the sizes in bytes of open files without a name: on the disk of the folder, and elsewhere, such as in
-    memory.
+    """Returns the total sizes in bytes of unlinked open files: of those on the folder's disk, and of all others, such as
+    files in memory.
     """
     device, sizes = os.stat(folder).st_dev, {True: 0, False: 0}
     inodes = set()
@@ -436,13 +441,17 @@ def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
 
 
 def _segments(pids: list[int]) -> int:
-    """Returns the bytes of the System V shared-memory segments of processes, mapped or not. Segments in this process's
-    own namespace are not counted.
+    """Returns the size in bytes of the processes' System V shared-memory segments, mapped or not. Does not count segments
+    in this process's IPC namespace.
     """
-    spaces: dict[str, int] = {}
+    pid_by_namespace: dict[str, int] = {}
     for pid in pids:
-        spaces.setdefault(_namespace(pid, "ipc"), pid)
-    return sum(_read_segments(pid) for space, pid in spaces.items() if space not in ("", _namespace("self", "ipc")))
+        pid_by_namespace.setdefault(_namespace(pid, "ipc"), pid)
+    return sum(
+        _read_segments(pid)
+        for namespace, pid in pid_by_namespace.items()
+        if namespace not in ("", _namespace("self", "ipc"))
+    )
 
 
 def _namespace(pid: Any, kind: str) -> str:
@@ -453,8 +462,8 @@ def _namespace(pid: Any, kind: str) -> str:
 
 
 def _read_segments(pid: int) -> int:
-    """Returns the bytes of segments in the namespace of another process. A child reads them there, because /proc shows
-    only the reader's namespace.
+    """Returns the size in bytes of the segments in another process's IPC namespace. A child process enters that namespace
+    to read it, because /proc shows only the reader's namespace.
     """
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -463,13 +472,13 @@ def _read_segments(pid: int) -> int:
             libc = ctypes.CDLL(None)
             for namespace in ("user", "ipc"):
                 with contextlib.suppress(OSError):
-                    space = os.open(f"/proc/{pid}/ns/{namespace}", os.O_RDONLY)
+                    namespace_fd = os.open(f"/proc/{pid}/ns/{namespace}", os.O_RDONLY)
                     if _namespace(pid, namespace) != _namespace("self", namespace):
-                        libc.setns(space, 0)
+                        libc.setns(namespace_fd, 0)
             if _namespace("self", "ipc") == _namespace(pid, "ipc"):
                 with open("/proc/sysvipc/shm", "rb") as file:
-                    title = next(file).split()
-                    os.write(write_end, b"%d" % sum(int(line.split()[title.index(b"rss")]) for line in file))
+                    header = next(file).split()
+                    os.write(write_end, b"%d" % sum(int(line.split()[header.index(b"rss")]) for line in file))
         finally:
             os._exit(0)
     os.close(write_end)
@@ -482,8 +491,8 @@ def _read_segments(pid: int) -> int:
 
 
 def _proportional_memory(pids: list[int]) -> int:
-    """Returns the memory of processes in bytes. Shared pages are divided among their users, except for a process that
-    hides this division: all its pages are counted.
+    """Returns the memory of processes in bytes. Each shared page is divided among the processes that map it (PSS). For a
+    process whose PSS cannot be read, all resident pages count.
     """
     num_bytes = 0
     for pid in pids:
@@ -497,7 +506,7 @@ def _proportional_memory(pids: list[int]) -> int:
 
 
 def _folder_size(folder: str, limit: int) -> int:
-    """Returns the size of a folder in bytes, at least 1 KiB for each name in it; stops counting at `limit`."""
+    """Returns the size of a folder in bytes, with at least 1 KiB per directory entry; stops counting at `limit`."""
     num_bytes, pending_folders, inodes = 0, [folder], set()
     while pending_folders and num_bytes < limit:
         with contextlib.suppress(OSError), os.scandir(pending_folders.pop()) as entries:
@@ -521,7 +530,7 @@ def _folder_size(folder: str, limit: int) -> int:
 def _episode(
     ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, output: int, printed: int
 ) -> NoReturn:
-    """Runs the episode in its process; does not return."""
+    """Runs the episode in this process; does not return."""
     os.setsid()
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_SET_DUMPABLE, 1)
@@ -536,7 +545,7 @@ def _episode(
         folder = _shells.make_subfolders(ticket["folder"]) if is_confined else os.environ.get("TMPDIR", "/tmp")
         command_line = [argument.replace("{question}", ticket["task"]["question"]) for argument in spec["command"]]
         if is_confined:
-            needed_paths = _shells.needed_by(spec["command"])  # named by the configuration, never by a question
+            needed_paths = _shells.needed_by(spec["command"])  # taken from the configuration, never from a question
             command_line = _shells.sandboxed(
                 confinement, command_line, ticket["folder"], ticket["socket"], needed_paths
             )
@@ -569,13 +578,13 @@ def _episode(
 
 
 class _Lines:
-    """Reader of lines of JSON from a descriptor; `pending` are those that `wait` has read beyond the first."""
+    """Reader of JSON lines from a descriptor; `pending` holds the messages that `wait` read after the first one."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._partial, self.at_end, self.pending = fd, b"", False, []  # type: ignore[var-annotated]
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the available lines; blocks if there are none."""
+        """Returns the messages of complete lines; waits for data if none are pending."""
         if self.pending:
             lines, self.pending = self.pending, []
             return lines
@@ -585,7 +594,7 @@ class _Lines:
         return [json.loads(line) for line in lines]
 
     def wait(self) -> dict[str, Any] | None:
-        """Returns the first line; None at the end of the stream."""
+        """Waits for a message and returns it; returns None at the end of the stream."""
         while not self.at_end:
             lines = self.read()
             if lines:

@@ -1,5 +1,6 @@
-"""Sandboxes of agents' programs, and a persistent shell. Runs like `main.py`, which loads it: standard library, any
-Python from 3.8 on, without rlhpc.
+"""Sandboxes for agents' programs, and a persistent shell.
+
+`main.py` loads this file. Like `main.py`, it needs only the standard library and Python 3.8 or newer, not rlhpc.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from typing import Any, Iterable, Sequence  # noqa: UP035 (Python 3.8)
 
-#: Maximum number of characters of a command's output that the model reads: of its beginning, and of its end.
+#: Maximum number of characters that the model reads from the beginning and from the end of a command's output.
 _HEAD, _TAIL = 4000, 4000
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START = ["bash", "--noprofile", "--norc"]
@@ -29,7 +30,7 @@ _INSIDE = os.path.join(_HERE, "loopback.py")
 LIMITS = ("memory_mb", "disk_mb")
 #: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
 _SUBFOLDERS = ("work", "tmp", "shm")
-#: Environment variables with settings of programs; none with keys, passwords or addresses of services.
+#: Paths in /etc with settings of programs; none contains keys, passwords or addresses of services.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "fonts", "group", "hosts", "inputrc", "ld.so.cache",
     "ld.so.conf", "ld.so.conf.d", "localtime", "locale.conf", "magic", "mime.types", "nsswitch.conf", "passwd", "profile",
@@ -39,14 +40,14 @@ _ETC = (
 #: Arguments of bubblewrap for paths that are visible unchanged.
 _UNCHANGED_PATH_OPTIONS = ("--ro-bind-try", "--symlink")
 _SYS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
-#: Folders that do not become visible because a file in them is needed.
+#: Folders that are not made visible as a whole when a program needs a file in them.
 _BROAD = (
     "/", "/dev", "/etc", "/home", "/media", "/mnt", "/proc", "/root", "/run", "/sys", "/tmp", "/var", "/var/run", "/var/tmp",
 )  # fmt: skip
 
 
 def find_program(name: str) -> str:
-    """Returns a program's path by this process's PATH; the name itself if no folder of PATH has it."""
+    """Returns the path of a program in this process's PATH; the name itself if PATH does not contain it."""
     return shutil.which(name) or name
 
 
@@ -57,15 +58,15 @@ def sandboxed(
     socket: str | None = None,
     needed_paths: Sequence[str] = (),
 ) -> list[str]:
-    """Returns a command in a sandbox without a network, which begins with `loopback.py`.
+    """Returns a command line that runs `command` in a sandbox without a network, started by `loopback.py`.
 
     Args:
-        confinement: `kind` (`bubblewrap`, `unshare` or `none`); for bubblewrap `read`, paths that are visible in addition to
-            those that programs need, and `hidden`, paths that are not visible unless `read` names them; and the limits of
-            `loopback.py`.
+        confinement: `kind` (`bubblewrap`, `unshare`, or `none` to run the command unchanged) and the limits of
+            `loopback.py`. For bubblewrap also `read`, paths that are visible in addition to those that programs need, and
+            `hidden`, paths that are not visible unless `read` names them.
         command: Command line (argv).
-        folder: Folder of the episode. The command may write in its `work`, where it starts; with bubblewrap its `tmp` and
-            `shm` are `/tmp` and `/dev/shm`.
+        folder: Folder of the episode. The command may write to its subfolder `work`, where it starts. With bubblewrap, the
+            subfolders `tmp` and `shm` are mounted as `/tmp` and `/dev/shm`.
         socket: Socket of the model; None for a command without access to it.
         needed_paths: Files and folders that the command needs.
     """
@@ -112,11 +113,9 @@ def make_subfolders(folder: str) -> str:
 
 
 def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: str, socket_folder: str) -> list[str]:
-    """Returns bubblewrap's options for mounts. The longest mounted path above a file decides whether the file is
-    visible.
-    """
+    """Returns bubblewrap's mount options. The longest mounted path above a file decides whether the file is visible."""
     mount_options: dict[str, list[str]] = {}
-    shown_trees: list[tuple[str, str]] = []  # where something is shown, and what that is
+    shown_trees: list[tuple[str, str]] = []  # (path in the sandbox, real path)
 
     def show(path: str) -> None:
         for shown_path in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
@@ -158,7 +157,9 @@ def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: st
             "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
         }
     )
-    if socket_folder:  # read-only: a program that writes there could replace the socket, and answer all later episodes
+    if (
+        socket_folder
+    ):  # read-only, so that a program cannot replace the socket and answer the model calls of later episodes
         mount_options[socket_folder] = ["--ro-bind", socket_folder, socket_folder]
     ordered_paths = sorted(mount_options, key=lambda path: 0 if path == "/" else path.count("/"))
     for path in ordered_paths[:]:
@@ -166,7 +167,7 @@ def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: st
             mount_options[path][0] in _UNCHANGED_PATH_OPTIONS
             and mount_options.get(_nearest(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
         ):
-            ordered_paths.remove(path)  # it is there with the folder above it
+            ordered_paths.remove(path)  # already visible by the mount of a folder above it
     masked_folders = [path for path, options in mount_options.items() if options[0] == "--tmpfs"]
     return [
         *(option for path in ordered_paths for option in mount_options[path]),
@@ -197,7 +198,7 @@ def _interpreter() -> list[str]:
 
 def needed_by(command: Sequence[str]) -> list[str]:
     """Returns the paths that a command needs: its absolute paths and their folders, the program's folder, and the
-    complete virtual environment of the program.
+    program's complete virtual environment.
     """
     program = shutil.which(command[0])
     named_paths = [argument for argument in command if os.path.isabs(argument)] + ([program] if program else [])
@@ -211,7 +212,7 @@ def needed_by(command: Sequence[str]) -> list[str]:
 
 
 def _nearest(path: str, paths: dict[str, Any]) -> str:
-    """Returns the closest ancestor of a path in `paths`; "" if none is in it."""
+    """Returns the closest ancestor of a path that is in `paths`; "" if no ancestor is."""
     while path != "/":
         path = os.path.dirname(path)
         if path in paths:
@@ -224,7 +225,7 @@ def _is_below(path: str, above: str) -> bool:
 
 
 def _is_broad(path: str) -> bool:
-    """Returns whether a folder is too general to be made visible because of one program in it."""
+    """Returns whether a folder is too broad to be made visible for a single program in it."""
     real_path, home_folder = os.path.realpath(path), os.path.realpath(os.path.expanduser("~"))
     return os.path.isdir(real_path) and (
         _is_below(home_folder, real_path) or real_path in _BROAD or real_path == os.path.realpath(tempfile.gettempdir())
@@ -232,16 +233,16 @@ def _is_broad(path: str) -> bool:
 
 
 def make_temporary_folder(name: str, parent: str | None = None) -> str:
-    """Creates a folder for files of an episode. In the folder of the rank's session, it is removed together with that
-    folder, even if processes are killed.
+    """Creates a folder for an episode's files and returns its path. If `parent` is the folder of the rank's session, the
+    new folder is removed together with it, even if processes are killed.
 
-    As `runtime.scratch.make_temporary_folder`, for interpreters without rlhpc.
+    Counterpart of `runtime.scratch.make_temporary_folder` for interpreters without rlhpc.
     """
     return tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=parent)
 
 
 def find_fault(confinement: dict[str, Any], parent: str | None = None) -> str:
-    """Tests a sandbox in a folder of `parent`; returns the reason why it does not work here, "" if it works."""
+    """Tests a sandbox in a new folder of `parent`; returns the reason why it does not work here, or "" if it works."""
     if confinement["kind"] == "none":
         return ""
     folder = make_temporary_folder("try", parent)
@@ -268,7 +269,7 @@ def find_fault(confinement: dict[str, Any], parent: str | None = None) -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder of any depth, also if a program has removed the permissions to change it."""
+    """Removes a folder of any depth, even if a program has removed the permissions to change it."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
@@ -278,9 +279,9 @@ def remove_folder(folder: str) -> None:
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Waits until a descriptor can be read or has reached its end; returns all such descriptors.
+    """Waits until a descriptor can be read or has reached its end; returns all such descriptors, none after a timeout.
 
-    A copy of `runtime.descriptors.readable`, for interpreters without rlhpc.
+    Copy of `runtime.descriptors.readable` for interpreters without rlhpc.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -289,17 +290,17 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
 
 
 class Shell:
-    """Persistent bash: folder and variables remain from command to command. A context manager.
+    """Persistent bash, as a context manager: its working directory and variables are kept from command to command.
 
     It is also a tool server with one tool (`mcp_client.ToolServer`).
 
     Args:
-        confinement: See `sandboxed`; a text is its kind. The variables of this process, which include the model's key, are
-            not passed on.
-        timeout_s: Time limit of a command.
+        confinement: Argument of `sandboxed`, or only its kind. The shell does not inherit this process's environment
+            variables, which include the model's key.
+        timeout_s: Time limit of a command, in seconds.
 
     Attributes:
-        folder: Working directory, in which it may write; removed at its end.
+        folder: Working directory, in which commands may write; removed when the shell ends.
     """
 
     def __init__(self, confinement: str | dict[str, Any] = "bubblewrap", timeout_s: float = 60.0) -> None:
@@ -317,13 +318,13 @@ class Shell:
         remove_folder(self._top)
 
     def run(self, command: str) -> str:
-        """Runs a command; returns the output of both streams, with the status if it is not 0. A command that takes too
-        long is ended together with the shell; the next command gets a new shell, in the unchanged folder.
+        """Runs a command; returns the output of both streams, and the exit status if it is not 0. A command that exceeds
+        the time limit is killed together with the shell; the next command gets a new shell in the same folder.
         """
         if self._process is None:
             self._start()
         end_marker = f"done-{secrets.token_hex(8)}"
-        # The command is read completely before it runs: a heredoc, an open quote or an `exit` affect only this command.
+        # Bash reads the whole command before it runs: a heredoc, an open quote or an `exit` affects only this command.
         script = (
             f'eval "$(cat <<\'{end_marker}\'\n{command}\n{end_marker}\n)" 2>&1 </dev/null; echo "{end_marker} $?"\n'
         )
@@ -340,7 +341,7 @@ class Shell:
         return shown_output if exit_code == "0" else f"{shown_output}\n[status {exit_code}]".strip()
 
     def tools(self) -> list[dict[str, Any]]:
-        """Returns its tool, in OpenAI's format."""
+        """Returns the shell's tool, in OpenAI's format."""
         parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
         description = "Runs a command in a bash that stays: the folder and variables are those that the last one left."
         return [
@@ -374,7 +375,7 @@ class Shell:
         )
 
     def _read(self, mark: bytes) -> tuple[bytes, str]:
-        """Reads output up to the mark's line; returns it and, if the mark is missing, the reason."""
+        """Reads output up to the line with the mark; returns the output and the reason why the mark is missing, or ""."""
         output, deadline, stream = bytearray(), time.monotonic() + self._timeout_s, self._process.stdout.fileno()
         while True:
             remaining_s = deadline - time.monotonic()
