@@ -1,9 +1,10 @@
-"""Static analysis of a program's tests: which expressions run with the program in the sandbox, and which outside.
+"""Static analysis of a program's tests: separates expressions that run with the program in the sandbox from those that are
+computed outside.
 
-Of `assert abs(root(2.0) - 1.41) < 1e-6` only `root(2.0)` is computed in the sandbox. Its value is returned, and the
-subtraction, `abs` and the comparison are computed here, on builtin values. So a program that redefines `abs` or `bool`, or
-returns an object with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind
-to values are known here, too; in the sandbox they are bound only if they are passed to the program.
+For `assert abs(root(2.0) - 1.41) < 1e-6`, the sandbox computes only `root(2.0)` and returns its value. The subtraction,
+`abs` and the comparison are computed outside, on builtin values. So a program that redefines `abs` or `bool`, or returns an
+object with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind to values
+are also evaluated outside; the sandbox binds them only if they are passed to the program.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Reader:
-    """Parser of one test, which adds to `plan`.
+    """Parser of one test; adds the test's steps and claims to `plan`.
 
     Attributes:
-        judged: Assertions that depend on the program.
-        possible: Assertions that depend on it if it defines the name of a builtin function.
+        judged: Number of assertions that depend on the program.
+        possible: Number of assertions that depend on the program only if it defines the name of a builtin function.
     """
 
     def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
@@ -57,10 +58,11 @@ class Reader:
         self._step_numbers: list[int] = []
 
     def read(self, body: list[ast.stmt]) -> TestPlan:
-        """Parses the statements of a test.
+        """Parses the statements of a test; returns the extended plan.
 
         Raises:
-            Unclear: They cannot be split.
+            Unclear: The test cannot be split.
+            ValueError: A test function asserts nothing about the program.
         """
         num_claims = len(self.plan.claims)
         plain_statements, functions, classes = problem_formats.test_functions(body)
@@ -76,7 +78,7 @@ class Reader:
             if self.judged + self.possible == num_before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
         prepared_steps = [*self.plan.prepared, *self._step_numbers]
-        if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
+        if not self.judged and not self.possible:  # the steps of a test without assertions prepare later tests
             self.plan.set_prepared(prepared_steps)
         if prepared_steps:  # no statement of the test may raise
             self.plan.claims[num_claims:] = [
@@ -85,7 +87,7 @@ class Reader:
         return self.plan
 
     def _add_statement(self, statement: ast.stmt) -> None:
-        """Adds a statement to the steps, after its prerequisites."""
+        """Adds a statement to the plan's steps, after the definitions that it needs."""
         stored_names = {
             n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
         }
@@ -97,7 +99,9 @@ class Reader:
         self._step_numbers.append(add_step(self.plan, "do", source))
 
     def _insert_values(self, node: Any, simple: bool = True) -> Any:
-        """Replaces known expressions by their values, and binds names in the sandbox that the program may change or keep."""
+        """Returns a copy of a node in which known expressions are replaced by their values; binds names in the sandbox if
+        the program may change or keep their objects.
+        """
         node = (
             ast.parse(ast.unparse(node), mode="eval").body
             if isinstance(node, ast.expr)
@@ -117,7 +121,7 @@ class Reader:
         return node
 
     def _bind_inside(self, name: str) -> None:
-        """Binds a name in the sandbox, since the program gets its value and may change it."""
+        """Binds a name in the sandbox, because the program receives its object and may change it."""
         if name not in self.plan.values:
             return
         known_value = self.plan.values.pop(name)
@@ -134,13 +138,13 @@ class Reader:
                 raise Unclear
 
     def _define(self, names: set[str]) -> None:
-        """Defines functions and classes of the tests in the sandbox if they are used there."""
+        """Adds the definitions of the tests' functions and classes among `names` to the sandbox's steps."""
         for name in sorted(names & self.plan.definitions.keys()):
             definition = self.plan.definitions.pop(name)
             self._add_statement(definition)
 
     def bind(self, statement: ast.Assign) -> bool:
-        """Binds names to a value that is known outside the sandbox; returns False if it is not known."""
+        """Binds the names of an assignment outside the sandbox; returns False if the value is not known there."""
         try:
             constant_value = self.constant_value(statement.value)
             if isinstance(constant_value, (zip, enumerate)):
@@ -156,7 +160,7 @@ class Reader:
         self.plan.values[name], self.plan.meanings[name] = value, ""
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
-        """Parses a function's body in place of its call, with renamed local variables."""
+        """Parses a function's body in place of its call; renames the function's local variables."""
         parameters = function.args
         if len(parameters.args) != len(arguments) or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
             raise Unclear
@@ -213,10 +217,10 @@ class Reader:
             self._add_statement(statement)
 
     def _asserting_call(self, call: ast.expr) -> bool:
-        """Parses a call of a test's function that asserts something; returns False for other expressions.
+        """Inlines a call of a test's function that contains assertions; returns False for other expressions.
 
         Raises:
-            Unclear: Only the function itself can decide.
+            Unclear: The call cannot be inlined.
         """
         if not isinstance(call, ast.Call) or not has_assertion([ast.Expr(call)], self._functions):
             return False
@@ -236,7 +240,7 @@ class Reader:
         return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
 
     def _raises(self, statement: ast.With) -> None:
-        """Parses `with pytest.raises(...)`: the exception is returned, and its classes are compared here."""
+        """Parses `with pytest.raises(...)`: the sandbox returns the exception, and its classes are compared outside."""
         call = statement.items[0].context_expr
         assert isinstance(call, ast.Call)
         match_values = [
@@ -280,19 +284,23 @@ class Reader:
 
         Args:
             node: The expression.
-            build: Builds its term; None for `_term`.
+            build: Function that builds the expression's term; None for `_term`.
         """
-        previous_trial, rounds, self._trial = self._trial, self._rounds, True
+        previous_trial, previous_rounds, self._trial = self._trial, self._rounds, True
         try:
             (build or self._term)(node)
         except (Unclear, LookupError):
             return False
         finally:
-            self._trial, self._rounds = previous_trial, rounds
+            self._trial, self._rounds = previous_trial, previous_rounds
         return True
 
     def constant_value(self, node: ast.expr) -> Any:
-        """Returns the value of an expression that is independent of the program."""
+        """Returns the value of an expression that is independent of the program.
+
+        Raises:
+            Unclear: The expression depends on the program, or its evaluation raises.
+        """
         if self._bound or not self._is_known(node):
             raise Unclear
         try:
@@ -301,23 +309,23 @@ class Reader:
             raise Unclear from None
 
     def _assert(self, node: ast.expr) -> None:
-        steps, self._leaves = len(self.plan.steps), 0
+        num_steps, self._leaves = len(self.plan.steps), 0
         term = self._term(node)
         if self._leaves:
             self.plan.claims.append(term)
             self.judged += 1
             return
-        del self.plan.steps[steps:]
+        del self.plan.steps[num_steps:]
         stored_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         stored_names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         loaded_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        functions = sorted(loaded_names - stored_names - self.plan.meanings.keys() - self.plan.values.keys())
-        if not functions:  # nothing depends on the program
+        unknown_names = sorted(loaded_names - stored_names - self.plan.meanings.keys() - self.plan.values.keys())
+        if not unknown_names:  # nothing depends on the program
             if not outside.holds(term, []):
                 self.plan.claims.append(term)
             return
         # The program may define a function with the name of a builtin one, or import a name of a module.
-        step_number = add_step(self.plan, "value", f"any(name in globals() for name in {functions!r})")
+        step_number = add_step(self.plan, "value", f"any(name in globals() for name in {unknown_names!r})")
         self._all_inside = True
         try:
             judged_term = self._term(node)
@@ -334,8 +342,8 @@ class Reader:
         self.possible += 1
 
     def _term(self, node: ast.expr) -> Term:
-        """Returns a function that computes an expression. Parts that depend only on known values are computed outside
-        the sandbox.
+        """Returns a function that computes an expression outside the sandbox, from the values that the sandbox returns for
+        its leaves.
         """
         is_literal, value = parse_literal(node)
         if is_literal:
@@ -409,7 +417,7 @@ class Reader:
         return lambda answers: constant
 
     def _leaf(self, node: ast.expr) -> Term:
-        # It may need values that are known only outside.
+        # The leaf may need values that are known only outside the sandbox.
         if self._trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
         self._leaves += 1
@@ -440,7 +448,7 @@ class Reader:
         return lambda answers: slice(*[slice_term(answers) for slice_term in slice_terms])
 
     def _key(self, node: ast.expr) -> Term:
-        """Returns a function that computes a sorting key."""
+        """Returns a term whose value is the `key` function of a sort."""
         if not isinstance(node, ast.Lambda):
             function = outside.FUNCTIONS[self._meaning(node)][0]
             return lambda answers: function
@@ -463,7 +471,7 @@ class Reader:
         return key
 
     def _is_method(self, node: ast.Call) -> bool:
-        """Returns whether an expression calls a method of a test's value that does not change the value."""
+        """Returns whether a call invokes a read-only method of a known value, with known arguments."""
         if not isinstance(node.func, ast.Attribute) or node.keywords or self._all_inside:
             return False
         try:
@@ -474,7 +482,7 @@ class Reader:
         return node.func.attr in method_names and all(self._is_known(argument) for argument in node.args)
 
     def _is_leaf(self, node: ast.expr) -> bool:
-        """Returns whether a complete expression is computed in the sandbox."""
+        """Returns whether the sandbox computes an expression as a whole."""
         if parse_literal(node)[0]:
             return False
         match node:
@@ -526,7 +534,7 @@ class Reader:
             if isinstance(node, ast.GeneratorExp) or outer_bindings:
                 raise
             self.plan, self._step_numbers = plan_before
-            return self._leaf(node)  # a list can be returned as it is
+            return self._leaf(node)  # the sandbox can return a list
         finally:
             self._bound = outer_bindings
         return lambda answers: container_type(list(rounds(answers)))
@@ -536,7 +544,7 @@ class Reader:
             term = self._term(element)
             return lambda answers: [term(answers)]
         first_generator, other_generators = generators[0], generators[1:]
-        try:  # each round is unrolled, so that it may call the program
+        try:  # unrolled, so that each round may call the program
             elements = items(first_generator.iter, self.constant_value)
         except Unclear:
             elements = None
@@ -555,9 +563,9 @@ class Reader:
                 )
             return lambda answers: [
                 element_value
-                for condition_terms, part in rounds_terms
+                for condition_terms, inner_term in rounds_terms
                 if all(condition(answers) for condition in condition_terms)
-                for element_value in part(answers)
+                for element_value in inner_term(answers)
             ]
         iterable_term = self._term(first_generator.iter)
         cells: dict[str, list[Any]] = {name: [None] for name in assign_expressions(first_generator.target, None)}
@@ -588,7 +596,7 @@ class Reader:
                 return None
         if any(isinstance(argument, ast.Starred) for argument in node.args):
             return None
-        if function is isinstance:  # only the program can test for its classes
+        if function is isinstance:  # only the sandbox knows the program's classes
             type_nodes = node.args[1:2]
             type_nodes = type_nodes[0].elts if type_nodes and isinstance(type_nodes[0], ast.Tuple) else type_nodes
             if not type_nodes or not all(self._meaning(type_node) in outside.TYPES for type_node in type_nodes):
@@ -596,7 +604,7 @@ class Reader:
         return function
 
     def _meaning(self, node: ast.expr) -> str:
-        """Returns the qualified name of an expression, "" if the program or the setup defines it."""
+        """Returns the qualified name to which an expression refers; "" if the program or the setup defines it."""
         if self._all_inside:
             return ""
         if isinstance(node, ast.Name):
@@ -607,10 +615,10 @@ class Reader:
 
 
 class _ValueInserter(ast.NodeTransformer):
-    """Transformer that inserts the tests' values into an expression for the sandbox, and only those that it needs.
+    """Transformer that replaces the known parts of an expression for the sandbox by their values.
 
     Attributes:
-        needed: Names that must be bound in the sandbox, since the program gets the object itself.
+        needed: Names that must be bound in the sandbox, because the program receives the objects themselves.
     """
 
     def __init__(self, reader: Reader, local: set[str], simple: bool) -> None:
@@ -618,7 +626,7 @@ class _ValueInserter(ast.NodeTransformer):
         self.needed: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
-        """Replaces an expression whose parts are all known; of names only those of constants."""
+        """Replaces an expression by its value if all its parts are known; replaces a name only if its value is a constant."""
         if not isinstance(node, ast.expr):
             return self.generic_visit(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}

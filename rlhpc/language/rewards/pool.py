@@ -1,4 +1,4 @@
-"""Reward pool: scores many samples at once, in processes that can be ended."""
+"""Reward pool: scores many samples concurrently, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
-"""Maximum time in which a judge must build its rewards."""
+"""Time limit for a judge process to build its rewards, in seconds."""
 _MOST_FAILED_STARTS = 3
 _SERVER = "from rlhpc.language.rewards.pool_server import main; main()"
 
@@ -42,10 +42,10 @@ class Scored:
     """Score of a sample.
 
     Attributes:
-        total: The weighted sum of the terms, or `reward.failed`.
-        terms: By name, unweighted; a term that failed has `reward.failed`.
+        total: Weighted sum of the terms; `reward.failed` if a term failed.
+        terms: Unweighted values of the terms by name; `reward.failed` for a term that failed.
         failed: Whether a judge raised, hung or died.
-        reason: Reason of the failure.
+        reason: Reason for the failure.
     """
 
     total: float
@@ -56,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Term:
-    """Term of the reward: `factory` is a class or a function of a sample."""
+    """Term of the reward. `factory` is a reward class or a function of a sample."""
 
     name: str
     factory: Callable[..., Any]
@@ -65,7 +65,7 @@ class Term:
 
     @property
     def inline(self) -> bool:
-        """True if the term is so cheap and harmless that it needs no separate process."""
+        """True if the term is cheap and safe enough to run in this process."""
         inline = isinstance(self.factory, SaysInline) and self.factory.inline
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
@@ -84,9 +84,9 @@ class RewardPool:
 
     Args:
         terms: The terms of the sum.
-        timeout_s: Time limit of one sample, in seconds.
-        failed: Total of a sample whose judge raised, hung or died.
-        processes: Judge processes, each of which scores one sample at a time. None is started if all terms are inline.
+        timeout_s: Time limit for scoring one sample, in seconds.
+        failed: Total score of a sample whose judge raised, hung or died.
+        processes: Number of judge processes; each scores one sample at a time. Not used if all terms are inline.
 
     Raises:
         ConfigError: A reward cannot be built.
@@ -117,7 +117,7 @@ class RewardPool:
         if self._remote:
             import cloudpickle
 
-            # cloudpickle serializes by value what has no module that the server could import.
+            # cloudpickle serializes an object by value if the server could not import its module.
             spec = [(term.name, term.factory, term.kwargs) for term in self._remote]
             self._spec = cloudpickle.dumps(spec)
             try:
@@ -139,10 +139,10 @@ class RewardPool:
             self._finish(self._ticket, {}, "")
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Scored]]:
-        """Returns the scores since the last call, in any order; ends judges that exceed their time.
+        """Returns the new scores as (sample id, score), in any order; replaces judges that exceed their time limit.
 
         Args:
-            timeout_s: Maximum wait for the first score, in seconds; 0 does not wait.
+            timeout_s: Maximum wait for the first score, in seconds; 0 to return at once.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -154,7 +154,7 @@ class RewardPool:
         return scored_samples
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Scores all samples and returns the scores in their order. Samples queued by `submit` remain queued."""
+        """Scores all samples; returns their scores in the same order. Samples queued by `submit` remain queued."""
         indices = {object(): i for i in range(len(samples))}
         for key, sample in zip(indices, samples, strict=True):
             self.submit(key, sample)
@@ -170,7 +170,7 @@ class RewardPool:
         return [scores[i] for i in range(len(samples))]
 
     def unfinished(self) -> int:
-        """Returns the number of samples that were submitted and whose score `poll` has not returned."""
+        """Returns the number of submitted samples whose scores `poll` has not yet returned."""
         return len(self._waiting) + len(self._done)
 
     def drain(self) -> None:
@@ -185,7 +185,7 @@ class RewardPool:
         return {name: float(counts[name]) for name in ("scored", "failed", "timeouts", "died", "raised")}
 
     def close(self) -> None:
-        """Ends the judges; waits until they have ended."""
+        """Ends the judges and waits for them to exit."""
         self.drain()
         self._end_server(10.0)
         self._selector.close()
@@ -223,7 +223,7 @@ class RewardPool:
             self._start_judge()
 
     def _end_server(self, timeout_s: float) -> None:
-        """Ends the server and its judges. It is killed if it does not end in time."""
+        """Ends the server and its judges; kills the server if it does not exit in time."""
         for judge_process in list(self._judges.values()):
             self._forget(judge_process)
         if self._control is not None:
@@ -234,7 +234,7 @@ class RewardPool:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # a killed server could not do that
+        shutil.rmtree(self._folder, ignore_errors=True)  # a killed server has not removed it
 
     def _start_judge(self) -> None:
         assert self._control is not None
@@ -286,7 +286,7 @@ class RewardPool:
         self._start_judge()
 
     def _attend(self, timeout_s: float) -> None:
-        """Receives messages from judges, ends those over their time, and sends samples."""
+        """Receives messages from judges, replaces judges that exceed their time limit, and sends queued samples."""
         if not self._remote:
             return
         for key, _ in self._selector.select(timeout_s):
@@ -294,7 +294,7 @@ class RewardPool:
             if judge_process.number in self._judges:
                 self._receive(judge_process)
         current_time = time.monotonic()
-        for judge_process in [each for each in self._judges.values() if current_time >= each.deadline]:
+        for judge_process in [candidate for candidate in self._judges.values() if current_time >= candidate.deadline]:
             if judge_process.ready:
                 reason = f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)"
                 self._replace(judge_process, "timeouts", reason)
@@ -332,12 +332,12 @@ class RewardPool:
     # -- verdicts
 
     def _finish(self, ticket: int, values: dict[str, float], errors: str, failure: str = "raised") -> None:
-        """Adds the inline terms to a sample's values, and scores it.
+        """Computes a sample's inline terms and its total score, and queues the score for `poll`.
 
         Args:
             ticket: Ticket of the sample.
-            values: Values of the other terms that succeeded.
-            errors: Reasons why others failed; "" if none did.
+            values: Values of the remote terms that succeeded.
+            errors: Reasons why remote terms failed; "" if none failed.
             failure: Metric that counts the failure.
         """
         if ticket not in self._waiting:
@@ -347,12 +347,12 @@ class RewardPool:
         values, errors = values | inline_values, "; ".join(filter(None, (errors, inline_errors)))
         terms = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
-        total = sum(weight * terms[name] for name, weight in self._weights.items())
+        total_score = sum(weight * terms[name] for name, weight in self._weights.items())
         if errors:
-            total = self.failed
+            total_score = self.failed
             self._counts.update(("failed", failure))
             self._log_failure(errors)
-        self._done.append((sample_id, Scored(total, terms, bool(errors), errors)))
+        self._done.append((sample_id, Scored(total_score, terms, bool(errors), errors)))
 
     def _log_failure(self, reason: str) -> None:
         """Logs the first failures, then each thousandth."""
@@ -362,7 +362,7 @@ class RewardPool:
 
 
 def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> RewardPool:
-    """Builds the pool of section `reward`.
+    """Builds the reward pool from section `reward`.
 
     Args:
         cfg: The section.
@@ -375,7 +375,7 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
 
 
 def build_inline(terms: Sequence[Term]) -> None:
-    """Builds the terms that need no separate process.
+    """Builds the inline terms once, to check their arguments.
 
     Raises:
         ConfigError: A term does not accept its arguments.
@@ -386,10 +386,11 @@ def build_inline(terms: Sequence[Term]) -> None:
 
 
 def find_terms(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> list[Term]:
-    """Returns the terms of section `reward`, or only `terms` of them, with checked arguments; starts and builds nothing.
+    """Returns the terms of section `reward`, or only `terms`, with checked arguments. Builds no rewards and starts no
+    processes.
 
     Raises:
-        ConfigError: There are no terms, one is unknown or does not take its arguments, or a number is out of range.
+        ConfigError: There are no terms, a term is unknown or does not accept its arguments, or a number is out of range.
     """
     term_configs = cfg.terms if terms is None else terms
     if not term_configs:

@@ -28,7 +28,7 @@ Test = str | Mapping[str, Any]
 
 
 def tests_of(meta: Mapping[str, Any]) -> list[Test]:
-    """Returns the tests of a problem: statements, `{"call", "output"}` and `{"input", "output"}`.
+    """Returns the tests of a problem, each as Python statements, `{"call", "output"}` or `{"input", "output"}`.
 
     Raises:
         ValueError: The problem has no tests, or their format is not supported.
@@ -40,7 +40,7 @@ def tests_of(meta: Mapping[str, Any]) -> list[Test]:
 
 
 def setup_of(meta: Mapping[str, Any]) -> str:
-    """Returns the statements that run before the tests."""
+    """Returns the statements of a problem that run before its tests."""
     setup_texts = [meta[name] for name in _SETUPS if meta.get(name)]
     return "\n".join(
         setup_text if isinstance(setup_text, str) else "\n".join(map(str, setup_text)) for setup_text in setup_texts
@@ -48,7 +48,7 @@ def setup_of(meta: Mapping[str, Any]) -> str:
 
 
 def entry_of(meta: Mapping[str, Any]) -> str:
-    """Returns the expression of the function that the tests call, "" if the problem does not name it."""
+    """Returns the expression for the function that the tests call; "" if the problem does not name it."""
     if meta.get("entry_point"):
         return str(meta["entry_point"])
     metadata = meta.get("metadata")
@@ -60,8 +60,8 @@ def entry_of(meta: Mapping[str, Any]) -> str:
 def _tests(value: Any, entry: str) -> Iterator[Test]:
     if isinstance(value, str):
         stripped_text = value.strip()
-        if stripped_text[:1] in ("{", "[") and (structure := _json(stripped_text)) is not None:
-            yield from _tests(structure, entry)
+        if stripped_text[:1] in ("{", "[") and (parsed_json := _json(stripped_text)) is not None:
+            yield from _tests(parsed_json, entry)
         elif _COMPRESSED.fullmatch(stripped_text) and " " not in stripped_text:
             raise ValueError("a test is compressed (private_test_cases of LiveCodeBench): decode it first")
         else:
@@ -69,8 +69,8 @@ def _tests(value: Any, entry: str) -> Iterator[Test]:
     elif isinstance(value, Mapping):
         yield from _pairs(value, entry)
     elif isinstance(value, Sequence):
-        for test_entry in value:
-            yield from _tests(test_entry, entry)
+        for element in value:
+            yield from _tests(element, entry)
     else:
         raise ValueError(
             f"a test is a {type(value).__name__}; allowed: Python statements, or objects with input and output"
@@ -79,10 +79,10 @@ def _tests(value: Any, entry: str) -> Iterator[Test]:
 
 def _json(text: str) -> Any:
     try:
-        structure = json.loads(text)
+        parsed_json = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return structure if isinstance(structure, (dict, list)) else None
+    return parsed_json if isinstance(parsed_json, (dict, list)) else None
 
 
 def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
@@ -130,12 +130,12 @@ def _call(name: str, arguments: Any, output: Any) -> Test:
 
 
 def _lines(value: Any) -> str:
-    """Returns the text of stdin or stdout; some sets have a list of lines."""
+    """Returns the text of stdin or stdout, which some data sets store as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def parse_test(test: str) -> list[ast.stmt]:
-    """Returns the statements of a test, with its doctests as assertions and its main guards expanded.
+    """Parses a test into statements; converts doctests to assertions and replaces main guards by their bodies.
 
     Raises:
         ValueError: The test is not valid Python, or has an unsupported doctest.
@@ -157,9 +157,9 @@ def _opened(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             if isinstance(statement.value.value, str) and ">>>" in statement.value.value:
                 yield from _doctest(statement.value.value)
         elif isinstance(statement, ast.ImportFrom) and statement.module in PROGRAM_MODULES and not statement.level:
-            for name in statement.names:
-                if name.asname:
-                    yield ast.parse(f"{name.asname} = {name.name}").body[0]
+            for alias in statement.names:
+                if alias.asname:
+                    yield ast.parse(f"{alias.asname} = {alias.name}").body[0]
         elif not _runs_tests(statement):
             yield statement
 
@@ -174,7 +174,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _runs_tests(statement: ast.stmt) -> bool:
-    """Returns whether a statement calls a test runner: the functions and classes that it would find are called anyway."""
+    """Returns whether a statement calls a test runner. It can be dropped: the tests that it would find are called anyway."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
@@ -192,7 +192,7 @@ def _doctest(text: str) -> list[ast.stmt]:
         if example.options:
             raise ValueError("a doctest of the problem has options, which are not read: write it as an assertion")
         try:
-            code = ast.parse(example.source).body
+            statements = ast.parse(example.source).body
         except SyntaxError as error:
             raise ValueError(f"a doctest of the problem is no Python: {error}") from None
         source, expected_output = example.source.strip(), example.want.strip()
@@ -201,11 +201,11 @@ def _doctest(text: str) -> list[ast.stmt]:
             indented_source = "\n".join(f"    {line}" for line in source.splitlines())
             body += ast.parse(f"with pytest.raises({exception_type}):\n{indented_source}").body
         elif not expected_output:
-            body += code
-        elif len(code) != 1 or not isinstance(code[0], ast.Expr):
+            body += statements
+        elif len(statements) != 1 or not isinstance(statements[0], ast.Expr):
             raise ValueError("a doctest of the problem prints from a statement: write it as an assertion")
         else:
-            expression, converter = code[0].value, "repr"
+            expression, converter = statements[0].value, "repr"
             if isinstance(expression, ast.Call) and ast.unparse(expression.func) == "print":
                 if len(expression.args) != 1 or expression.keywords:
                     raise ValueError("a doctest of the problem prints several values: write it as an assertion")
@@ -215,10 +215,10 @@ def _doctest(text: str) -> list[ast.stmt]:
 
 
 def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.FunctionDef], list[ast.ClassDef]]:
-    """Splits statements into plain ones, functions that pytest would call, and unittest classes.
+    """Splits statements into plain statements, functions that pytest would call, and unittest classes.
 
     Raises:
-        ValueError: A test function takes fixtures, or has an unsupported decorator.
+        ValueError: A test function is asynchronous, takes fixtures or has an unsupported decorator, or a class has no tests.
     """
     plain_statements: list[ast.stmt] = []
     functions: list[ast.FunctionDef] = []
@@ -245,7 +245,11 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
 
 
 def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
-    """Returns the function without parameters: pytest's parametrize becomes loops around its body."""
+    """Returns a test function without parameters; converts pytest's parametrize to loops around its body.
+
+    Raises:
+        ValueError: The function takes fixtures, or has an unsupported decorator.
+    """
     body, parameter_names = list(function.body), {argument.arg for argument in function.args.args}
     for decorator in reversed(function.decorator_list):
         if not (
@@ -289,7 +293,11 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
 
 
 def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Returns the tests of a class without a base, which pytest collects, as functions."""
+    """Returns the tests of a class without base classes, which pytest collects, as functions.
+
+    Raises:
+        ValueError: The class has no tests, or its tests use `self`.
+    """
     functions = []
     for method in class_.body:
         if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
@@ -323,19 +331,19 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     """Returns the tests of a unittest class as functions with plain assertions.
 
     Raises:
-        Unclear: The class has more than `setUp` and assertions on values.
+        Unclear: The class has members other than `setUp` and tests, or a test cannot be converted.
     """
     methods = {
         class_statement.name: class_statement
         for class_statement in class_.body
         if isinstance(class_statement, ast.FunctionDef)
     }
-    other_statements = [
+    non_methods = [
         class_statement
         for class_statement in class_.body
         if not isinstance(class_statement, ast.FunctionDef) and not isinstance(class_statement, ast.Expr)
     ]
-    if other_statements or any(
+    if non_methods or any(
         method.decorator_list or len(method.args.args) != 1 or not (name == "setUp" or name.startswith("test"))
         for name, method in methods.items()
     ):
@@ -348,7 +356,9 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         assert isinstance(function, ast.FunctionDef)
         setup_statements = methods["setUp"].body if "setUp" in methods else []
         body_copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*setup_statements, *method.body)))
-        body = _Unittest().visit(body_copy).body  # as a whole: a `with self.subTest` becomes several statements
+        body = (
+            _Unittest().visit(body_copy).body
+        )  # all at once, because a `with self.subTest` becomes several statements
         if any(
             isinstance(n, ast.Name) and n.id == "self" for class_statement in body for n in ast.walk(class_statement)
         ):
@@ -379,7 +389,7 @@ class _Unittest(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if ast.unparse(node.func).startswith("self."):
-            raise Unclear  # a method that is no assertion, or an assertion within an expression
+            raise Unclear  # a method other than an assertion, or an assertion within an expression
         self.generic_visit(node)
         return node
 
@@ -414,7 +424,7 @@ class _Unittest(ast.NodeTransformer):
 
 
 def require_modules(body: Sequence[ast.stmt]) -> None:
-    """Rejects tests that import modules that are not installed, with which every program would fail.
+    """Checks that the modules that tests import are installed; without them every program would fail.
 
     Raises:
         ValueError: A module is missing; the message names it.
