@@ -1,9 +1,10 @@
-"""Sandbox for untrusted Python without root: no network, no files except its own, no other processes, and limits on all
-resources.
+"""Sandbox for untrusted Python programs that needs no root: no network, no files except the program's, no other processes,
+and limits on all resources.
 
-Programs are confined by namespaces (a separate root with the interpreter's folders read-only and an empty folder in
+It confines programs by namespaces (a separate root with the interpreter's folders read-only and an empty folder in
 memory, no network, no other processes), Landlock, seccomp and resource limits. Clusters differ in what they allow, so a
-sandbox tests itself when it is created: a program attempts forbidden actions, and those that succeed are not enforced.
+sandbox tests itself when it is created: a test program attempts forbidden actions, and each one that succeeds is recorded
+as a limit that this machine does not enforce.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc
 _PACKAGES = ("site-packages", "dist-packages")
 _MB = 1 << 20
 _START_S = 30.0
-"""Most time of the trial run, and of a killed program to be gone."""
+"""Time limit of the self-test, and for a killed program to exit, in seconds."""
 _MOST_TOLD = 16 * _MB
 
 
 @dataclass
 class SandboxResult:
-    """Result of a program.
+    """Result of running a program.
 
     Attributes:
         status: `ok`; `error` (it raised, or exited with another code than 0); `timeout`; `output` (it wrote too much);
             `killed` (by a signal: limits of CPU time and file size, crashes).
         stdout: Standard output, up to the limit.
         stderr: Standard error, up to the limit; a traceback if it raised.
-        error: Exception that ended it, as one line.
-        checks: Number of a check → its result: `value`, `passed` or `error`. Checks that were not reached are missing.
+        error: Exception that ended the program, as one line.
+        checks: Results (`value`, `passed` or `error`) by number of the check, without checks that were not reached.
         seconds: Wall time, including the start.
         cpu_s: CPU time of the program.
         memory: Peak memory, in bytes.
-        have: Mechanisms that confined it.
+        have: Mechanisms that confined the program.
     """
 
     status: str = "killed"
@@ -80,13 +81,13 @@ class Sandbox:
         cpu_s: Maximum CPU time; None for `wall_s`.
         memory_mb: Maximum address space of a process.
         file_mb: Maximum size of a file.
-        disk_mb: Maximum size of all its files, if its folder is in memory (with namespaces).
+        disk_mb: Maximum total size of its files; enforced only with namespaces, which put its folder in memory.
         output_kb: Maximum output to stdout and stderr, each.
-        processes: Maximum number of processes, including the program. More than one needs namespaces.
+        processes: Maximum number of processes, including the program. More than one requires namespaces.
         open_files: Maximum number of open files of a process.
         packages: Whether it may import installed packages.
         read: Additional folders that it may read.
-        allow_unconfined: Whether to run programs although some limits cannot be enforced here.
+        allow_unconfined: Whether to run programs even if this machine cannot enforce some limits.
         mechanisms: Subset of `MECHANISMS` to use.
 
     Raises:
@@ -159,32 +160,32 @@ class Sandbox:
             log.warning("sandbox: %s; programs run all the same (allow_unconfined)", message)
 
     def limits(self) -> dict[str, str]:
-        """Returns limit → the mechanisms that enforce it, as tested here; "" for a limit that is not enforced."""
+        """Returns the mechanisms that enforce each limit, as tested on this machine; "" for a limit that is not enforced."""
         return dict(self._limits)
 
     def unenforced(self) -> list[str]:
-        """Returns the names of the limits that are not enforced here. The total size of files is not counted, because a
-        program without that limit can only fill a disk until it ends.
+        """Returns the names of the limits that this machine does not enforce. Omits the disk limit, because a program
+        without it can only fill a disk until it ends.
         """
         return [name for name, mechanisms in self._limits.items() if not mechanisms and name != "disk"]
 
     def run(self, source: str, stdin: str = "", wall_s: float | None = None) -> SandboxResult:
-        """Runs a program, as `__main__`."""
+        """Runs a program as `__main__` and returns its result. `wall_s` replaces the sandbox's time limit."""
         return self._start({"source": source, "setup": "", "checks": [], "main": True}, stdin, wall_s)
 
     def check(
         self, source: str, checks: Sequence[dict[str, str]], setup: str = "", wall_s: float | None = None
     ) -> SandboxResult:
-        """Runs a program as a module, then each check in its namespace.
+        """Runs a program as a module, then each check in its namespace; returns the result.
 
         Args:
             source: The program.
-            checks: `{"kind": "value", "source": expression}`: its value is returned, encoded, to be compared outside.
-                `{"kind": "do" or "script", "source": statements}`: the result is whether they ran without an exception.
-                `{"kind": "raises", "source": statements}`: the exception that ended them, and its classes, are returned
-                as a value.
-            setup: Statements to run between the two.
-            wall_s: Maximum wall time; None for that of the sandbox.
+            checks: `{"kind": "value", "source": expression}` returns the encoded value, for comparison outside the sandbox.
+                `{"kind": "do" or "script", "source": statements}` reports whether the statements ran without an exception.
+                `{"kind": "raises", "source": statements}` returns the exception that ended the statements, with its
+                classes, as a value.
+            setup: Statements to run between the program and the checks.
+            wall_s: Maximum wall time; None for the sandbox's limit.
         """
         return self._start({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
 
@@ -204,7 +205,7 @@ class Sandbox:
         (result_read, result_write), (status_read, status_write) = os.pipe(), os.pipe()
         fds = (job_fd, result_write, status_write)
         try:
-            # The keeper asks to be killed with the thread that started it: this thread, which waits for the keeper below.
+            # The kernel kills the keeper if the thread that started it ends; this thread waits for the keeper below.
             keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
                 stdin=stdin_fd,
@@ -246,8 +247,8 @@ class Sandbox:
     def _collect(
         self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
-        """Reads the output until the program has ended and all pipes are closed; kills the program when it exceeds a
-        limit.
+        """Reads the outputs until the program has ended and all pipes are closed; kills the program when it exceeds a
+        limit. Returns `timeout`, `output` or "", and the outputs by name.
         """
         outputs = dict.fromkeys(reading, b"")
         outcome, killed_at = "", 0.0
@@ -275,7 +276,7 @@ class Sandbox:
         return outcome, outputs
 
     def _try_out(self) -> None:
-        """Runs a program that attempts forbidden actions; records the mechanisms that stopped them."""
+        """Runs a program that attempts forbidden actions; records which mechanisms enforce each limit."""
         with (
             temporary_folder("try") as temporary_path,
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -324,16 +325,14 @@ _STOPS = {
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a program: no variables of this process, except the folders of the interpreter's
-    libraries.
-    """
+    """Returns the environment variables of a program. Of this process's variables it contains only LD_LIBRARY_PATH."""
     libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **libraries}
 
 
 def readable(further: Sequence[str]) -> list[str]:
-    """Returns the folders that a Python program reads: the system's libraries, the interpreter and its packages."""
+    """Returns the existing folders that a Python program reads: system libraries, interpreter, packages, and `further`."""
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     folders = [*_SYSTEM, sys.base_prefix, sys.prefix, sys.exec_prefix, *libraries, *further]
     paths = (str(Path(path).absolute()) for path in folders if path)
@@ -347,8 +346,8 @@ def _kill(keeper: subprocess.Popen[bytes]) -> None:
 
 
 def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
-    """Returns the harness's records, in order. From the second on, a program that knows the nonce may have written
-    them.
+    """Returns the harness's records as (label, payload), in order. A program that knows the nonce may have written all but
+    the first record of a run.
 
     Raises:
         ValueError: The text does not have the harness's format.
@@ -370,8 +369,11 @@ def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
 
 
 def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
-    """Builds the result of a program. The first record shows that it was confined; all later ones are the program's
-    responsibility, so malformed or forged records make it a failed program, never an error of the sandbox.
+    """Builds the result of a program. The first record shows that the program was confined. The program may have written
+    the later ones, so malformed or forged records fail the program and never raise an error of the sandbox.
+
+    Raises:
+        RlhpcError: The program could not be confined, and was not run.
     """
     stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
     first_line, line_end, remainder = texts["result"].partition(b"\n")
@@ -387,7 +389,7 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
             if record_type not in ("end", "value", "passed", "error") or (record_type == "end") == bool(check_number):
                 raise ValueError(f"an unknown record {label[:40]!r}")
             if label in processed_labels:
-                continue  # a process that the program forked has written the same record
+                continue  # written by a process that the program forked
             processed_labels.add(label)
             if record_type == "end":
                 error = str(payload)
@@ -416,9 +418,9 @@ _PRIVATE, _REMOVE, _CREATE = 0, 0, 0o100 | 0o2
 
 @contextlib.contextmanager
 def ipc_objects() -> Iterator[dict[str, Any]]:
-    """Creates a shared-memory segment, a queue with one message, and a named queue; yields their identifiers.
+    """Creates a shared-memory segment, a message queue with one message, and a named queue; yields their identifiers.
 
-    An object that this kernel does not support has the identifier -1.
+    A segment or message queue that the kernel does not support has the identifier -1.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.shmat.restype = ctypes.c_void_p
@@ -482,7 +484,7 @@ _ATTRIBUTES = """
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080
 _TRUNCATE, _ACCESS = 0o1000, 0o3
-_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: typing into somebody's terminal
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: insert input into a terminal
 _SIGNAL_OWNER = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: I/O signals to any process of the user
 _FCNTL_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the same
 
@@ -500,7 +502,7 @@ def _refuse(error: int = errno.EPERM) -> bytes:
 
 
 def numbers(machine: str) -> dict[str, int]:
-    """Returns the system call numbers of a machine (`os.uname().machine`)."""
+    """Returns the system call numbers by name for a machine (`os.uname().machine`)."""
     column = _MACHINES[machine][1]
     rows = (fields.split() for line in _NUMBERS.strip().splitlines() for fields in line.split("·"))
     return {name: int(row[column]) for name, *row in rows if row[column] != "-"}
@@ -516,7 +518,7 @@ class _Program:
             _instruction(_RET, _KILL),
             _instruction(_LD, _NUMBER_AT),
         ]
-        if machine == "x86_64":  # the x32 ABI has numbers of its own for the same calls
+        if machine == "x86_64":  # the x32 ABI has other numbers for the same calls
             self.code += [_instruction(_JGE, 0x40000000, 0, 1), _refuse(errno.ENOSYS)]
 
     def refuse(self, names: Iterable[str], error: int = errno.EPERM) -> None:
@@ -525,8 +527,8 @@ class _Program:
                 self.code += [_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
 
     def inspect(self, names: Iterable[str], argument: int, *body: bytes) -> None:
-        """Appends code for system calls. `body` checks the low half of an argument; the call is allowed if `body`
-        reaches its end.
+        """Appends a check of one argument of system calls. `body` tests the low half of the argument; the call is allowed if
+        `body` runs to its end.
         """
         for name in names:
             if name in self.calls:
@@ -546,12 +548,13 @@ def _if_any(values: Iterable[int]) -> list[bytes]:
 
 
 def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
-    """Builds the seccomp filter; None for a machine whose system call numbers are unknown.
+    """Builds the seccomp filter of a program; returns None for a machine whose system call numbers are unknown.
 
     Args:
         machine: `os.uname().machine`.
         fork: Whether the program may start processes and signal them, which requires a process namespace.
-        files_read_only: Whether the files outside are mounted read-only, so that their attributes need no protection.
+        files_read_only: Whether files outside the sandbox are mounted read-only, so that the filter need not protect their
+            attributes.
     """
     if machine not in _MACHINES:
         return None
@@ -573,7 +576,7 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
     if not files_read_only:
         program.refuse(_ATTRIBUTES.split())
         program.refuse(["openat2"], errno.ENOSYS)
-        # A file opened for reading may be truncated by the same call, which Landlock allows before its third version.
+        # Landlock before version 3 allows a program to truncate a file by opening it read-only with O_TRUNC.
         truncate_check = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
         program.inspect(["open"], 1, *truncate_check)
         program.inspect(["openat"], 2, *truncate_check)
