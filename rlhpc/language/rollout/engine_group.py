@@ -1,8 +1,8 @@
-"""Engine groups: the ranks of a rollout group that form one engine, and the receiver of the actor's weights.
+"""Engine groups: ranks of the rollout group that form one engine, and the receiver of the actor's weights.
 
-Neighbouring ranks form an engine (`rollout.parallel`). The leader takes prompts, has the answers scored and decides. The other
-ranks repeat the calls of its engine (`engines.multi_rank`). A call to the group reaches all ranks: the leader runs it, and the
-followers repeat its engine calls until it ends.
+Neighbouring ranks form an engine (`rollout.parallel`): a leader and its followers. A call to the worker group reaches all
+ranks. The leader runs it: it leases prompts, requests scores and calls the engine. The followers repeat the leader's engine
+calls until the call ends (`engines.multi_rank`).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from rlhpc.weights.verification import UpdateVerification
 Result = TypeVar("Result")
 #: Topic of the leader's commands to the followers (`p2p.post`).
 _COMMAND_TOPIC = "engine"
-#: Seconds for which a follower of an aborted call still waits for the command that the leader had begun to send.
+#: Seconds that a follower waits after an abort for a command that the leader may have started to send.
 _BEGUN_S = 5.0
-#: Seconds within which the driver notices that a rank of the engine has ended, and ends the other ranks.
+#: Seconds within which the driver notices that a rank of the engine has ended; and within which it ends the other ranks.
 _NOTICED_S, _ENDED_S = 10.0, 60.0
 
 
 def ranks_of_engine(cfg: GrpoConfig) -> int:
-    """Returns the number of neighbouring ranks of an engine; the configuration already holds the placement's number."""
+    """Returns the number of neighbouring ranks of an engine, which the placement has written into the configuration."""
     return cfg.rollout.parallel.tensor or 1
 
 
 def first_of_engine(rank: int, cfg: GrpoConfig) -> int:
-    """Returns the leader of a rank's engine."""
+    """Returns the rank of the leader of a rank's engine."""
     return rank - rank % ranks_of_engine(cfg)
 
 
@@ -56,8 +56,8 @@ class RunLink:
     """Link between the ranks of one engine, through their inboxes (`multi_rank.EngineLink`).
 
     Args:
-        worker: This rank.
-        size: Ranks of the engine.
+        worker: Worker of this rank.
+        size: Number of ranks of the engine.
     """
 
     def __init__(self, worker: Worker, size: int) -> None:
@@ -74,7 +74,7 @@ class RunLink:
         self.call = 0
 
     def begin_call(self) -> None:
-        """Begins the next call, whose number distinguishes its commands from those of an aborted call."""
+        """Counts a new call; its number distinguishes its commands from those of an aborted call."""
         self.call += 1
 
     def form(self) -> None:
@@ -94,18 +94,18 @@ class RunLink:
             try:
                 call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._first)
             except CallAborted:
-                # The leader may already compute, and wait for this rank where it receives no command.
+                # The leader may already compute, and wait for this rank in a collective.
                 aborted = aborted or time.monotonic()
                 if time.monotonic() - aborted > _BEGUN_S:
                     raise
                 time.sleep(0.01)
                 continue
-            if call == self.call:  # else the command belongs to an aborted call
+            if call == self.call:  # otherwise the command belongs to an aborted call
                 commands: Commands = command
                 return commands
 
     def handle_failure(self, error: BaseException) -> None:
-        """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.handle_failure`)."""
+        """Waits for the driver to end this process if another rank of the engine has ended (`EngineLink.handle_failure`)."""
         if isinstance(error, CallAborted):
             return
         member_context, deadline = current(), time.monotonic() + _NOTICED_S
@@ -124,10 +124,10 @@ class EngineRank:
     Args:
         engine: This rank's engine.
         link: Link to the other ranks; None for an engine of one rank.
-        take_weights: Receives the next weights; a follower calls it when the leader says so.
+        take_weights: Receives the next weights; a follower calls it on the leader's command.
 
     Attributes:
-        engine: The engine that generation calls.
+        engine: Engine that the generation calls; on a leader its calls reach all ranks.
         follows: Whether this rank is a follower.
     """
 
@@ -139,13 +139,13 @@ class EngineRank:
         self.engine: RolloutBackend = self._leader or engine
 
     def begin_weights(self) -> None:
-        """Tells the followers to receive the weights that this rank is about to receive."""
+        """Commands the followers to receive the weights that this rank is about to receive."""
         if self._leader is not None:
             self._leader.begin_weights()
 
     def follow(self) -> None:
-        """Repeats the leader's engine calls until its call ends. A rank that is told to leave waits for that end,
-        because the leader may have prompts to return to the queue."""
+        """Repeats the leader's engine calls until the leader's call ends. A rank that is told to leave waits for the end,
+        because the leader may still have to requeue prompts."""
         assert self._follower is not None
         Worker.before_leaving(lambda: None)
         self._follower.follow()
@@ -153,7 +153,7 @@ class EngineRank:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Runs a call that all ranks of the engine get."""
+        """Starts a call of the worker group on this rank; at its end the leader releases the followers."""
         if self._link is not None:
             self._link.begin_call()
         try:
@@ -172,7 +172,7 @@ class _HasEngineRank(Protocol):
 
 
 def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes only the leader of an engine run a method; the followers repeat its engine calls and return {}."""
+    """Decorates a worker's method so that only the leader runs it; the followers repeat its engine calls and return {}."""
 
     @functools.wraps(method)
     def call(self: _HasEngineRank, *args: Any, **kwargs: Any) -> Any:
@@ -185,21 +185,21 @@ def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-#: Pause in seconds while the announcement of new weights has not reached this rank.
+#: Pause in seconds between two checks for an announcement of new weights.
 _IDLE_S = 0.002
 
 
 class EngineWeights:
-    """Engine of this rank, with the receiver that keeps its weights up to date.
+    """Engine of this rank, with the receiver of its weights.
 
     Args:
-        worker: The rank.
+        worker: Worker of this rank.
         cfg: The run's configuration.
         prompts: Map with the names of the groups.
 
     Attributes:
-        engine_rank: This rank in its engine.
-        version: Version of the weights; -1 before the first ones.
+        engine_rank: This rank's part in its engine.
+        version: Version of the weights; -1 before any were received.
     """
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
@@ -228,7 +228,7 @@ class EngineWeights:
         self.engine_rank = EngineRank(self._engine, link, self._follow)
 
     def forget_version(self) -> None:
-        """Forgets the version: the engine waits for weights again."""
+        """Resets the version to -1, so that the engine waits for new weights, and the seconds of receiving to 0."""
         self.version = -1
         self._sync_s = 0.0
 
@@ -238,17 +238,17 @@ class EngineWeights:
         return seconds
 
     def forget(self) -> None:
-        """Expects complete weights next: the last update may have been lost on its way."""
+        """Makes the receiver expect complete weights next, because the last update may have been lost."""
         self._sync.forget()
 
     def computes(self) -> dict[str, str]:
-        """Returns the engine's `dtype` and the type of its `device`."""
+        """Returns the `dtype` and the `device` type of the engine."""
         device = worker_device(self._worker)
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
     def sample_probe(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
-        """Draws samples for short prompts, and for one that exceeds a layer's window and a chunk of the prefill, if
-        prompts of the run may be so long (`weight_sync.sample_probe`)."""
+        """Draws samples for short random prompts and a long one, which exceeds the attention window and a prefill chunk if
+        the run's prompts can (`weight_sync.sample_probe`)."""
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
@@ -258,7 +258,7 @@ class EngineWeights:
         )
 
     def take(self) -> bool:
-        """Receives a version of the weights if one has been announced; returns whether it did."""
+        """Receives the next version of the weights if one has been announced; returns whether it was."""
         try:
             probe: Probe | None = self._worker.notice(VERSIONS)
         except queue.Empty:
@@ -270,13 +270,13 @@ class EngineWeights:
         return True
 
     def await_version(self, version: int) -> None:
-        """Receives weights until they have a version, or a newer one.
+        """Receives weights until the engine has this version or a newer one.
 
         Args:
             version: Version of the actor's weights.
 
         Raises:
-            DeadlineExceeded: They did not arrive within `runner.step_timeout_s`.
+            DeadlineExceeded: The weights did not arrive within `runner.step_timeout_s`.
         """
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while self.version < version:
@@ -287,7 +287,7 @@ class EngineWeights:
                 time.sleep(_IDLE_S)
 
     def _follow(self) -> None:
-        """Receives the version that the leader of the engine receives now."""
+        """Receives the version that the leader is receiving."""
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while not self.take():
             if time.monotonic() > deadline:

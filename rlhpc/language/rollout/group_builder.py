@@ -1,4 +1,4 @@
-"""Group building: the scored answers of a prompt become a group to train on, or the prompt is replaced."""
+"""Group building: makes a sample group from the scored answers of a prompt, or decides to replace the prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.pending_group import PendingGroup, ScoredGroup, count_trainable_tokens
 from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, build_sample_group, read_rollout_columns
 
-#: Term of `reward.terms` that depends on the length alone.
+#: Term of `reward.terms` that depends only on an answer's length.
 LENGTH = "length"
 
 
@@ -38,7 +38,7 @@ def group_metrics(
         episodes: Episodes of the group.
         scores: Score of each episode.
         rewards: `[G]` float32.
-        refills: Number of prompts that this one has replaced.
+        refills: Number of prompts that this prompt has replaced.
         rewards_differ: Whether the task rewards of the compared episodes differ.
     """
     lengths = [tokens_of(episode) for episode in episodes]
@@ -72,8 +72,8 @@ def group_metrics(
 
 
 def find_non_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
-    """Returns a description of the first non-finite number of a group, or "". Log-probs count where the model wrote
-    the token."""
+    """Returns a description of the first non-finite reward or log-prob of a group, or "". Only log-probs of trained tokens
+    are checked."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
         if not math.isfinite(reward):
             term_values = ", ".join(f"{name} {value}" for name, value in score.terms.items())
@@ -85,7 +85,7 @@ def find_non_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Se
 
 
 def overlong_penalties(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
-    """Returns the penalties `[E]` for answers whose length comes close to the limit.
+    """Returns the penalties `[E]` of answers whose length exceeds `limit` − `buffer`.
 
     Args:
         episodes: The answers.
@@ -99,8 +99,8 @@ def overlong_penalties(episodes: Sequence[Episode], limit: int, buffer: int) -> 
 
 
 def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
-    """Returns the rewards by which groups are filtered: the sum of `reward.terms` without the length penalties (the
-    term `length` and `algorithm.overlong_buffer`). DAPO (Yu et al. 2025) filters by accuracy: wrong answers of
+    """Returns the rewards by which groups are filtered: the weighted sums of `reward.terms` without length penalties (the
+    term `length` and `algorithm.overlong_buffer`). As in DAPO (Yu et al. 2025), which filters by accuracy, wrong answers of
     different lengths are equally wrong.
 
     Args:
@@ -108,12 +108,12 @@ def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
         reward: Section `reward`.
 
     Returns:
-        `[E]`.
+        `[E]` float64.
     """
     terms = [term for term in reward.terms if term.name.lower() != LENGTH]
     if not terms or len(terms) == len(reward.terms):
         return np.asarray([score.total for score in scores])
-    # The sum is computed anew: a difference of sums would be rounded.
+    # Sum the remaining terms: subtracting the length term from the total would leave rounding errors.
     weights = {term.name: term.weight for term in terms}
     return np.asarray(
         [
@@ -126,7 +126,7 @@ def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
 
 
 def rewards_vary(rewards: np.ndarray) -> bool:
-    """Returns whether a group's rewards differ; equal rewards carry no information about its answers."""
+    """Returns whether a group's rewards differ; equal rewards give no learning signal."""
     return len(rewards) > 0 and bool(varied_groups(torch.from_numpy(rewards), torch.zeros(len(rewards)))[0])
 
 
@@ -135,8 +135,8 @@ class GroupBuilder:
 
     Args:
         cfg: The configuration.
-        algorithm: The algorithm, whose rollout columns become columns of a group.
-        choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
+        algorithm: The algorithm, which defines the rollout columns of a group.
+        choices: Router choices per token (`RolloutBackend.choices`); 0 without routing replay.
         rank_name: Name of the rollout rank, for messages.
     """
 
@@ -149,18 +149,18 @@ class GroupBuilder:
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
 
     def has_too_few_members(self, group: PendingGroup) -> bool:
-        """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
+        """Returns whether too few episodes of a group can be compared (`trained_members`)."""
         return len(trained_members(group, self._min_version(group))) < min(2, self._size)
 
     def score_group(self, group: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """Returns the group's scores and rewards, or None if the prompt is to be replaced.
 
         Args:
-            group: Prompt whose answers are complete and scored.
+            group: Group whose answers are complete and scored.
             may_refill: Whether another prompt may replace this one.
 
         Raises:
-            RlhpcError: A number is not finite, and the configuration stops the run then.
+            RlhpcError: A number is not finite, and the configuration does not skip such groups.
         """
         has_too_few = self.has_too_few_members(group)
         if has_too_few and may_refill:
@@ -189,11 +189,11 @@ class GroupBuilder:
         return ScoredGroup(compared, scores, rewards, trained, rewards_differ, drop_reason)
 
     def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
-        """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
+        """Returns whether dynamic sampling replaces a group with these rewards (`algorithm.filter_groups`)."""
         return self._cfg.algorithm.filter_groups and not rewards_differ
 
     def build(self, group: PendingGroup, scored: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
-        """Returns the group for the actor, and its sums for the step's metrics."""
+        """Returns the sample group for the actor, and the group's sums for the step's metrics."""
         drop_tokens(
             group, self._min_version(group), drop_truncated=self._cfg.algorithm.overlong_filter, drop_reason=scored.drop_reason
         )  # fmt: skip
@@ -217,23 +217,23 @@ class GroupBuilder:
         return sample_group, metrics | dropped_token_metrics(group)
 
     def _min_version(self, group: PendingGroup) -> int:
-        """Returns the min_version version of the weights whose tokens may be trained on."""
+        """Returns the oldest version of the weights whose tokens may be trained on."""
         return group.step - 1 - self._cfg.algorithm.max_staleness
 
 
-#: Reasons why sampled tokens are not trained on. `lost`: the client had hung up. `failed`: the agent of the episode failed.
-#: `role`: a role that is not trained wrote them (`agent.untrained_roles`). `cut`: the answer was truncated
-#: (`algorithm.overlong_filter`). `old`: their weights are older than `algorithm.max_staleness` allows. `refilled`: another
-#: prompt replaced the group's. `alone`: the group has no other episode to compare with. `nonfinite`: the group has a
-#: non-finite number.
+#: Reasons why sampled tokens are not trained on. `lost`: the agent's client disconnected before it received them. `failed`:
+#: the agent of the episode failed. `role`: they belong to a role that is not trained (`agent.untrained_roles`). `cut`: the
+#: answer was truncated (`algorithm.overlong_filter`). `old`: their weights are older than `algorithm.max_staleness` allows.
+#: `refilled`: another prompt replaced the group's. `alone`: the group has no other episode to compare with. `nonfinite`: the
+#: group has a non-finite number.
 REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfinite")
 PREFIX = "untrained/"
 
 
 def trained_members(group: PendingGroup, min_version: int) -> list[int]:
-    """Returns the members of a group that are compared. An episode whose agent failed carries no information about
-    the policy, and one sampled only by weights before version `min_version` carries none about the current policy: neither
-    counts as a reward of 0 or in a baseline."""
+    """Returns the members of a group that are compared. Episodes whose agent failed are omitted, since they say nothing about
+    the policy, and so are those sampled only by weights before version `min_version`. They count neither as a reward of 0 nor
+    in a baseline."""
     return [
         m for m, episode in sorted(group.episodes.items()) if not episode.failed and not _too_old(episode, min_version)
     ]
@@ -245,7 +245,7 @@ def _too_old(episode: Episode, min_version: int) -> bool:
 
 
 def failure_of(group: PendingGroup) -> str:
-    """Returns the reason of the group's last failed episode or failed score; "" if none failed."""
+    """Returns the reason of the last failed score of a group, or else of its last failed episode; "" if none failed."""
     reasons = [
         episode.outcome.error for _, episode in sorted(group.episodes.items()) if episode.failed and episode.outcome
     ]
@@ -259,13 +259,13 @@ def is_truncated(episode: Episode) -> bool:
 
 
 def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, drop_reason: str) -> None:
-    """Counts the tokens of a finished group that are not trained on, and masks those that are too old.
+    """Adds the tokens of a complete group that are not trained on to `dropped_tokens`; masks those that are too old.
 
     Args:
-        group: Prompt of the group.
+        group: The group.
         min_version: Oldest version of the weights whose tokens may be trained on.
-        drop_truncated: Whether truncated answers are left out.
-        drop_reason: Reason why the whole group is left out, from `REASONS`; "" if it is trained on.
+        drop_truncated: Whether truncated answers are not trained on.
+        drop_reason: Reason why the whole group is not trained on, from `REASONS`; "" if it is trained on.
     """
     counts = group.dropped_tokens
     for episode in group.episodes.values():
@@ -276,7 +276,7 @@ def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, 
         if episode.outcome and OF_ROLES in episode.outcome.metrics:
             counts["role"] += int(episode.outcome.metrics[OF_ROLES])
         counts["old"] += _mask_old(episode, min_version)
-        if episode.branches:  # a role without samples would be compared as one with reward 0
+        if episode.branches:  # a role without trained samples would count as one with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
         if drop_truncated and is_truncated(episode):
             counts["cut"] += count_trainable_tokens([episode])
@@ -293,10 +293,10 @@ def _mask_old(episode: Episode, min_version: int) -> int:
 
 
 def dropped_token_metrics(group: PendingGroup) -> dict[str, float]:
-    """Returns a group's further metrics: failed episodes, answers that another rank had started, and tokens that are
-    not trained on. Zeros are left out."""
-    failed = sum(episode.failed for episode in group.episodes.values())
-    metrics = {"agent_failed": float(failed)} if failed else {}
+    """Returns a group's numbers of failed episodes, of answers resumed from another rank with their tokens, and of untrained
+    tokens by reason. Zeros are omitted."""
+    num_failed = sum(episode.failed for episode in group.episodes.values())
+    metrics = {"agent_failed": float(num_failed)} if num_failed else {}
     if group.resumed_tokens:
         resumed_tokens = group.resumed_tokens.values()
         metrics |= {"continued": float(len(resumed_tokens)), "continued_tokens": float(sum(resumed_tokens))}

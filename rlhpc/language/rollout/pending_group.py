@@ -1,9 +1,8 @@
 """Life cycle of a prompt group on a rollout rank, as a state machine without engine or channels.
 
-`PendingGroups` receives events: a prompt was leased, an episode has ended, a score or a delayed reward has arrived. It
-returns actions, which the rollout worker carries out in their order. A group has one of the states in `GroupState`, and
-changes it only along `TRANSITIONS`. Groups that wait for delayed rewards are set aside, while other prompts use their
-positions.
+`PendingGroups` handles events: a prompt was leased, an episode has ended, a score or a delayed reward has arrived. It returns
+actions, which the rollout worker executes in order. A group is in one of the states of `GroupState` and changes it only along
+`TRANSITIONS`. Groups that wait for delayed rewards are set aside, while other prompts use their positions.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class GroupState(StrEnum):
     """States of a group on a rollout rank."""
 
     QUEUED = "queued"
-    """Its prompt is chosen; no member is generated yet."""
+    """The prompt is selected; generation has not started."""
     SAMPLING = "sampling"
-    """Its members are generated."""
+    """Members are being generated."""
     SCORING = "scoring"
     """All members have ended; scores or delayed rewards are outstanding."""
     DELAYED = "delayed"
-    """It waits for delayed rewards, and another group has its position."""
+    """It waits for delayed rewards, and another group uses its position."""
     READY = "ready"
-    """Its delayed rewards have arrived; it waits for a position."""
+    """All delayed rewards have arrived; it waits for a position."""
     COMPLETE = "complete"
-    """It has a position and all scores."""
+    """It has all scores, and a position in a step."""
     DELIVERED = "delivered"
-    """Its actor receives it."""
+    """It is trained on: the `Deliver` action that sends it to its actor has been returned."""
     REFILLED = "refilled"
-    """It gives nothing to train on; another group has its position."""
+    """It is not trained on; another group replaces it at its position."""
     REQUEUED = "requeued"
-    """Another rank resumes it from its partial answers."""
+    """It was returned to the prompt queue; another rank resumes its partial answers."""
 
 
 #: State → the states that may follow it.
@@ -71,8 +70,8 @@ class PartialGroup:
 
     Attributes:
         position: Position of the prompt in its step.
-        attempt: Number of prompts that were tried at this position before.
-        answers: Answers by member of the group; `finish_reason` is `abort` for unfinished ones.
+        attempt: Number of prompts tried before at this position.
+        answers: Answers by member of the group; an unfinished answer's `finish_reason` is `abort`.
     """
 
     position: int
@@ -82,19 +81,20 @@ class PartialGroup:
 
 @dataclass
 class PendingGroup:
-    """Group that is being generated.
+    """Group of a prompt on a rollout rank, until it is delivered.
 
     Attributes:
         step, position: Step and position of the prompt.
-        attempt: Number of prompts that were tried at this position before.
-        prompt, prompt_ids, images: The prompt, its tokens and its pictures.
-        num_refills: Number of prompts tried at this position before that gave no group to train on.
-        group_id: Step, position and attempt at the start.
+        attempt: Number of prompts tried before at this position.
+        prompt, prompt_ids, images: The prompt, its tokens and its images.
+        num_refills: Number of prompts tried before at this position whose groups were not trained on.
+        group_id: Step, position and attempt at the start; it stays the same if the group gets another position.
         episodes: Finished episodes, by member of the group.
-        scores: Their scores.
+        scores: Scores of the episodes, by member.
         resumed_tokens: Number of tokens that another rank had sampled, by member.
-        dropped_tokens: Number of tokens sampled here for earlier prompts of the position, by reason (`group_builder.REASONS`).
-        state: State of the life cycle; `move_to` changes it.
+        dropped_tokens: Number of sampled tokens that are not trained on, by reason (`group_builder.REASONS`), including those
+            of prompts tried before at the position.
+        state: State in the life cycle; `move_to` changes it.
     """
 
     step: int
@@ -123,7 +123,7 @@ class PendingGroup:
         """Changes the state.
 
         Raises:
-            RuntimeError: The present state must not be followed by `state` (`TRANSITIONS`).
+            RuntimeError: `TRANSITIONS` does not allow this change.
         """
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(
@@ -132,8 +132,11 @@ class PendingGroup:
         self.state = state
 
     def to_partial(self, episodes: Sequence[Episode]) -> PartialGroup:
-        """Returns the group for another rank to resume; `episodes` are those of all members, of one turn each,
-        finished or not."""
+        """Returns the group in the form that another rank resumes.
+
+        Args:
+            episodes: Episodes of all members, of one turn each, finished or not.
+        """
         answers = [
             Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason, e.experts)
             for i, e in enumerate(episodes)
@@ -149,9 +152,9 @@ class ScoredGroup:
         episodes: The compared episodes, by member of the group.
         scores: Score of each episode.
         rewards: `[E]` float32.
-        trained: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
+        trained: Whether each episode is trained on. The others count in no statistic of the group and in no loss.
         rewards_differ: Whether the task rewards of the trained episodes differ.
-        drop_reason: Reason why no episode is trained on, from `group_builder.REASONS`; "" if some are.
+        drop_reason: Reason why the whole group is not trained on, from `group_builder.REASONS`; otherwise "".
     """
 
     episodes: dict[int, Episode]
@@ -163,12 +166,12 @@ class ScoredGroup:
 
 
 def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
-    """Returns the number of tokens of some episodes that the model sampled and that may be trained on."""
+    """Returns the number of trainable tokens in the episodes: those that the model sampled and the loss mask includes."""
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
 def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
-    """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`group_builder.REASONS`)."""
+    """Returns the numbers of untrained tokens of a group that is being replaced, by reason (`group_builder.REASONS`)."""
     return group.dropped_tokens + Counter(refilled=count_trainable_tokens(group.episodes.values()))
 
 
@@ -177,7 +180,7 @@ def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
 
 @dataclass(frozen=True)
 class StartSampling:
-    """Action: generate all members of a group; `requests` are the ids of their requests."""
+    """Action: start to generate all members of a group; `requests` are the ids of their requests."""
 
     group: PendingGroup
     requests: tuple[int, ...]
@@ -185,7 +188,7 @@ class StartSampling:
 
 @dataclass(frozen=True)
 class ResumeSampling:
-    """Action: continue the answers that another rank has started; `requests` are the ids of their requests."""
+    """Action: continue answers that another rank started; `requests` are the ids of their requests."""
 
     group: PendingGroup
     requests: tuple[int, ...]
@@ -223,10 +226,10 @@ Action = StartSampling | ResumeSampling | RequestScore | Deliver | Requeue
 
 
 class GroupRules(Protocol):
-    """Rules by which groups are trained on or replaced (`group_builder.GroupBuilder`)."""
+    """Rules that decide whether a group is trained on or replaced (`group_builder.GroupBuilder`)."""
 
     def has_too_few_members(self, group: PendingGroup) -> bool:
-        """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
+        """Returns whether too few episodes of a group can be compared: failed ones and too old ones do not count."""
 
     def score_group(self, group: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """Returns the group's scores and rewards, or None if the prompt is to be replaced."""
@@ -237,10 +240,11 @@ class PendingGroups:
 
     Args:
         size: G, members of a group.
-        max_refills: Maximum number of prompts that replace another one at a position (`algorithm.max_refills`).
-        max_delayed: Maximum number of groups without a position (`agent.feedback_ahead`). At the maximum, the step waits.
-        make_group: Returns the new group of a step, a position and an attempt.
-        rules: Rules by which groups are trained on or replaced.
+        max_refills: Maximum number of replacement prompts at a position (`algorithm.max_refills`).
+        max_delayed: Maximum number of groups that are set aside (`agent.feedback_ahead`). At the maximum, further groups keep
+            their positions while they wait.
+        make_group: Makes a new group from step, position and attempt.
+        rules: Rules that decide whether a group is trained on or replaced.
     """
 
     def __init__(
@@ -260,7 +264,7 @@ class PendingGroups:
         self._num_attempts: Counter[StepPosition] = Counter()
         self._members: dict[int, tuple[PendingGroup, int]] = {}  # by the id of their request
         self._last_request = 0
-        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}  # by the episode that has no reward yet
+        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}  # by the id of the episode without its reward
         self._num_delayed = 0
         self._ready: collections.deque[PendingGroup] = collections.deque()
 
@@ -270,11 +274,11 @@ class PendingGroups:
 
     @property
     def num_awaited_rewards(self) -> int:
-        """Number of episodes with delayed rewards that have not arrived."""
+        """Number of episodes whose delayed rewards have not arrived."""
         return len(self._awaited)
 
     def num_resumed_tokens(self, request: int) -> int:
-        """Returns the number of an episode's tokens that another rank had sampled."""
+        """Returns the number of tokens of a request's episode that another rank had sampled."""
         group, member = self._members[request]
         return group.resumed_tokens.get(member, 0)
 
@@ -285,8 +289,8 @@ class PendingGroups:
         return self._settle(self._next_group((step, position), 0, Counter()))
 
     def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
-        """Handles the lease of a group that another rank has requeued. Finished answers are scored again: some raters compare
-        complete groups."""
+        """Handles the lease of a group that another rank has requeued. Finished answers are scored again, because some
+        raters compare all answers of a group."""
         group = self._make_group(step, partial.position, partial.attempt)
         group.num_refills = partial.attempt
         group.resumed_tokens = {
@@ -311,11 +315,11 @@ class PendingGroups:
         return actions
 
     def on_delayed_reward(self, before: Episode, episode: Episode) -> list[Action]:
-        """Handles the reward of an episode that has ended earlier.
+        """Handles the delayed reward of an episode.
 
         Args:
-            before: The episode without the reward.
-            episode: The episode with the reward, or failed.
+            before: The episode without its reward.
+            episode: The episode with its reward, or failed.
         """
         if id(before) not in self._awaited:
             return []
@@ -335,11 +339,11 @@ class PendingGroups:
         group.move_to(GroupState.READY)
         self._num_delayed -= 1
         self._ready.append(group)
-        scoring = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
-        return [action for other in scoring for action in self._set_aside(other)]
+        scoring_groups = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
+        return [action for other in scoring_groups for action in self._set_aside(other)]
 
     def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
-        """Handles the request to leave: each group with a position is requeued.
+        """Handles the request to leave: requeues each group that has a position.
 
         Args:
             stopped: Unfinished episodes, by the id of their request.
@@ -356,7 +360,7 @@ class PendingGroups:
     # -- decisions
 
     def _settle(self, group: PendingGroup) -> list[Action]:
-        """Delivers a complete group, or refills its position until a group there is delivered or to be sampled."""
+        """Delivers a complete group. If its rules reject it, refills the position until a group is delivered or sampled."""
         while group.state is GroupState.COMPLETE:
             scored = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
             if scored is not None:
@@ -373,8 +377,8 @@ class PendingGroups:
 
         Args:
             step_position: The position.
-            num_refills: Number of prompts of the position that gave no group to train on.
-            dropped: Their tokens, by reason.
+            num_refills: Number of prompts tried before at the position whose groups were not trained on.
+            dropped: Numbers of tokens of those groups, by reason.
         """
         while self._ready:
             group = self._ready.popleft()
@@ -383,7 +387,7 @@ class PendingGroups:
                 group.move_to(GroupState.COMPLETE)
                 break
             group.move_to(GroupState.REFILLED)
-            dropped = dropped + count_dropped_on_refill(group)  # its tokens are too old now
+            dropped = dropped + count_dropped_on_refill(group)  # the tokens have become too old
         else:
             group = self._make_group(*step_position, self._num_attempts[step_position])
         group.dropped_tokens.update(dropped)
@@ -392,7 +396,7 @@ class PendingGroups:
         return group
 
     def _start(self, group: PendingGroup) -> tuple[int, ...]:
-        """Returns the ids of requests for a group's members, which are in flight from now on."""
+        """Moves a group to sampling; returns the ids of the requests of its members."""
         group.move_to(GroupState.SAMPLING)
         requests = range(self._last_request + 1, self._last_request + self._size + 1)
         self._last_request += self._size
@@ -400,7 +404,8 @@ class PendingGroups:
         return tuple(requests)
 
     def _set_aside(self, group: PendingGroup) -> list[Action]:
-        """Gives the position of a group to another one, if it waits for delayed rewards and the limit allows it."""
+        """Sets a group aside and gives its position to another group, if it waits for delayed rewards and the limit allows
+        it; otherwise returns no actions."""
         awaits_reward = any(awaited_group is group for awaited_group, *_ in self._awaited.values())
         if not awaits_reward or not (self._ready or self._num_delayed < self._max_delayed):
             return []

@@ -1,4 +1,4 @@
-"""Sample group: all samples of one prompt, as rollout ranks send them to actors, and the assembly of its columns there."""
+"""Sample groups: all samples of one prompt, as rollout ranks send them to actors, and the assembly of their columns there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 
-#: Reasons for the end of an episode other than the length limit.
+#: Finish reasons of episodes that were not truncated.
 FINISHED = ("stop", "turns")
 #: Number of batches in which a step's groups are scored on arrival, so that scoring overlaps with generation.
 NUM_BATCHES = 4
@@ -32,13 +32,13 @@ _StepPosition = tuple[int, int]
 
 @dataclass
 class SampleGroup:
-    """Group of all episodes of one prompt.
+    """Samples of all compared episodes of one prompt.
 
     Attributes:
         step, position: Step and position of the prompt.
         batch: Samples of the episodes, with the columns `rollout_logprobs`, `versions` and the algorithm's rollout columns.
-        members: `[N]` bool: True for a sample that is trained on, and whose episode is compared with the other ones. The
-            remaining samples count in no statistic and in no loss.
+        members: `[N]` bool: whether each sample is trained on and its episode compared with the others. The other samples
+            count in no statistic and in no loss.
     """
 
     step: int
@@ -48,8 +48,8 @@ class SampleGroup:
 
     @cached_property
     def answers_digest(self) -> bytes:
-        """Digest of the answers' tokens. A prompt that was sampled again, because its rank was lost before every
-        receiver had the group, may have two sets of answers; a column belongs to one of them."""
+        """Digest of the answers' tokens, which assigns columns to answers. A prompt may have two sets of answers, if it was
+        sampled again because its rank was lost before all receivers had the group."""
         digest = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
         digest.update(self.batch.ids.numpy().tobytes())
         return digest.digest()
@@ -59,7 +59,7 @@ class SampleGroup:
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
     def pack_without_columns(self) -> dict[str, Any]:
-        """Returns the message for a group that scores tokens: without columns."""
+        """Returns the message of the group without columns, for groups that score tokens."""
         return replace(self, batch=replace(self.batch, columns={})).pack()
 
     @classmethod
@@ -69,17 +69,17 @@ class SampleGroup:
         return cls(message["step"], message["position"], TokenBatch.unpack(message), members)
 
     def trained_samples(self) -> TokenBatch:
-        """Returns the samples that are trained on and compared."""
+        """Returns the batch of the samples that are trained on."""
         return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
 def column_message(group: SampleGroup, source: str, values: Tensor) -> dict[str, Any]:
-    """Builds the message with a column of one prompt's group, from a group that scores to an actor.
+    """Returns the message with a column of one sample group, which a scoring group sends to an actor.
 
     Args:
-        group: The scored group of samples.
+        group: The scored sample group.
         source: Name of the worker group that scored it.
-        values: `[T]` or `[T, k]` float32.
+        values: `[T]` or `[T, k]` float32, the column.
     """
     return {
         "step": group.step,
@@ -95,18 +95,18 @@ def build_sample_group(
     columns: Sequence[Mapping[str, Sequence[float]]], trained: bool | Sequence[bool], size: int,
     agent_weight: float = 0.0, choices: int = 0,
 ) -> SampleGroup:  # fmt: skip
-    """Builds the sample group of some episodes.
+    """Builds the sample group of a prompt from its episodes.
 
     Args:
         step, position: Step and position of the prompt.
         episodes: The compared episodes, by member of the group.
         rewards: `[E]` float32, the reward of each episode.
-        columns: The algorithm's rollout columns of each sample of the episodes: one value for each of its `token_ids`, as the
-            caller has checked.
-        trained: Whether each episode is trained on and compared; one value stands for all.
+        columns: The algorithm's rollout columns of each sample of the episodes, with one value for each of its `token_ids`
+            (`read_rollout_columns`).
+        trained: Whether each episode is trained on and compared; one value applies to all.
         size: G, members of a group.
-        choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
-        agent_weight: Weight of the agent's reward; the reward of a single role has the same weight.
+        choices: Router choices per token (`RolloutBackend.choices`); 0 without routing replay.
+        agent_weight: Weight of the agent's reward, also applied to the rewards of single roles.
     """
     samples = [
         (episode_index, member, sample)
@@ -149,7 +149,7 @@ def read_rollout_columns(algorithm: LanguageAlgorithm, sample: Episode, score: S
     """Returns the algorithm's rollout columns of a sample.
 
     Raises:
-        RlhpcError: The algorithm returned other columns than it declares, or columns of another length.
+        RlhpcError: The algorithm returned columns that it does not declare, omitted some, or returned a wrong length.
     """
     columns = dict(algorithm.rollout_columns(sample, score))
     required_names = [column.name for column in algorithm.columns if column.by == ROLLOUT]
@@ -168,7 +168,7 @@ def _pad_prompt(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
 
 
 def _expert_choices(episode: Episode, tokens: int, choices: int) -> np.ndarray:
-    """Returns the routers' choices `[tokens, choices]`, with -1 where they are unknown."""
+    """Returns the routers' choices `[tokens, choices]`, int16, -1 where unknown."""
     expert_ids = np.full((tokens, choices), -1, np.int16)
     if episode.experts is not None:
         expert_ids[: len(episode.experts)] = episode.experts[:tokens]
@@ -180,10 +180,10 @@ def _concatenate(arrays: list[np.ndarray]) -> Tensor:
 
 
 class Arrivals:
-    """Groups and their columns by step and position, in any order of arrival.
+    """Store of received groups and columns, by step and position; messages may arrive in any order.
 
-    A rollout rank that is lost while it sends a group may have reached only some of the receivers. The prompt is sampled
-    again, and engines whose tokens depend on the batch then give other answers. So columns are stored with their answers.
+    A rollout rank that is lost while it sends a group may have reached only some receivers. The prompt is then sampled again,
+    and an engine whose tokens depend on the batch may give different answers. So columns are stored by their answers' digest.
     The first complete set is trained on; later messages about the prompt are dropped.
 
     Args:
@@ -198,14 +198,14 @@ class Arrivals:
         self._delivered: set[_StepPosition] = set()
 
     def begin(self, step: int) -> None:
-        """Starts a step: messages about earlier steps are dropped from now on."""
+        """Starts a step: drops stored and later messages about earlier steps."""
         self._step = step
         self._groups = {key: groups for key, groups in self._groups.items() if key[0] >= step}
         self._columns = {key: columns for key, columns in self._columns.items() if key[0] >= step}
         self._delivered = {key for key in self._delivered if key[0] >= step}
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """Stores a message; drops one about an earlier step or about a prompt that was already delivered."""
+        """Stores a message, unless it is about an earlier step or about a position that was already popped."""
         step_position = message["step"], message["position"]
         if step_position[0] < self._step or step_position in self._delivered:
             return
@@ -217,7 +217,7 @@ class Arrivals:
             self._groups.setdefault(step_position, {}).setdefault(group.answers_digest, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
-        """Returns the positions with missing messages, by worker group; missing groups of answers stand under ""."""
+        """Returns the positions with missing messages, by name of the sending worker group; "" for missing sample groups."""
         positions_by_source: dict[str, list[int]] = {}
         for position in positions:
             for source in self._missing_sources((step, position)):
@@ -225,14 +225,14 @@ class Arrivals:
         return positions_by_source
 
     def pop_complete(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
-        """Removes and returns a complete position: the group, and its columns by worker group."""
+        """Removes a complete position; returns its sample group, and the columns by name of the worker group."""
         groups, columns = self._groups.pop((step, position)), self._columns.pop((step, position), {})
         self._delivered.add((step, position))
         digest = next(digest for digest in groups if columns.get(digest, {}).keys() >= {*self._sources})
         return groups[digest], columns.get(digest, {})
 
     def _missing_sources(self, step_position: _StepPosition) -> list[str]:
-        """Returns the worker groups whose message is missing, for the answers that lack the fewest."""
+        """Returns the worker groups whose messages are missing, for the set of answers that lacks the fewest."""
         columns = self._columns.get(step_position, {})
         missing = [
             [source for source in self._sources if source not in columns.get(digest, {})]
@@ -247,13 +247,16 @@ class Arrivals:
 
 
 class BlockChannel:
-    """Channel of a model-parallel block: all ranks of the block get each message under its key, in the same order, if
-    they call the methods in the same order.
+    """Receiver of a channel's messages for a model-parallel block: all ranks of the block get the same messages in the same
+    order, if they call the methods in the same order.
 
     Args:
         channel: The channel.
-        worker: The rank.
+        worker: Worker of this rank.
         sizes: Mesh sizes of the worker's group.
+
+    Attributes:
+        key: Key of the block's messages: its data-parallel rank.
     """
 
     def __init__(self, channel: Channel, worker: Worker, sizes: MeshSizes) -> None:
@@ -272,7 +275,7 @@ class BlockChannel:
         return self._share(partial(self._channel.get, key=self.key, timeout=timeout))
 
     def get_nowait(self) -> Any:
-        """Returns the next message if one is there.
+        """Returns the next message without waiting.
 
         Raises:
             QueueEmpty: The channel has no message for the block.
@@ -280,7 +283,7 @@ class BlockChannel:
         return self._share(partial(self._channel.get_nowait, key=self.key))
 
     def _share(self, receive: Callable[[], Any]) -> Any:
-        """Returns the message that the block's first rank receives, or raises its error, on each rank of the block."""
+        """Returns the message that the block's first rank receives, or raises its error, on all ranks of the block."""
         if self._worker.rank == self._first:
             result: tuple[Any, Exception | None]
             try:

@@ -1,8 +1,8 @@
 """GRPO runner: RL of a language model on verifiable tasks.
 
 In a step, the rollout ranks answer the prompts and have the answers scored. The actors receive each group when it is complete,
-compute the columns that the algorithm needs, and train once all groups have arrived. Then the new weights are sent. With
-`algorithm.max_staleness` the rollout ranks work on later steps at the same time, and receive new weights between two tokens.
+compute the columns that the algorithm needs, and train once all groups have arrived. Then they send the new weights. With
+`algorithm.max_staleness` the rollout ranks already sample later steps, and receive new weights between two tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
 
-#: Sums of the rollout ranks over their samples; a step whose samples were all left out has none of them.
+#: Sums over a step's samples; missing ones count as 0, as in a step from which no sample is trained on.
 _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
     "max_length", "max_stale", "nonfinite", "agent_failed",
@@ -45,7 +45,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     Args:
         cfg: The run's configuration.
         actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
-        optional_groups: Launched groups by name: those that score or rate, the agents, and the critic.
+        optional_groups: Launched groups by name: scoring and rating groups, agents and critic.
         run: Folder of the run; by default the one of `runner.run_dir` and `runner.name`.
         stop: Request to end early, checked between steps.
 
@@ -125,11 +125,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def _open_rollout(self, *ranks: int) -> Handle:
         all_joined = all(rank >= self.rollout.world_size for rank in ranks)
-        digest = self._inputs_digest if all_joined else ""  # a joined rank may read other files than the first ranks
+        digest = self._inputs_digest if all_joined else ""  # joined ranks may read different files than the first ranks
         return self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
 
     def _join(self, *ranks: int) -> None:
-        """Connects rollout ranks that have loaded an engine, which take part after the present step."""
+        """Connects rollout ranks that have loaded an engine, and sends them the current weights."""
         self.rollout.execute_on(*ranks).connect().wait(self.timeout)
         self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
         handles = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
@@ -146,7 +146,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts the groups with ended ranks: all engines, or ranks of groups that score."""
+        """Restarts the groups that have lost ranks: all engines, or the lost ranks of another group; then reconnects all
+        groups."""
         self.loop.reset()
         self.loop.offload_actor()
         restarted_groups = {name: group for name, group in self.auxiliary.groups.items() if name in lost_ranks}
@@ -169,7 +170,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
-        """Returns whether a step can be repeated from the same weights and seeds: only ranks that score were lost, and all
+        """Returns whether the step can be repeated from the same weights and seeds: only stateless ranks were lost, and all
         trainers have the weights of the last step."""
         trained_groups = [self.actor, *([self.critic] if self.critic else [])]
         if self.rollout.name in lost_ranks or not self.loop.repeats_steps or not {*lost_ranks} <= self.stateless:
@@ -178,7 +179,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return set(versions) == {self.step}
 
     def begin(self) -> None:
-        """Drops all groups in flight on the rollout ranks, and sends them the present weights."""
+        """Drops all groups in flight and opens the prompt queue. Checks that engines and trainer agree, unless that is known,
+        and sends the current weights."""
         if self.loop.resume_note and self.step:
             note(self.loop.resume_note)
         self.loop.reset()
@@ -194,7 +196,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.loop.begin(self.step)
 
     def _prove(self, agreement: Agreement) -> None:
-        """Checks that the trainer's scores agree with each engine's samples, with each of the weights of `ROUNDS`.
+        """Checks for all weights of `ROUNDS` that the trainer's log-probs agree with each engine's.
 
         Raises:
             ConfigError: An engine disagrees with the trainer.
@@ -210,7 +212,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def one_step(self) -> dict[str, float]:
-        """Runs a step of the loop, and the evaluation that is due after it."""
+        """Runs a step of the loop, and the evaluation if one is due after it; returns the metrics."""
         self.replicas.update_presence()
         self.agents.update_presence()
         timers = PhaseTimers()
@@ -225,7 +227,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
-        """Returns means over the step's samples, from the ranks' sums."""
+        """Returns the rollout metrics of the step, mostly means over its samples, from the ranks' sums."""
         totals = dict.fromkeys(_SUMS, 0.0) | sum_metrics(sums, ("seconds", "busy_s", "sync_s"))
         self._count_untrained_steps(totals)
         num_samples = max(totals["samples"], 1.0)
@@ -265,12 +267,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _count_untrained_steps(self, totals: dict[str, float]) -> None:
-        """Counts the steps in a row without a trained sample and those in which no sample could be scored; ends a run with
-        too many.
+        """Counts the consecutive steps without a trained sample and those without a scored sample; ends a run with too many.
 
         Raises:
-            NonFinite: No sample was finite.
-            NothingTrained: No sample could be scored or trained on, for another reason.
+            NonFinite: There were too many, and samples were not finite.
+            NothingTrained: There were too many, for another reason.
         """
         samples, failed = totals["samples"], totals["failed"]
         truncated = totals["truncated"] if self.cfg.algorithm.overlong_filter else 0.0
@@ -309,5 +310,5 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return {"samples": self.samples, "reward": None if math.isnan(self._reward) else self._reward}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns reward and token rate."""
+        """Returns the reward and the token rate of a step for `rlhpc status`."""
         return {"reward": row["train/reward"], "tokens_per_s": row["time/tokens_per_s"]}

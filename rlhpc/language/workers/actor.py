@@ -1,4 +1,4 @@
-"""Actor of a language model: one data-parallel rank of a trainer, with the parts that all task types share."""
+"""Base class of language model actors: a rank of a trainer, with the methods that all task types share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 
 STATE = "{section}-{rank}.pt"
-#: Number of training steps whose amount of held-out rows is evaluated at once.
+#: Held-out rows evaluated at once, in multiples of the rows of a training step.
 _HELD_OUT_STEPS = 8
 
 #: The configuration of a run that trains a language model.
@@ -32,10 +32,11 @@ Trainer = TypeVar("Trainer", bound=ModelTrainer)
 
 
 class LanguageActor(SavingWorker, Generic[Cfg]):
-    """Data-parallel rank of a trainer: owns a training backend, and trains it on samples of tokens.
+    """Rank of a trainer of a language model.
 
     Attributes:
-        section_name: Its section of the configuration, and the prefix of its files.
+        section_name: Name of the configuration section, and prefix of the rank's files.
+        backend: Trainer with the model.
     """
 
     section_name: str = "actor"
@@ -87,12 +88,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     # -- training -------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
-        """Returns the micro-batches with the indices of their samples; each rank has equally many, and some may be
+        """Splits a batch into micro-batches, with the indices of their samples. Each rank gets the same number; some may be
         empty.
 
         Args:
             batch: Samples of this rank.
-            packed: Whether to pack several samples into a row; by default if the trained model supports it.
+            packed: Whether to pack several samples into a row; None packs if the trained model supports it.
         """
         packed = self.backend.packed if packed is None else packed
         return split_micro_batches(
@@ -106,18 +107,18 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return int(self.all_reduce(torch.tensor(float(count)), "max").item())
 
     def _pad_evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
-        """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
+        """Returns the micro-batches of a batch, padded with empty ones to the maximum number over the ranks."""
         no_samples = torch.zeros(0, dtype=torch.long)
         return batches + [
             (no_samples, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))
         ]
 
     def _balance_load(self, batch: TokenBatch, unit_size: int = 1) -> TokenBatch:
-        """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
+        """Exchanges samples between the data-parallel ranks, so that all have about equal work; returns those of this
         rank.
 
         Args:
-            batch: Samples of this rank now.
+            batch: Samples of this rank before the exchange.
             unit_size: Number of neighbouring samples that stay on one rank.
         """
         if not self._balances_load:
@@ -126,22 +127,21 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     @property
     def is_leader(self) -> bool:
-        """True on the first rank of a model-parallel block, whose ranks train on the same samples."""
+        """True on the first rank of a model-parallel block, the ranks of which train on the same samples."""
         return self.sizes.lane_of(self.rank) == 0
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor in place over the data-parallel ranks; of a model-parallel block one rank counts."""
+        """Sums a tensor in place over the data-parallel ranks; only the first rank of each model-parallel block counts."""
         if self.world_size == 1:
             return tensor
         return self.all_reduce(tensor if self.is_leader else tensor.zero_())
 
     def _count(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
-        """Counts the tokens and samples of a minibatch over all ranks; called before samples change ranks
-        (`MinibatchCounts.of`)."""
+        """Counts a minibatch over all ranks (`MinibatchCounts.of`); called before `_balance_load`."""
         return MinibatchCounts.of(batch, length, self._sum_over_ranks)
 
     def _held_out_indices(self, rows: int, of_step: int) -> Iterator[range]:
-        """Yields this rank's indices of held-out rows, as many at a time as `_HELD_OUT_STEPS` training steps have.
+        """Yields this rank's indices of held-out rows, in chunks of the rows of `_HELD_OUT_STEPS` training steps.
 
         Args:
             rows: Number of held-out rows.
@@ -158,11 +158,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         take_step: Callable[[TokenBatch, MinibatchCounts, str], dict[str, float]],
         at_first: Container[str] = (),
     ) -> tuple[dict[str, float], int]:
-        """Runs an optimizer step on each minibatch that has a trained token on any rank. The other minibatches get
-        none: without a gradient, Adam would move the weights by its momentum and by weight decay.
+        """Runs an optimizer step on each minibatch that has a trained token on any rank. Other minibatches are skipped:
+        without a gradient, Adam would still move the weights by momentum and weight decay.
 
         Args:
-            minibatches: Name of each minibatch for messages, and this rank's samples of it.
+            minibatches: Name of each minibatch, for messages, with this rank's samples.
             length: See `MinibatchCounts.length`.
             take_step: Trains on a minibatch and returns its metrics; `grad_norm` is not finite if the step was skipped.
             at_first: Names of metrics that report the first step's value.
@@ -193,10 +193,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _run_optimizer_step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
     ) -> dict[str, float]:
-        """Runs the optimizer step; returns the metrics with those of the step.
+        """Runs the optimizer step; returns the metrics with `grad_norm` and `tokens`.
 
         Raises:
-            NonFinite: The gradient is not finite. All ranks raise it, because the norm is over all of them.
+            NonFinite: The gradient is not finite, and the configuration does not skip such steps. All ranks raise it, because
+                the norm is global.
         """
         norm = self.backend.optimizer_step(rate)
         if math.isfinite(norm):
@@ -215,7 +216,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _run_only_step(
         self, step: int, batch_metrics: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
-        """Runs the single optimizer step of a global step from the metrics of its micro-batches; returns all metrics."""
+        """Runs the only optimizer step of a training step, after its backward passes; returns the metrics, which include those
+        of the micro-batches."""
         learning_rate = self._learning_rate(step)
         metrics = self._run_optimizer_step(
             learning_rate, self._reduce_metrics(batch_metrics), tokens, f"step {step}", batch
@@ -232,8 +234,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return dict(zip(names, self._sum_over_ranks(torch.stack(local_sums)).tolist(), strict=True))
 
     def _value_metrics(self, batch: TokenBatch) -> dict[str, float]:
-        """Returns the mean return, and the fraction of the returns' variance that the values explained before this
-        step's training."""
+        """Returns `return`, the mean return over all ranks, and `explained_variance`, the fraction of the returns' variance
+        that the values from before this step's update explain."""
         returns = batch.columns[RETURNS][batch.mask].double()
         residuals = returns - batch.columns[VALUES][batch.mask].double()
         local_sums = torch.stack(
@@ -261,7 +263,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes the backend's files, and this rank's random states.
+        """Writes the backend's files, and this rank's random states and version.
 
         Raises:
             NonFinite: A weight is not finite.
@@ -289,12 +291,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.backend.offload()
 
     def reload(self) -> None:
-        """Restores the tensors that `offload` moved away."""
+        """Moves the tensors back to the accelerator after `offload`."""
         self.backend.reload()
 
 
 def _describe_non_finite(batch: TokenBatch) -> str:
-    """Returns the names of columns and prompts with non-finite values, for a message."""
+    """Returns text for a message that names the columns and prompts with non-finite values; "" if there are none."""
     names = set()
     for name, column in batch.columns.items():
         is_non_finite = (

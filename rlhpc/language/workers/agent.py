@@ -1,7 +1,7 @@
-"""Agent worker: a rank that runs agents for the episodes of all rollout ranks, and the links between both.
+"""Agent worker: rank that runs the agents of all rollout ranks' episodes, and the link of a rollout rank to these ranks.
 
-It leases episodes from one queue, as many as it runs at a time. When it is lost, its unacknowledged episodes return to the
-queue, and another rank leases them.
+It leases as many episodes from one queue as it runs at a time. If it is lost, its unacknowledged episodes return to the queue,
+and another rank leases them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlhpc.runtime.worker import Worker
 if TYPE_CHECKING:
     from rlhpc.language.agents.external import AgentRanks
 
-#: Pause in seconds without a message; and before the next attempt at an empty queue.
+#: Pause in seconds if no message has arrived; and seconds before the next attempt to lease from an empty queue.
 _IDLE_S, _AGAIN_S = 0.004, 0.05
-#: Seconds between two checks that the rollout ranks of its episodes are alive.
+#: Seconds between two checks that the rollout ranks of the leased episodes are alive.
 _LOOK_S = 2.0
 #: Table of the registry with the addresses of a node's services; and seconds by which their start may exceed their own limits.
 SERVICES, _STARTS_S = "services", 60.0
 
 
 def _tell(message: dict[str, Any], group: str, rank: int, about: str) -> None:
-    """Puts a message into a rank's inbox, in order, without waiting for a rank that may have ended."""
+    """Sends a message to a rank's inbox in the background, because the rank may have ended; the order is kept."""
     in_background(f"{about}-{group}-{rank}", partial(Worker.notify, message, group, rank, about))
 
 
@@ -80,12 +80,12 @@ def connect_agent_ranks(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
 
 
 def publish_feedback_endpoint(worker: Worker, generation: Generation, resources: ExitStack) -> None:
-    """Puts the address and key by which a rollout rank accepts delayed rewards into the registry.
+    """Publishes in the registry the address and key of a rollout rank's endpoint for delayed rewards.
 
     Args:
         worker: The rollout rank.
-        generation: Its generation. Without delayed rewards there is no entry.
-        resources: Removes the entry when it is closed.
+        generation: Generation of the rank. Without delayed rewards nothing is published.
+        resources: Stack whose closing removes the registry entry.
     """
     if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
         return
@@ -96,11 +96,10 @@ def publish_feedback_endpoint(worker: Worker, generation: Generation, resources:
 
 
 def address_for_others(cfg: GrpoConfig) -> str:
-    """Returns the address of this host for processes of other hosts, if agents or delayed rewards come from there;
-    else ""."""
+    """Returns this host's address for agents and delayed rewards from other hosts; "" if the run has neither."""
     if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
         return ""
-    tcp_address: str = current().service.endpoint["tcp"]  # its listener for other hosts, if there are any
+    tcp_address: str = current().service.endpoint["tcp"]  # the listener for other hosts
     return tcp_address.removeprefix("tcp://").rpartition(":")[0]
 
 
@@ -118,8 +117,8 @@ class _LeasedEpisode:
     """Episode that this rank has leased.
 
     Attributes:
-        lease: Lease of the queue item: the rollout rank, its identity, and the episode's number there.
-        incarnation: Incarnation of the rollout rank.
+        lease: Lease of the queue item: the rollout rank, the identity of its process, and the episode's number there.
+        incarnation: Incarnation of the rollout rank at the time of the lease.
     """
 
     lease: LeasedItem
@@ -148,7 +147,7 @@ class AgentWorker(Worker):
         self._looked_at = 0.0
 
     def close(self) -> None:
-        """Ends all agents with all processes that they have started."""
+        """Ends all agents, with all processes that they have started, and the services."""
         if self._harnesses is not None:
             self._harnesses.close()
         for helper in (self._relays, self._services):
@@ -156,10 +155,10 @@ class AgentWorker(Worker):
                 helper.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
-        """Starts the processes that run the agents.
+        """Starts the node's services and the processes that run agents.
 
         Raises:
-            ConfigError: They cannot be started on this node.
+            ConfigError: The processes cannot be started on this node.
         """
         self.prompts = prompts
         try:
@@ -171,7 +170,7 @@ class AgentWorker(Worker):
         self.log.info("runs %s, %d at a time", agent.target or agent.command, agent.episodes_per_rank)
 
     def _addresses(self) -> dict[str, str]:
-        """Returns the addresses of the node's services; the first rank on a node starts them."""
+        """Returns the addresses of the node's services, which the first rank on the node starts."""
         sections, registry = self.cfg.agent.services, current().registry
         if not sections:
             return {}
@@ -208,7 +207,10 @@ class AgentWorker(Worker):
         """Runs episodes of any rollout rank until the driver ends the phase.
 
         Returns:
-            Seconds with an episode in flight, and number of finished episodes.
+            `busy_s`: seconds with an episode in flight; `episodes`: number of finished episodes.
+
+        Raises:
+            DeadlineExceeded: The phase did not end within `runner.step_timeout_s`.
         """
         start_time, busy_s, num_finished = time.monotonic(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
@@ -250,7 +252,7 @@ class AgentWorker(Worker):
         _tell({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
 
     def _listen(self) -> bool:
-        """Handles messages: tickets, episodes to end, and ends of phases; returns whether there were any."""
+        """Handles the messages that have arrived (tickets, episodes to end, ends of phases); returns whether any had."""
         messages = _receive_messages(TICKETS)
         for message in messages:
             if "end" in message:
@@ -265,8 +267,7 @@ class AgentWorker(Worker):
         return bool(messages)
 
     def _here(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Returns a ticket with this rank's number for the episode, and an address of the model that is valid on this
-        node."""
+        """Returns a ticket with this rank's number of the episode, and a model address reachable from this node."""
         ticket = {**ticket, "id": number}
         if ticket["host"] != current().host and ticket["far"]:
             self._relays = self._relays or Relays()
@@ -274,14 +275,14 @@ class AgentWorker(Worker):
         return ticket
 
     def _drop(self, number: int) -> None:
-        """Ends an episode that its rollout rank has given up."""
+        """Ends an episode that is no longer needed, and acknowledges its lease."""
         leased_episode = self._held.pop(number, None)
         if leased_episode is not None:
             self._all.kill(number)
             self._episodes.done(leased_episode.lease)
 
     def _deliver(self) -> int:
-        """Sends the outcomes to the rollout ranks; returns their number."""
+        """Sends the outcomes of finished episodes to their rollout ranks; returns their number."""
         count = 0
         while not self._outcomes.empty():
             local_number, outcome = self._outcomes.get()
@@ -298,7 +299,7 @@ class AgentWorker(Worker):
         return count
 
     def _look(self) -> None:
-        """Ends the episodes of rollout ranks that have ended."""
+        """Ends the episodes of rollout ranks that have left or were restarted; checks at most every `_LOOK_S` seconds."""
         if not self._held or time.monotonic() < self._looked_at + _LOOK_S:
             return
         self._looked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Critic worker: one data-parallel rank of the critic, which estimates the value of each token's state and learns it."""
+"""Critic worker: rank of the critic's trainer. The critic estimates the value of the state before each token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
 
 class CriticWorker(LanguageActor[GrpoConfig]):
-    """Rank of the critic: computes the values of a step's groups on arrival, and trains on the returns that the
+    """Rank of the critic: computes the values of a step's groups on arrival, and later trains on the returns that the
     actors send."""
 
     section_name = CRITIC
@@ -45,7 +45,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             prompts: Map of prompts to ranks.
 
         Returns:
-            `critic_parameters`, the number of trained parameters.
+            `critic_parameters`: number of trained parameters.
         """
         self.prompts = prompts
         self._valued: dict[int, dict[bytes, TokenBatch]] = {}
@@ -66,15 +66,16 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     # -- values ---------------------------------------------------------------------------------------------------
 
     def serve(self, step: int) -> dict[str, float]:
-        """Computes the values of its share of a step's groups on arrival, and stores these for `update`.
+        """Computes the values of this rank's share of a step's groups on arrival, sends them to the actors, and stores the
+        groups for `update`.
 
         Returns:
-            Seconds of computation, and number of tokens.
+            `busy_s`: seconds of computation; `tokens`: number of tokens.
         """
         valued_groups, busy_s, num_tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         positions = self.prompts.share_of(CRITIC, self.data)
-        # Ranks of a sharded model compute in step: they wait for the complete share.
+        # With several ranks forward passes are collective, so each rank waits for its complete share.
         for groups in self._inbox.batches(step, positions, deadline, at_once=self.world_size > 1):
             batch_start = time.perf_counter()
             num_tokens += self._value(groups, valued_groups)
@@ -83,7 +84,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         return {"busy_s": busy_s, "tokens": float(num_tokens)}
 
     def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
-        """Sends the actors the values of some groups, and stores these.
+        """Computes the values of some groups, sends them to the actors, and stores the groups in `valued`.
 
         Returns:
             Number of tokens.
@@ -130,8 +131,12 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         }
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
-        """Returns the batches that the actors trained on, with the returns that they send, in the order of the
-        prompts."""
+        """Waits for the returns of all valued groups; returns the trained samples of each group with the column of returns, in
+        the order of positions.
+
+        Raises:
+            DeadlineExceeded: Returns did not arrive within `runner.step_timeout_s`.
+        """
         valued_groups = self._valued
         self._valued = {}
         batches = dict[int, TokenBatch]()
@@ -156,7 +161,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         return [batches[position] for position in valued_groups]
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
-        """Runs one optimizer step over the samples of all ranks."""
+        """Runs one optimizer step on a minibatch of all ranks; returns its metrics."""
         batch = self._balance_load(batch)
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,12 +1,12 @@
 """Rollout worker of language models: generates groups, has them scored, and sends each to its actor when complete.
 
 One loop on the main thread does all work: between two steps of the engine it receives new weights if there are any, admits
-prompts, and collects scores from the judges, which are separate processes. So only the group of the slowest sequence waits
-for it. Between this loop and the engine is a runner of episodes (`agents.registry.make_generation`); without an agent, each
-of its episodes is one request and one answer (`EpisodeRunner`).
+prompts, and collects scores. Judges run in separate processes, and cheap inline terms in this one, so a slow sequence delays
+only its own group. The loop calls the engine through a generation object (`agents.registry.make_generation`); without an
+agent, each of its episodes is one request with one answer (`EpisodeRunner`).
 
-Staleness is bounded by admission: a prompt of step s starts once the weights are of version s − 1 − `max_staleness` or
-newer, and weights never get older. With 0 that is the synchronous loop.
+Admission bounds the staleness: a prompt of step s starts once the weights have version s − 1 − `max_staleness` or newer, and
+weights never get older. A bound of 0 gives the synchronous loop.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.verification import COST
 
-#: Pause in seconds when neither engine nor judges had anything.
+#: Pause in seconds when neither the engine nor the judges returned anything.
 _IDLE_S = 0.002
 
 
 class LanguageRolloutWorker(Worker):
-    """Generation engine with its judges, or a follower of one (`engine_group`).
+    """Rank of the rollout group: the leader of an engine, with its judges, or a follower (`engine_group`).
 
-    It has no state in checkpoints: its samples follow from seeds and weights.
+    It has no state in checkpoints: its samples depend on seeds and weights alone.
     """
 
     def __init__(self, cfg: GrpoConfig) -> None:
@@ -71,11 +71,11 @@ class LanguageRolloutWorker(Worker):
 
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
-        """Returns whether ranks of the engine may be forked."""
+        """Returns whether the engine's ranks may be started by fork."""
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
-        """Ends the engine with all processes that it has started, and the judges."""
+        """Ends the engine, with all processes that it has started, and the judges."""
         self._resources.close()
 
     def init_worker(self, prompts: PromptMap, last_step: int, expected_digest: str = "") -> dict[str, Any]:
@@ -83,11 +83,11 @@ class LanguageRolloutWorker(Worker):
 
         Args:
             prompts: Map of prompts to ranks.
-            last_step: Step after which no prompt is admitted.
-            expected_digest: Digest of model and data (`inputs_digest`) on the rank that read them first; "" on that rank.
+            last_step: Last step whose prompts are admitted.
+            expected_digest: Digest of model and data (`inputs_digest`) on the first ranks; "" on those ranks.
 
         Returns:
-            Facts of model and dataset.
+            `digest` of model and data, name of the `device`, and number of `dropped` problems; {} on a follower.
 
         Raises:
             ConfigError: The digest differs on this rank.
@@ -95,7 +95,7 @@ class LanguageRolloutWorker(Worker):
         cfg = self.cfg
         self.prompts = prompts
         self.last_step = last_step
-        # Where steps do not overlap, a run is bitwise the same for any ranks: there, prompts are sampled again instead.
+        # Without overlap of steps, a run is bitwise the same for any number of ranks, so prompts are sampled again instead.
         self.requeues_on_leave = (
             cfg.algorithm.max_staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
         )
@@ -158,13 +158,13 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def begin(self, step: int) -> None:
-        """Starts after `step`: drops all groups in flight and waits for weights first."""
+        """Prepares to continue after `step`: drops all groups in flight; sampling then waits for new weights."""
         self.generation.abort()
         self.judges.drain()
         self._clear(step)
 
     def forget_sent(self) -> None:
-        """Expects complete weights next: the last update may have been lost on its way."""
+        """Makes the receiver expect complete weights next, because the last update may have been lost."""
         self.receiver.forget()
 
     @leader_only
@@ -174,7 +174,7 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def reload(self) -> None:
-        """Restores the state that `offload` moved away."""
+        """Moves the engine's state back to the accelerator after `offload`."""
         self.backend.reload()
 
     def _clear(self, step: int) -> None:
@@ -191,16 +191,19 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def generate(self, step: int, ranks: int) -> dict[str, float]:
-        """Leases prompts of `step` and answers them until the queue is empty; with `max_staleness`, prompts of later
-        steps too.
+        """Leases prompts of `step` and generates their groups until the step's queue is empty and all leased groups are
+        delivered. With `max_staleness`, prompts of later steps are started too.
 
         Args:
             step: Step of the run.
             ranks: Number of engines that take part.
 
         Returns:
-            Seconds of the call, of the engine's work and of receiving weights, the number of tokens, and the values of
-            `Cost.pop`.
+            `seconds` of the call, `busy_s` of the engine, `sync_s` of receiving weights, the number of sampled `tokens`, and
+            the values of `Cost.pop`.
+
+        Raises:
+            DeadlineExceeded: Groups were not complete within `runner.step_timeout_s`.
         """
         start_time, busy_s, num_tokens = time.perf_counter(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
@@ -249,7 +252,7 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
-        """Answers this rank's share of the evaluation's problems with the weights of `step`, which are being sent.
+        """Receives the weights of `step`, and answers this engine's share of the evaluation problems with them.
 
         Args:
             step: Step of the run.
@@ -265,19 +268,19 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def sample_probe(self, phase: int) -> dict[str, Any]:
-        """Draws samples for prompts of random tokens, which the trainer then scores (`weight_sync.sample_probe`).
+        """Draws samples for random prompts, for the trainer to score (`weight_sync.sample_probe`).
 
         Args:
-            phase: Phase of the probe; each has other prompts.
+            phase: Number of the probe's phase; each has different prompts.
 
         Returns:
-            `samples`, with the engine's `dtype` and type of `device`.
+            `samples`, and the engine's `dtype` and `device` type.
         """
         return {"samples": self.receiver.sample_probe(len(self.tokenizer), phase), **self.receiver.computes()}
 
     @leader_only
     def take_weights(self, version: int) -> None:
-        """Receives the weights of a version, or newer ones, while the actor sends them."""
+        """Receives weights until the engine has this version or a newer one."""
         self.receiver.await_version(version)
 
     def _waits_for(self) -> str:
@@ -301,7 +304,7 @@ class LanguageRolloutWorker(Worker):
                     self._carry_out(self._pending.on_prompt(step, prompt_or_group))
 
     def _make_group(self, step: int, position: int, attempt: int) -> PendingGroup:
-        """Returns the group of a position's prompt: the sampler's prompt, or for later attempts a random one."""
+        """Makes the group of a position: of the sampler's prompt at attempt 0, of a random prompt at later attempts."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
             generator = np.random.default_rng(seed_of(self.cfg.runner.seed, step, position, attempt, -1))
@@ -315,7 +318,7 @@ class LanguageRolloutWorker(Worker):
     # -- actions on groups ----------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        """Executes the actions that follow from an event (`PendingGroups`)."""
+        """Executes actions that `PendingGroups` returned for an event."""
         for action in actions:
             match action:
                 case StartSampling(group, ids):
@@ -333,7 +336,7 @@ class LanguageRolloutWorker(Worker):
                     self.leases.requeue(group.step, partial_group)
 
     def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
-        """Returns a request for each member of a group, which is in flight from now on."""
+        """Returns a request for each member of a group. A rank that is told to leave will requeue the group, if it can."""
         if self.requeues_on_leave:
             self.before_leaving(self._requeue_groups)
         seeds = (

@@ -1,6 +1,6 @@
-"""Scoring workers: ranks that compute a column of values for the actor's tokens, or rate answers for the reward.
+"""Scoring workers: ranks that compute a column of token values for the actor, or rate answers for the reward.
 
-They process groups and answers on arrival and have no state; a lost rank restarts alone.
+They process groups and answers on arrival. Except for the reference they have no state, so a lost rank is restarted alone.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from rlhpc.weights.verification import UpdateVerification
 
 
 class GroupInbox:
-    """Inbox of a rank for the groups of a step, until the driver ends the step.
+    """Inbox of a scoring rank for sample groups, with the driver's messages that end a step.
 
     A prompt may have two groups, if it was sampled again because its rank was lost while sending the first one
-    (`SampleGroup.answers_digest`). The actor may have either of them, so both are scored.
+    (`SampleGroup.answers_digest`). The actor may have received either of them, so both are scored.
 
     Args:
         channel: Channel of the groups.
         rank_name: Name of the rank, for messages.
-        sender: Name of the worker group that sends them.
+        sender: Name of the worker group that sends the groups.
     """
 
     def __init__(self, channel: BlockChannel, rank_name: str, sender: str) -> None:
@@ -60,15 +60,14 @@ class GroupInbox:
     def batches(
         self, step: int, positions: Sequence[int], deadline: float, *, at_once: bool = False
     ) -> Iterator[list[SampleGroup]]:
-        """Yields a step's groups in a few batches, each when complete. The groups of a batch depend on `positions` alone, so
-        the order of arrival does not change the last digits of a joint computation. Second groups of a prompt come
-        last.
+        """Yields a step's groups in a few batches, each when complete. `positions` alone determines the groups of a batch, so
+        the order of arrival does not change the last digits of results. Second groups of a prompt come last.
 
         Args:
             step: Step of the run.
             positions: Positions of the rank's groups.
-            deadline: Time on the clock of `time.monotonic`.
-            at_once: Whether to yield one batch, when all groups have arrived.
+            deadline: Deadline by `time.monotonic`.
+            at_once: Whether to yield a single batch, after the step has ended.
 
         Raises:
             DeadlineExceeded: A group did not arrive in time.
@@ -98,10 +97,10 @@ class GroupInbox:
             yield second_groups
 
     def receive(self, step: int, deadline: float) -> list[SampleGroup]:
-        """Returns all groups of a step that have arrived; waits for one, or for the end of the step.
+        """Returns all groups of a step that have arrived; waits for the first one or for the end of the step.
 
         Raises:
-            DeadlineExceeded: No group arrived until the deadline, on the clock of `time.monotonic`.
+            DeadlineExceeded: Neither arrived before the deadline by `time.monotonic`.
         """
         groups, step_ended = [group for group in self._later if group.step == step], False
         self._later = [group for group in self._later if group.step > step]
@@ -129,7 +128,7 @@ class GroupInbox:
 
 
 class _ScorerWorker(Worker):
-    """Common base of the scoring and rating workers."""
+    """Base class of the scoring and rating workers."""
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
@@ -155,7 +154,7 @@ class _ScorerWorker(Worker):
 
 
 class ScoringWorker(_ScorerWorker):
-    """Rank of a group with a `Scorer`, whose column goes to the actors."""
+    """Rank of a group with a `Scorer`, which computes a column and sends it to the actors."""
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -166,10 +165,10 @@ class ScoringWorker(_ScorerWorker):
         self._actors = self.connect_channel(GROUPS)
 
     def serve(self, step: int) -> dict[str, float]:
-        """Scores its share of a step's groups on arrival.
+        """Scores this rank's share of a step's groups on arrival, and sends the columns to the actors.
 
         Returns:
-            Seconds of scoring, and number of tokens.
+            `busy_s`: seconds of scoring; `tokens`: number of tokens.
         """
         busy_s, num_tokens = 0.0, 0
         positions = self.prompts.share_of(self.group_name, self.rank)
@@ -197,21 +196,21 @@ class ScoringWorker(_ScorerWorker):
         empty_cache()
 
     def reload(self) -> None:
-        """Restores the state that `offload` moved away."""
+        """Moves the scorer back to the accelerator after `offload`."""
         self.scorer.reload()
 
 
 def send_column(
     actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], source: str, values: torch.Tensor
 ) -> None:
-    """Sends the actors a column of the tokens of some groups.
+    """Sends a column of some groups' tokens to the actors that train on them.
 
     Args:
         actors: Channel of the actors.
         prompts: Map of prompts to ranks.
         groups: The groups, in the order of `values`.
-        source: Name of the worker group that computed it.
-        values: `[T]` or `[T, k]`.
+        source: Name of the worker group that computed the column.
+        values: `[T]` or `[T, k]`, the column of all groups.
     """
     for group, group_column in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
         message = column_message(group, source, group_column)
@@ -219,7 +218,7 @@ def send_column(
 
 
 class RatingWorker(_ScorerWorker):
-    """Rank of a group with a `Rater`, which gives a term of the reward."""
+    """Rank of a group with a `Rater`, which provides a term of the reward."""
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -230,10 +229,10 @@ class RatingWorker(_ScorerWorker):
         """Rates answers on arrival, until the driver ends the phase.
 
         Args:
-            phase: Name of the phase, as the rollout ranks send it.
+            phase: Name of the phase (`prompt_dispatch.training_phase`).
 
         Returns:
-            Seconds of rating, number of answers, and the rater's counts as `count/<name>`.
+            `busy_s`: seconds of rating; number of `answers`; and the rater's counts as `count/<name>`.
         """
         busy_s, num_answers, deadline = 0.0, 0, self._deadline()
         self.scorer.counts()  # drops the counts of a phase that failed
@@ -251,7 +250,7 @@ class RatingWorker(_ScorerWorker):
         return {"busy_s": busy_s, "answers": float(num_answers), **rater_counts}
 
     def _receive_requests(self, phase: str, deadline: float) -> list[dict[str, Any]]:
-        """Returns all requests that have arrived; waits for the first."""
+        """Returns all requests that have arrived; waits for the first message, which may end a phase."""
         key, requests = str(self.rank), list[dict[str, Any]]()
         try:
             message = self._requests.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
@@ -278,11 +277,11 @@ class RatingWorker(_ScorerWorker):
 
 
 class JudgeWorker(RatingWorker):
-    """Rank of a group with a language model as judge."""
+    """Rank of a group with an LLM judge."""
 
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
-        """Returns whether the ranks of the judges may be forked: only if the engines of all judges allow it."""
+        """Returns whether judge ranks may be started by fork: only if the engines of all judges allow it."""
         return all(forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())
 
 
@@ -301,7 +300,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         )
 
     def take_weights(self) -> None:
-        """Replaces its weights by those that the actor sends."""
+        """Replaces the reference's weights by those that the actor sends."""
         weight_update = self._sync.receive()
         parameters = self.scorer.model.state_dict()
         with torch.no_grad():
@@ -313,7 +312,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
             proof.check()
 
     def save(self, folder: str) -> None:
-        """Writes the reference's weights on rank 0, which differ from the actor's and from the initial ones."""
+        """Writes the reference's weights on rank 0; they differ from both the actor's and the initial weights."""
         if self.rank == 0:
             path = Path(folder) / REFERENCE
             path.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Workers of supervised runs: trainers on demonstrations (SFT), preference pairs (DPO) and reward-model data, and engines.
+"""Workers of supervised runs: trainers for SFT, DPO and reward models, and engines for evaluation.
 
-The group `rollout` of such a run gives no training samples. Every `runner.val_check_interval` steps it receives weights and
-answers its share of the evaluation suites, as in reinforcement learning (`Validation`).
+The group `rollout` of such a run generates no training samples. At each evaluation it receives the weights and answers the
+evaluation suites, as in reinforcement learning (`Validation`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from rlhpc.runtime.worker import Worker
 
 
 class EvaluatedActor(LanguageActor[Cfg]):
-    """Trainer that sends its weights to the engines that answer the suites."""
+    """Rank of a trainer that sends its weights to the engines that answer the evaluation suites."""
 
     backend: TokenTrainer
 
@@ -65,7 +65,7 @@ class EvaluatedActor(LanguageActor[Cfg]):
         self._weights = ActorWeights(self, answering_config(typed(SftConfig, self.cfg)), prompts, self.backend)
 
     def send_weights(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the weights, as `version`, to these ranks of engines; all ranks call it."""
+        """Sends the weights, as `version`, to these engine ranks; all actor ranks call it."""
         assert self._weights is not None
         with self.backend.awake():
             self._weights.send(version, ranks, None)
@@ -81,11 +81,11 @@ class EvaluationWorker(Worker):
 
     @classmethod
     def forks(cls, cfg: SftConfig) -> bool:
-        """Returns whether the rank of the engine may be forked."""
+        """Returns whether the engine's rank may be started by fork."""
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
-        """Ends the engine with all processes that it has started, and the judges."""
+        """Ends the engine, with all processes that it has started, and the judges."""
         self._resources.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
@@ -104,7 +104,7 @@ class EvaluationWorker(Worker):
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, worker_device(self))
 
     def evaluate(self, version: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
-        """Answers this rank's share of the suites with the weights of `version`, which are being sent.
+        """Receives the weights of `version`, and answers this rank's share of the suites with them.
 
         Args:
             version: Step of the actor.
@@ -128,7 +128,7 @@ class SftActor(EvaluatedActor[SftConfig]):
             total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
-            Facts: trainable parameters.
+            `parameters`: number of trained parameters; `dropped`: number of demonstrations that are too long.
         """
         self.backend = self._load_model(total_steps, lambda: TokenTrainer(self.cfg, self, dropout=True))
         self.encoder, self.dataset = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer)
@@ -157,11 +157,11 @@ class SftActor(EvaluatedActor[SftConfig]):
         return self._run_only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
 
     def validate(self) -> dict[str, float]:
-        """Computes the held-out loss with the present weights: the mean of −log p over all trained tokens of the
-        held-out demonstrations, for any number of ranks and micro-batches.
+        """Computes the held-out loss with the current weights: the mean of −log p over all trained tokens of the held-out
+        demonstrations, which does not depend on the number of ranks and micro-batches.
 
         Returns:
-            loss, tokens and rows, the same on all ranks.
+            `loss`, and the numbers of `tokens` and `rows`; the same on all ranks.
         """
         encoder, dataset = self.held_out
         loss_and_tokens = torch.zeros(2, dtype=torch.float64)
@@ -191,8 +191,8 @@ _PAIR = EACH["pairs"]
 
 
 class DpoActor(EvaluatedActor[DpoConfig]):
-    """Rank of a DPO trainer on the preferences of a dataset; the reference is the model from before training, or the
-    one without adapters."""
+    """Rank of a DPO trainer on the preference pairs of a dataset. The reference is the initial model, or with adapters the
+    model without them."""
 
     def init_worker(self, total_steps: int) -> dict[str, Any]:
         """Loads model, optimizer, reference and datasets.
@@ -201,7 +201,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
-            Facts: trainable parameters, and pairs that are too long.
+            `parameters`: number of trained parameters; `dropped`: number of pairs that are too long.
         """
         cfg = self.cfg
         self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
@@ -234,10 +234,10 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return self._run_only_step(step, batch_metrics, tokens, balanced)
 
     def validate(self) -> dict[str, float]:
-        """Computes the metrics of the held-out pairs with the present weights.
+        """Computes the metrics of the held-out pairs with the current weights.
 
         Returns:
-            Means over all pairs, and their number (`rows`); the same on all ranks, for any number of ranks and micro-batches.
+            Means over all pairs, and their number `rows`; the same on all ranks, for any number of ranks and micro-batches.
         """
         encoder, dataset, _ = self.held_out
         metric_sums = dict[str, Tensor]()
@@ -253,7 +253,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return {"pair_accuracy": means.pop("accuracy"), **means, "rows": float(len(dataset))}
 
     def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
-        """Returns the completions of pairs with their prompts; those of a pair are neighbours."""
+        """Returns a batch of the pairs' completions with their prompts; the two completions of a pair are neighbours."""
         max_tokens = most_tokens(self.max_tokens, "pairs")
         samples, masks = list[list[int]](), list[list[bool]]()
         for pair in pairs:
@@ -264,7 +264,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return TokenBatch.of(samples, masks, pad_id=self.pad)
 
     def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
-        """Yields micro-batches of complete pairs with the reference's log-probs, equally many on each rank."""
+        """Yields micro-batches of complete pairs with the reference's log-probs, the same number on each rank."""
         for _, micro_batch in self._pad_evenly(cut(batch, _PAIR, self.max_tokens), batch):
             micro_batch.columns[REF_LOGPROBS] = self.backend.reference(micro_batch).logprobs.cpu()
             yield micro_batch
@@ -317,7 +317,7 @@ def _sum_over_completions(values: Tensor, batch: TokenBatch) -> Tensor:
 
 
 class RewardModelActor(LanguageActor[RewardRunConfig]):
-    """Rank of a trainer of a reward model on the preferences or labels of a dataset."""
+    """Rank of a reward model's trainer on the preference pairs or labels of a dataset."""
 
     backend: ScalarTrainer
 
@@ -328,7 +328,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             total_steps: Number of steps of the run, for the learning rate.
 
         Returns:
-            Facts: trainable parameters.
+            `parameters`: number of trained parameters; `dropped`: number of rows that are too long.
         """
         cfg = self.cfg
         self.backend = self._load_model(total_steps, lambda: ScalarTrainer(cfg.actor, self, seed=cfg.runner.seed))
@@ -380,10 +380,10 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         return self._run_only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
-        """Computes the rewards of this rank's share of the suites' rows with the present weights.
+        """Computes the rewards of this rank's share of the suites' rows with the current weights.
 
         Returns:
-            Suite → rows, each with its index `place` among all rows of the suite.
+            Suite → rows, each with its index `place` in the suite; {} except on the first rank of a model-parallel block.
         """
         rows_by_suite: dict[str, list[dict[str, Any]]] = {}
         for name, suite in self.suites.items():
