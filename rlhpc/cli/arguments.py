@@ -72,7 +72,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         return checkpoint
     if not args.run:
         raise ConfigError(
-            "say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best; --help lists all options"
+            "say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best; --help lists options"
         )
     from rlhpc.checkpoint import newest_valid
 

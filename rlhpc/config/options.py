@@ -82,9 +82,6 @@ def check_options(
     fields = dataclasses.fields(declaration) if dataclasses.is_dataclass(declaration) else ()
     public_names = [name for name in names if name not in {f.name for f in fields if f.metadata.get(INTERNAL)}]
     allowed = f"allowed: {', '.join(public_names) or 'none'}"
-    for parameter in parameters:
-        if parameter.name not in options and parameter.default is parameter.empty:
-            raise ConfigError(f"{key}.{parameter.name} is not set; {component} needs it; {allowed}")
     annotations = _annotations_of(declaration)
     for name, value in options.items():
         rule = _broken_rule(value, annotations[name]) if name in annotations else ""
@@ -92,6 +89,9 @@ def check_options(
             rule = f"{meant(name, public_names)}{component} has no such option; {allowed}"
         if rule:
             raise fail(f"{key}.{name}", rule) if fail else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}")
+    for parameter in parameters:
+        if parameter.name not in options and parameter.default is parameter.empty:
+            raise ConfigError(f"{key}.{parameter.name} is not set; {component} needs it; {allowed}")
     return options
 
 
