@@ -17,10 +17,10 @@ from rlhpc.runtime.errors import RlhpcError, UserError
 
 
 def require_ownership(paths: RunPaths) -> None:
-    """Raises if another user submitted the run, whose jobs this user may not end.
+    """Checks that this user submitted the run and may thus end its jobs; root may end any.
 
     Raises:
-        UserError: Names the owner.
+        UserError: Another user submitted it; the message names that user.
     """
     try:
         owner = paths.submit.stat().st_uid

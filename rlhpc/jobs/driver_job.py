@@ -49,7 +49,7 @@ def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
 
 
 def error_line(err_file: Path) -> str:
-    """Returns the first line of the first error message of the end of a command's output; "" without one."""
+    """Returns the first line of the first error message near the end of a command's output; "" without a message."""
     return _partition_end(err_file)[2].strip().partition("\n")[0]
 
 
@@ -215,7 +215,7 @@ class DriverJob:
         return status if is_current and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
-        """Has the driver save and waits for it; returns the job to run next. submitit calls it on the job's end signal."""
+        """Makes the driver save, waits for its end, and returns the job to run next. submitit calls it on the end signal."""
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
         if self.files.result() is not None:
@@ -226,7 +226,11 @@ class DriverJob:
         return self._requeue_on_preemption()
 
     def _requeue_on_preemption(self) -> Any:
-        """Returns the job to run after a requeue, be it for a preemption or the walltime; ends a job without progress."""
+        """Returns the job to run after a requeue due to preemption or walltime.
+
+        Raises:
+            SystemExit: The last attempts made no progress.
+        """
         from submitit.helpers import DelayedSubmission
 
         attempts = Attempts(self.files, self.token)

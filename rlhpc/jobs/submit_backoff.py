@@ -38,7 +38,7 @@ class NotNow(SubmitError):
 
 
 def not_now(segment: int, output: str) -> NotNow | None:
-    """Turns sbatch's message into a reason to wait; None if waiting would not change the answer."""
+    """Returns sbatch's message as a temporary refusal; None if the refusal is permanent."""
     message = f"segment {segment} could not be submitted (slurm): {output}"
     if match := _LIMIT.search(output):
         return NotNow(message, reason=match.group())

@@ -1,7 +1,7 @@
-"""Wait server: the one process per user and host that follows all runs being waited for: `python -m rlhpc.jobs.wait_server`.
+"""Wait server (`python -m rlhpc.jobs.wait_server`): one process per user and host that follows all runs with waiting commands.
 
-The first command that waits starts it (`wait_client`), and it ends when no command waits any more. It has one thread per
-run, so a hanging filesystem delays only the runs on it.
+The first waiting command starts it (`wait_client`), and it ends when no command waits any more. It has one thread per
+run, so that a hanging filesystem delays only the runs on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STACK_BYTES = 1 << 20
 
 
 class ReportCache(JobProbe):
-    """Slurm's last answers on all jobs that this process follows; one thread at a time asks for all."""
+    """Cache of Slurm's last reports on all jobs that this process follows; one thread at a time queries all of them."""
 
     def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
         self._probe, self._every_s = probe, every_s

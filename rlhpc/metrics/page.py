@@ -108,8 +108,8 @@ def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) ->
 
     Args:
         charts: The charts.
-        main: Draws the first chart in a size: the width of two others on a wide page, of one on a narrow page. Its letters
-            are as large as those of the others on both.
+        main: Draws the first chart in the given size, which is two columns wide on a wide page and one on a narrow page. Its
+            font size is that of the other charts.
     """
     grid_charts, main_html = list(charts), ""
     if main is not None:

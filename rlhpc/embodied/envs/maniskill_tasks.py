@@ -79,10 +79,10 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
 
     Args:
         task: Subclass of `BaseEnv`.
-        batched: The task takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
-        seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once, from
-            the seed of the first of them.
-        build_seeds: Seeds of what tasks draw when they are built (the size of a peg), one per slot.
+        batched: Allow `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
+        seeded: Draw the first state of each slot from its own seed; otherwise draw jointly for all slots that reset together,
+            from the seed of the first of them.
+        build_seeds: Seeds of the values that tasks draw at construction (the size of a peg), one per slot.
     """
 
     base_class: Any = rendering_task(task)
@@ -91,7 +91,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
         _slot_seeds: list[int] | None = None
 
         def reset_slots(self, seeds: dict[int, int]) -> Any:
-            """Resets the slots that `seeds` names; returns the observation of all."""
+            """Resets the slots that are keys of `seeds`; returns the observations of all slots."""
             if not self.gpu_sim_enabled:
                 clear_contacts(self.scene.px)
             elif isinstance(self.scene, BatchedScene):
@@ -100,7 +100,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(previous_seeds)]
             slot_indices = torch.tensor(sorted(seeds), device=self.device)
             options = {"env_idx": slot_indices} if self.num_envs > 1 else None
-            # From seeds BaseEnv makes two generators for every slot, whichever are reset.
+            # Given seeds, BaseEnv creates two generators for every slot, even for slots that are not reset.
             seeds_to_use = self._slot_seeds if seeded or self.reconfiguration_freq else None
             return self.reset(seed=seeds_to_use, options=options)[0]
 

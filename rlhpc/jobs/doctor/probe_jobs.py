@@ -367,7 +367,7 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
 
 
 def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
-    """Records for each node whether this host sees the file that the node wrote."""
+    """Checks whether this host sees the file that each node wrote, and adds the results to the jobs."""
     for job in probed.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:

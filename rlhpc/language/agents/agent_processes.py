@@ -1,4 +1,4 @@
-"""Agent processes: harnesses of episodes, a limited number at a time, each to its end or its time limit
+"""Agent processes: run the harness of each episode until it ends or times out, a limited number concurrently
 (`runner/main.py`).
 """
 
@@ -31,38 +31,38 @@ RUNNER = Path(__file__).with_name("runner") / "main.py"
 #: Time limit of the import of an agent's packages, in seconds.
 _IMPORT_S = 300.0
 _END_S = 6.0
-#: Number of consecutive restarts of the runner without an ended episode.
+#: Maximum number of consecutive restarts of the runner in which no episode ends.
 _RESTARTS = 3
-#: Seconds beyond its time limit after which an episode without an outcome is given up, and seconds between two checks.
+#: Seconds after its time limit at which an episode without an outcome fails, and seconds between two checks.
 _SLACK_S, _LOOK_S = 60.0, 1.0
-#: Maximum number of bytes of a line of the runner: the limit of an outcome with all characters escaped.
+#: Maximum number of bytes of a line from the runner: the limit of an outcome with all characters escaped.
 _LINE = 8 << 20
 Ticket = dict[str, Any]
 AgentReply = dict[str, Any]
 
 
 def _temporary() -> str | None:
-    """Returns the folder for folders of episodes (`shells.make_temporary_folder`)."""
+    """Returns the parent of the episodes' folders (`shell.make_temporary_folder`); None for the system's default."""
     folder = session_folder()
     return str(folder) if folder else None
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program of an episode.
+    """Agent program that runs an episode.
 
     Attributes:
         kind: `agent.kind`.
         target: `module:function`.
         command: Command line (argv).
-        python: Python interpreter; None for this process's.
+        python: Python interpreter; None for this process's interpreter.
         processes: Maximum number of concurrent episodes.
-        options: Options of kinds that have neither target nor command.
+        options: Options of kinds without target and command.
         environment: Additional environment variables.
         sandbox: `agent.sandbox`.
         read: Additional files and folders that are visible in bubblewrap.
-        hidden: Files and folders that are not visible there, unless `read` names them.
-        limits: Resource limits of an episode in a sandbox, by their keys in section `agent`.
+        hidden: Files and folders that are not visible in bubblewrap unless `read` names them.
+        limits: Resource limits of an episode in a sandbox, by key of section `agent`.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class Program:
     limits: dict[str, int] = field(default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
-        """Returns the runner's first message."""
+        """Returns the first message to the runner."""
         paths = import_paths(foreign=self.python is not None)
         return {
             "kind": self.kind,
@@ -91,17 +91,17 @@ class Program:
         }
 
     def confinement(self) -> dict[str, Any] | None:
-        """Returns the arguments of `shells.sandboxed`; None without a sandbox."""
+        """Returns the argument `confinement` of `shell.sandboxed`; None without a sandbox."""
         if self.sandbox is None:
             return None
         return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
 
 
 def require_sandbox(program: Program) -> None:
-    """Refuses a sandbox that does not work on this machine.
+    """Checks that the program's sandbox works on this machine.
 
     Raises:
-        ConfigError: The message gives the reason.
+        ConfigError: The sandbox does not work, or a readable path does not exist.
     """
     for path in program.read:
         if not Path(path).expanduser().exists():
@@ -111,11 +111,11 @@ def require_sandbox(program: Program) -> None:
 
 
 class Harnesses:
-    """Runner of a program for each ticket.
+    """Runner of an agent program, one process per ticket.
 
     Args:
         program: Program of the episodes.
-        on_outcome: Callback with the ticket's id and the outcome, in a thread of this object.
+        on_outcome: Callback with the ticket's id and the outcome, called in a thread of this object.
 
     Raises:
         ConfigError: The program cannot be started.
@@ -133,7 +133,7 @@ class Harnesses:
         threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
 
     def run(self, ticket: Ticket) -> None:
-        """Queues a ticket; its program runs as soon as the number of processes allows it."""
+        """Queues a ticket; its program starts as soon as the limit of concurrent processes allows it."""
         with self._lock:
             if not self._failure:
                 self._waiting.append(ticket)
@@ -142,7 +142,7 @@ class Harnesses:
         self._on_outcome(ticket["id"], {"error": self._failure})
 
     def kill(self, number: int) -> None:
-        """Ends the program of a ticket, or removes the queued ticket; there is no outcome."""
+        """Ends the program of a ticket, or removes the queued ticket, without reporting an outcome."""
         with self._lock:
             self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
             if self._running.pop(number, None) is not None:
@@ -150,7 +150,7 @@ class Harnesses:
                 self._fill()
 
     def abort(self) -> None:
-        """Ends all running programs, and removes queued tickets; there are no outcomes."""
+        """Ends all running programs and removes queued tickets, without reporting outcomes."""
         with self._lock:
             self._waiting.clear()
             for episode_number in self._running:
@@ -198,11 +198,11 @@ class Harnesses:
         if "failed" in reply:
             process.kill()
             process.wait()
-            entry_setting = (
+            program_setting = (
                 f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
             )
             raise ConfigError(
-                f"agent.{entry_setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
+                f"agent.{program_setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
             )
         threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
         return process
@@ -224,7 +224,7 @@ class Harnesses:
         self._on_exit(process)
 
     def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
-        """Fails the episodes of a runner that has exited, and starts another."""
+        """Fails the episodes of a runner that has exited, and starts another runner."""
         status = process.wait()
         with self._lock:
             if self._closed:
@@ -241,7 +241,7 @@ class Harnesses:
         if self._failures <= _RESTARTS:
             try:
                 self._start()
-            except ConfigError as error:  # the earlier import succeeded
+            except ConfigError as error:  # although the first start succeeded
                 self._give_up(str(error))
                 return
             with self._lock:
@@ -266,7 +266,7 @@ class Harnesses:
             self._outbox.put(ticket)
 
     def _give_up_overdue(self) -> None:
-        """Fails each episode whose guard has not reported an outcome by the time limit."""
+        """Fails each episode without an outcome `_SLACK_S` seconds after its time limit."""
         while not self._over.wait(_LOOK_S):
             with self._lock:
                 overdue_numbers = [
@@ -283,7 +283,7 @@ class Harnesses:
 
 
 def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
-    """Returns the number of an episode and its outcome; None for a line that is something else."""
+    """Parses a line of the runner; returns the episode's number and outcome, or None if the line is not an outcome."""
     try:
         reply = json.loads(line)
         episode_number = reply["id"]

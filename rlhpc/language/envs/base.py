@@ -1,5 +1,5 @@
-"""Environments of language models, written by users: one object per episode. `reset` returns the first observation;
-`step` takes the model's reply.
+"""Interface of user-defined environments for language models. Each episode has its own object: `reset` returns the first
+observation, and `step` takes the model's reply.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Task(Protocol):
         messages: Initial conversation.
         question: Last user message of the initial conversation.
         answer: Reference answer, as text.
-        meta: Further columns of the problem.
-        seed: Seed of this episode, for random choices of the environment.
+        meta: Additional columns of the problem.
+        seed: Seed of this episode, for the environment's random choices.
     """
 
     messages: Sequence[Message]
@@ -50,12 +50,12 @@ class Step:
     """Response of an environment to a turn.
 
     Attributes:
-        observation: Observation for the next role: a text, or messages; None for no new message, and at the beginning for the
-            task's messages.
+        observation: Observation for the next role, as a text or as messages. None adds no message; in the first step it
+            stands for the task's messages.
         reward: Reward of the last turn.
         done: Whether the episode is over.
-        role: Next role, in environments with several.
-        rewards: Additional rewards of roles by name, such as those of all players when a game ends. They are added to each
+        role: Next role, in environments with several roles.
+        rewards: Additional rewards by role name, such as the payoffs of all players when a game ends. Each is added to the
             role's last turn.
         afresh: Whether the next role starts with a new context, without its earlier turns.
         metrics: Metrics, summed over an episode and logged as `agent/<name>`.
@@ -70,7 +70,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-#: Results of environments: a text continues the episode, a number is the last turn's reward and ends it.
+#: Return value of an environment. A text is the next observation; a number is the last turn's reward and ends the episode.
 EnvResponse: TypeAlias = "Step | str | float | None"
 
 if not typing.TYPE_CHECKING:
@@ -78,10 +78,10 @@ if not typing.TYPE_CHECKING:
 
 
 def step_of(response: EnvResponse) -> Step:
-    """Converts a short form to a `Step`.
+    """Converts the return value of an environment to a `Step`.
 
     Raises:
-        TypeError: The value has another type.
+        TypeError: The value has an unsupported type.
     """
     if isinstance(response, Step):
         return response
@@ -100,18 +100,18 @@ class Environment:
 
     Attributes:
         tools: Tools that the model may call, in OpenAI's format.
-        roles: Names of the roles, in environments with several.
+        roles: Names of the roles, in environments with several roles.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     roles: Sequence[str] = ()
 
     def reset(self, task: Task) -> EnvResponse:
-        """Begins an episode; returns the first observation. None stands for the task's messages."""
+        """Starts an episode; returns the first observation, where None stands for the task's messages."""
         raise NotImplementedError
 
     def step(self, reply: Message) -> EnvResponse:
-        """Handles a turn.
+        """Handles a turn of the model.
 
         Args:
             reply: Message of the model: `content`, and optionally `tool_calls`.
@@ -139,33 +139,33 @@ class Environment:
 
     @classmethod
     def problem(cls, number: int, *args: Any, **kwargs: Any) -> Prompt:
-        """Makes a problem, the same one for the same number.
+        """Creates a problem; the same number gives the same problem.
 
         Args:
-            number: From 0 to `count` − 1.
-            args: None.
-            kwargs: `data.train.kwargs` but for `name`.
+            number: Number of the problem, from 0 to `count` − 1.
+            args: Always empty.
+            kwargs: `data.train.kwargs` without `name`.
         """
         raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Returns the reply of a good player, for demonstrations (sft)."""
+        """Returns the reply of a good player, for SFT demonstrations."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
 
 
 def tool(function: Tool) -> Tool:
-    """Marks a method of a `ToolEnvironment` as a tool of the model. The tool's description consists of its docstring
-    and the types of its arguments.
+    """Marks a method of a `ToolEnvironment` as a tool for the model. The method's docstring and argument types become the
+    tool's description.
     """
     function.is_tool = True  # type: ignore[attr-defined]
     return function
 
 
 class ToolEnvironment(Environment):
-    """Environment with tools: methods marked with `tool`. A reply without a tool call is the answer.
+    """Environment whose tools are its methods marked with `tool`. A reply without a tool call is the answer.
 
-    Tool calls have the format of the model's template and `agent.tool_parser`; or, for models without such a format,
-    they are texts `name: argument`, which are answered with a text.
+    Tool calls have the format of the model's template and `agent.tool_parser`. A model without such a format calls a tool
+    by the text `name: argument`; the observation is then a text.
     """
 
     def __init__(self) -> None:
@@ -174,11 +174,11 @@ class ToolEnvironment(Environment):
         self.tools = [describe_tool(name, method) for name, method in self._methods.items()]
 
     def answer(self, text: str) -> EnvResponse:
-        """Handles a reply without a tool call: usually returns a reward, which ends the episode."""
+        """Handles a reply without a tool call; usually returns a reward, which ends the episode."""
         raise NotImplementedError
 
     def step(self, reply: Message) -> EnvResponse:
-        """Runs tool calls, or handles the answer."""
+        """Runs the tool calls of a reply and returns their results, or handles the answer."""
         calls = reply.get("tool_calls")
         if not calls:
             call_match = _CALL.match(str(reply.get("content") or ""))
@@ -204,13 +204,13 @@ class ToolEnvironment(Environment):
             output_text = str(
                 method(**argument_values) if isinstance(argument_values, dict) else method(*filter(None, [arguments]))
             )
-        except Exception as error:  # the model's mistake: it is told
+        except Exception as error:  # the model's mistake: the model gets the error message
             output_text = f"error: {error}"
         return output_text if len(output_text) <= _LONGEST else output_text[:_LONGEST] + "…"
 
 
 def describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
+    """Returns a function's tool description in OpenAI's format, from its docstring and argument types."""
     type_hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
     properties = {key: {"type": _KINDS.get(type_hints.get(key, str), "string")} for key in parameters}
     required_names = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -221,9 +221,9 @@ def describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 #: Time limit of `Environment.close`, in seconds.
 _CLOSE_S = 5.0
-#: Requests the model's next message, with a role, its conversation and its tools; None if a limit is reached.
+#: Returns the model's next message for a role, its conversation and its tools; None if a limit is reached.
 _Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
-#: Calls a blocking function.
+#: Calls a blocking function without blocking the event loop.
 _Call = Callable[..., Awaitable[Any]]
 
 
@@ -251,7 +251,7 @@ class _EpisodeRewards:
             last_turn = next(
                 (turn_index for turn_index in reversed(range(len(self.roles))) if self.roles[turn_index] == role), None
             )
-            if last_turn is not None:  # who has not spoken cannot have earned it
+            if last_turn is not None:  # a role without a turn gets no reward
                 self.rewards[last_turn] += reward
 
     def outcome(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Conversations:
         self._by_role: dict[str, list[Message]] = {}
 
     def of(self, step: Step) -> list[Message]:
-        """Returns the conversation of the next role, with the new observation."""
+        """Returns the conversation of the next role, including the new observation."""
         if step.afresh or step.role not in self._by_role:
             self._by_role[step.role] = self._messages[:] if step.observation is None else self._begin[:]
         messages = self._by_role[step.role]
@@ -286,10 +286,10 @@ class Conversations:
 
 
 async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> dict[str, Any]:
-    """Plays an episode to its end.
+    """Runs an episode until it ends or reaches a limit.
 
     Returns:
-        Outcome in the format of external agents; `cut` if the episode reached a limit.
+        Outcome in the format of external agents; its key `cut` tells whether the episode reached a limit.
     """
     conversations, episode_rewards, is_cut = Conversations(task), _EpisodeRewards(), False
     try:

@@ -1,8 +1,8 @@
-"""Kuhn poker and other games. Kuhn poker has three cards, two players and one bet; the exploitability of a policy is
+"""Kuhn poker and other games. Kuhn poker has three cards, two players and one bet, so the exploitability of a policy can be
 computed exactly.
 
-Each player pays 1. The first passes or bets 1; the second answers; a bet that is passed is lost, and after a called bet
-the higher card wins. The value of the game is −1/18 for the first player (Kuhn 1950).
+Each player antes 1. The first player passes or bets 1, and the second answers. A player who passes after a bet loses; after
+two passes or a called bet the higher card wins. The value of the game is −1/18 for the first player (Kuhn 1950).
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from rlhpc.language.envs.tools import calculator
 
 CARDS = "JQK"
 ROLES = ("first", "second")
-#: Moves so far → seat of the next player: `p` passes, `b` bets or calls.
+#: Seat of the next player by the moves so far: `p` passes, `b` bets or calls.
 TURNS = {"": 0, "p": 1, "b": 1, "pb": 0}
-#: Cost of an invalid move: the maximum loss.
+#: Loss after an invalid move: the maximum loss.
 FORFEIT = 2.0
 Policy = Mapping[tuple[str, str], tuple[float, float]]
-"""By card and moves before: how likely a pass is, and a bet. What is missing to 1 is no move."""
+"""Probabilities of a pass and of a bet, by card and earlier moves. The remainder to 1 is the probability of an invalid
+move.
+"""
 
 
 class KuhnPoker(Environment):
     """Kuhn poker with two roles, each with its own context; the model plays both.
 
     Args:
-        short: Whether observations are `1K` or `2Qb` in place of sentences, for models with few characters.
+        short: Whether observations are short, such as `1K` or `2Qb`, for models with few characters.
     """
 
     roles = ROLES
@@ -42,18 +44,18 @@ class KuhnPoker(Environment):
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """Returns a deal; all episodes of a group have the same one."""
+        """Returns a deal, which all episodes of a group share."""
         dealt_cards = random.Random(f"kuhn {number}").sample(CARDS, 2)
         meta = {"deal": "".join(dealt_cards), "part": str(number)}
         return Prompt(number, ({"role": "user", "content": "Kuhn poker"},), "", meta)
 
     def reset(self, task: Task) -> EnvResponse:
-        """Deals, and returns the first player's card."""
+        """Deals the cards; returns the first player's card."""
         self._deal, self._moves = task.meta["deal"], ""
         return self._ask()
 
     def step(self, reply: Message) -> EnvResponse:
-        """Applies a move."""
+        """Applies a move; returns the next player's observation, or the payoffs at the end. An invalid move loses."""
         move, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
         is_valid, reward = move in ("p", "b"), FORFEIT if player else -FORFEIT
         if is_valid:
@@ -77,13 +79,13 @@ class KuhnPoker(Environment):
 
 
 def payoff(deal: str, moves: str) -> float:
-    """Returns the first player's payoff at the end."""
+    """Returns the first player's payoff after the moves of a finished game."""
     card_sign = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
     return {"pp": card_sign, "bp": 1.0, "pbp": -1.0, "bb": 2 * card_sign, "pbb": 2 * card_sign}[moves]
 
 
 def value(first: Policy, second: Policy) -> float:
-    """Returns the mean payoff of the first player."""
+    """Returns the expected payoff of the first player when policies `first` and `second` play."""
 
     def after(deal: str, moves: str) -> float:
         if moves not in TURNS:
@@ -98,7 +100,7 @@ def value(first: Policy, second: Policy) -> float:
 
 
 def best_response(policy: Policy, seat: int) -> float:
-    """Returns the maximum mean payoff of a player in a seat against a policy in the other seat."""
+    """Returns the maximum expected payoff of a player in `seat` against a policy in the other seat."""
     information_sets = [(card, moves) for moves, turn in TURNS.items() if turn == seat for card in CARDS]
     payoffs = []
     for pure_strategy in itertools.product(((1.0, 0.0), (0.0, 1.0)), repeat=len(information_sets)):
@@ -108,12 +110,12 @@ def best_response(policy: Policy, seat: int) -> float:
 
 
 def exploitability(policy: Policy) -> float:
-    """Returns the mean payoff of a best response against a policy, over both seats; 0 for an equilibrium."""
+    """Returns the expected payoff of a best response against a policy, averaged over both seats; 0 for an equilibrium."""
     return (best_response(policy, 0) + best_response(policy, 1)) / 2
 
 
 def against(policy: Policy, other: Policy) -> float:
-    """Returns the mean payoff of a policy against another one, over both seats."""
+    """Returns the expected payoff of a policy against another policy, averaged over both seats."""
     return (value(policy, other) - value(other, policy)) / 2
 
 
@@ -134,23 +136,25 @@ def uniform() -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns the policy equivalent to drawing one of several policies before each game: at each decision a policy has
-    the weight of the probability that its own moves lead there.
+    """Returns the policy equivalent to drawing one of the policies at random before each game. Each policy's weight at a
+    decision is the probability that its own moves lead there.
     """
     mixed_policy = {}
     for card, moves in itertools.product(CARDS, TURNS):
         # Probability of the moving player's earlier moves under each policy.
         weights = [policy[card, ""][0] if moves == "pb" else 1.0 for policy in policies]
-        total = sum(weights)
+        weight_sum = sum(weights)
         move_sums = [
             sum(weight * p[card, moves][move] for weight, p in zip(weights, policies, strict=True)) for move in (0, 1)
         ]
-        mixed_policy[card, moves] = (move_sums[0] / total, move_sums[1] / total) if total else policies[-1][card, moves]
+        mixed_policy[card, moves] = (
+            (move_sums[0] / weight_sum, move_sums[1] / weight_sum) if weight_sum else policies[-1][card, moves]
+        )
     return mixed_policy
 
 
 class Guess(Environment):
-    """Number guessing with hints "higher" and "lower"; the reward is 1 for the right number within `turns`."""
+    """Number guessing with the hints "higher" and "lower". The reward is 1 for the right number within `turns` guesses."""
 
     @classmethod
     def problem(cls, number: int, high: int = 15, turns: int = 4, symbols: str = "", question: str = "") -> Prompt:
@@ -160,7 +164,7 @@ class Guess(Environment):
             number: Index of the problem.
             high: Largest number; the smallest is 1.
             turns: Number of guesses.
-            symbols: A character for each number, for models with few characters; hints are then `+` and `-`.
+            symbols: One character per number, for models with few characters; the hints are then `+` and `-`.
             question: Text of the question.
         """
         target = random.Random(f"guess {number}").randint(1, high)
@@ -170,7 +174,7 @@ class Guess(Environment):
 
     @staticmethod
     def optimum(high: int, turns: int) -> float:
-        """Returns the success rate of the best player: n guesses distinguish 2ⁿ − 1 numbers."""
+        """Returns the success rate of the best strategy; n guesses distinguish 2ⁿ − 1 numbers."""
         return min(1.0, (2**turns - 1) / high)
 
     def reset(self, task: Task) -> EnvResponse:
@@ -180,7 +184,7 @@ class Guess(Environment):
         return None
 
     def step(self, reply: Message) -> EnvResponse:
-        """Returns whether the number is higher or lower than the guess."""
+        """Handles a guess: returns a hint, or the reward at the end of the game."""
         guess, symbols = self._read(str(reply["content"])), self._meta["symbols"]
         self._turns_left -= 1
         if guess == self._meta["target"]:
@@ -209,8 +213,8 @@ class Guess(Environment):
 
 
 class Mastermind(Environment):
-    """Mastermind: after each guess, the answer is the number of symbols in place and the number of further symbols
-    elsewhere in the code. The reward is 1 for the code within `turns`.
+    """Mastermind. The hint after each guess is the number of symbols in the right place and the number of other symbols that
+    occur elsewhere in the code. The reward is 1 for the code within `turns` guesses.
     """
 
     @classmethod
@@ -240,7 +244,7 @@ class Mastermind(Environment):
         return None
 
     def step(self, reply: Message) -> EnvResponse:
-        """Scores a guess: `2 1` for two symbols in place and one elsewhere."""
+        """Handles a guess: returns a hint, such as `2 1` for two symbols in place and one elsewhere, or the final reward."""
         guess, code = str(reply["content"]).strip(), self._meta["code"]
         self._turns_left -= 1
         if guess == code:
@@ -253,18 +257,18 @@ class Mastermind(Environment):
 
 
 def score_guess(guess: str, code: str) -> tuple[int, int]:
-    """Returns the numbers of symbols in place and of symbols elsewhere in the code."""
+    """Returns the number of symbols in the right place, and the number of other symbols that occur elsewhere in the code."""
     num_in_place = sum(guess_symbol == code_symbol for guess_symbol, code_symbol in zip(guess, code, strict=True))
     num_common: Any = (Counter(guess) & Counter(code)).total()
     return num_in_place, num_common - num_in_place
 
 
 class Proposer(Environment):
-    """Arithmetic problems by a proposer. The solver's attempts are turns with the same context, which
-    `algorithm.credit: state` compares.
+    """Arithmetic self-play: a proposer writes problems, and a solver attempts them. All attempts start from the same context,
+    so `algorithm.credit: state` compares them.
 
     Args:
-        attempts: Number of attempts of the solver.
+        attempts: Number of the solver's attempts per problem.
         longest: Maximum number of characters of a problem.
     """
 
@@ -277,17 +281,19 @@ class Proposer(Environment):
     def problem(
         cls, number: int, question: str = "Write an arithmetic expression that is neither easy nor hard."
     ) -> Prompt:
-        """Returns the request to the proposer."""
+        """Returns the proposer's prompt."""
         return Prompt(number, ({"role": "user", "content": question},), "", {"part": str(number)})
 
     def reset(self, task: Task) -> EnvResponse:
-        """Starts with the turn of the proposer."""
+        """Starts an episode with the proposer's turn."""
         self._answer: str | None = None
         self._right: list[bool] = []
         return Step(role="proposer")
 
     def step(self, reply: Message) -> EnvResponse:
-        """Handles a problem, or an attempt at it."""
+        """Handles the proposer's problem or an attempt of the solver. The solver's reward is 1 for a correct attempt; the
+        proposer's is 4 p (1 − p) for the solver's success rate p, and −1 for an invalid problem.
+        """
         proposal = str(reply["content"]).strip()
         if self._answer is None:
             self._text = proposal.removesuffix("=")[: self._longest]

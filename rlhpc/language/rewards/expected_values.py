@@ -1,6 +1,6 @@
 """Evaluation of assertions outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
 
-The program under test chose the operands, so everything is bounded.
+The program under test chooses the operands, so the cost of every operation is bounded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 _DEEPEST = 64
 _LARGEST_EXPONENT = 10_000
 _MOST_ALIKE = 32
-"""Maximum number of set members with the same hash. A program adds more to slow the comparison down."""
+"""Maximum number of set members with the same hash; a program could add more to slow the comparison down."""
 
 
 def decode(value: Any, depth: int = 0) -> Any:
     """Decodes a value from the harness's encoding.
 
     Raises:
-        ValueError: The value is not the harness's output: a program can write in its place.
+        ValueError: The value does not have the harness's encoding; a program may have written it.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
@@ -54,7 +54,7 @@ def _decode_dict(content: Any, decode_element: Callable[[Any], Any]) -> dict[Any
 def _decode_decimal(content: Any, _: Callable[[Any], Any]) -> Decimal:
     decimal = Decimal(content)
     if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
-        raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would make all its digits
+        raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would create all digits
     return decimal
 
 
@@ -66,14 +66,18 @@ def _decode_moment(content: Any, _: Callable[[Any], Any]) -> Any:
 
 
 def _spread(members: list[Hashable]) -> Iterable[Hashable]:
-    """Checks that members do not take quadratic time in a hash table; returns them."""
+    """Checks that too many members do not share a hash, which would make hashing take quadratic time; returns them.
+
+    Raises:
+        ValueError: More than `_MOST_ALIKE` members share a hash.
+    """
     hash_counts = collections.Counter(map(hash, members))
     if len(members) > _MOST_ALIKE and max(hash_counts.values()) > _MOST_ALIKE:
         raise ValueError("a set of members that share their hash")
     return members
 
 
-#: Type code of the harness → function of the encoded content and of the decoder of its elements.
+#: Decoders by the harness's type code; each takes the encoded content and a decoder for its elements.
 _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "i": lambda content, _: int(content, 16),
     "f": lambda content, _: float.fromhex(content),
@@ -92,7 +96,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 _MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
 Answer = Mapping[str, Any]
 Term = Callable[[Sequence[Answer]], Any]
-"""Function that computes a value from the sandbox's answers to the steps."""
+"""Function that computes a value from the sandbox's answers to a plan's steps."""
 
 
 def _range(*numbers: int) -> range:
@@ -174,7 +178,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
     "range": (_range, ()),
 }  # fmt: skip
-"""Functions that are computed outside, with the supported keywords."""
+"""Functions that are computed outside the sandbox, with their supported keywords."""
 
 
 def _factorial(number: int) -> int:
@@ -198,29 +202,29 @@ KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dict": (dict, (ANY,)),
     "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
 }  # fmt: skip
-"""Functions that are computed outside if all their arguments come from the tests; the program chooses none of them."""
+"""Functions that are computed outside the sandbox if all arguments come from the tests and none from the program."""
 KNOWN_METHODS: dict[type, tuple[str, ...]] = {
     dict: ("items", "keys", "values", "get", "copy"), list: ("copy", "index", "count"), tuple: ("index", "count"),
     str: ("upper", "lower", "strip", "split", "splitlines", "join", "replace", "title", "capitalize", "startswith", "endswith",
           "encode"),
     bytes: ("decode",), set: ("copy", "union", "intersection", "difference"),
 }  # fmt: skip
-"""Non-mutating methods of the tests' values, by type."""
+"""Read-only methods of the tests' values, by type."""
 CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
                 "max", "collections.Counter"}  # fmt: skip
-"""Conversions of a program's value that may run in the sandbox: they must give exactly the expected value, so a manipulated
-conversion gains no more than returning that value.
+"""Conversions of a program's value that may run in the sandbox. Their result must equal the expected value, so a program
+that manipulates a conversion gains no more than by returning that value.
 
-Values that cannot leave the sandbox, such as a deque, can thus be converted.
+They convert values that cannot leave the sandbox, such as a deque.
 """
 CONSTANTS: dict[str, Any] = {**TYPES, "math.pi": math.pi, "math.e": math.e, "math.inf": math.inf, "math.nan": math.nan}
 
 
 def holds(claim: Term, answers: Sequence[Answer]) -> bool:
-    """Returns whether a claim is true; a claim that cannot be evaluated is not."""
+    """Returns whether a claim is true. A claim that cannot be evaluated counts as false."""
     try:
         return bool(claim(answers))
-    except Exception:  # no answer, values that do not compare, too large
+    except Exception:  # missing answer, incomparable values, or too large
         return False
 
 
@@ -229,7 +233,9 @@ def value_of(answers: Sequence[Answer], number: int) -> Any:
 
 
 def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
-    """Returns whether statements ended with one of the exceptions. A name missing in the program is not its error."""
+    """Returns whether step `number` ended with one of the named exceptions and a message that matches `pattern`. A NameError
+    counts only if it is named, because it usually means that the program lacks a definition.
+    """
     error_text, classes = value_of(answers, number)
     if "NameError" in classes and "NameError" not in names:
         return False
@@ -238,13 +244,13 @@ def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pat
 
 
 def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
-    """Calls a method of `KNOWN_METHODS`."""
+    """Calls a method of `KNOWN_METHODS` and returns its result, dict views as lists."""
     return_value = getattr(receiver, name)(*arguments)
     return list(return_value) if isinstance(receiver, dict) and name in ("items", "keys", "values") else return_value
 
 
 def as_json(value: Any) -> Any:
-    """Returns a value in the form of parsed JSON: tuples become lists, and keys texts."""
+    """Converts a value to the form of parsed JSON: tuples become lists, and dict keys become texts."""
     if isinstance(value, (list, tuple)):
         return [as_json(element) for element in value]
     if isinstance(value, dict):
@@ -257,7 +263,7 @@ def require_steps(done: Sequence[int], claim: Term) -> Term:
 
 
 def evaluate_bool_op(parts: Sequence[Term], *, stops: bool) -> Term:
-    """Returns `or` of terms if `stops` is true, else `and`."""
+    """Returns a term that evaluates `or` of the parts if `stops` is true, else `and`."""
 
     def value(answers: Sequence[Answer]) -> Any:
         part_value = None
@@ -284,7 +290,12 @@ def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Te
 
 
 def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
-    """Computes arithmetic on numbers, and harmless operations on sequences; bounded, since a program chose the operands."""
+    """Computes arithmetic on numbers, and concatenation, repetition and difference of containers.
+
+    Raises:
+        ValueError: The result would be too large.
+        TypeError: The operation is not supported for these operands.
+    """
     number_types: Any = (int, float, complex, Fraction, Decimal)
     if isinstance(first, number_types) and isinstance(second, number_types):
         if kind is ast.Pow and isinstance(first, (int, Fraction)):

@@ -1,8 +1,8 @@
-"""Confinement of a program: drops privileges, then runs the program. Runs in a fresh interpreter, alone and
-single-threaded.
+"""Confinement of a program: drops privileges, then runs the program. It runs in a separate, single-threaded interpreter.
 
-It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, its *init*, whose
-end kills every process of the namespace; and the *program*. Each asks the kernel to be killed when the one before ends.
+It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, the namespace's
+*init*, whose end kills every process of the namespace; and the *program*. Each asks the kernel to kill it when its parent
+ends.
 """
 
 # This file makes raw system calls, and pathlib would slow down the start.
@@ -57,8 +57,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _map_from_outside(keeper: int) -> bytes:
-    """Maps two users if the kernel permits it: root, which makes the mounts, and nobody, which runs the program.
-    Otherwise maps root to another number.
+    """Writes the user and group maps of the keeper's namespace. Maps two users if the kernel permits it: root, which makes
+    the mounts, and nobody, which runs the program. Otherwise maps root to another id. Returns b"2", b"1", or b"0" on
+    failure.
     """
     for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
         try:
@@ -71,7 +72,7 @@ def _map_from_outside(keeper: int) -> bytes:
 
 
 def _new_user() -> int:
-    """Enters a user namespace; returns the user id of the program inside, 0 if no namespace is available."""
+    """Enters a user namespace; returns the program's user id inside it, or 0 if no namespace is available."""
     keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     if uid:
         if _libc.unshare(_NEW_USER):
@@ -85,7 +86,7 @@ def _new_user() -> int:
         return _INSIDE
     (go_read, go_write), (answer, answer_write) = os.pipe(), os.pipe()
     helper_pid = os.fork()
-    if helper_pid == 0:  # a map of two rows is accepted only from the namespace outside
+    if helper_pid == 0:  # the kernel accepts a map of two rows only from the parent namespace
         os.close(go_write)
         if os.read(go_read, 1):
             os.write(answer_write, _map_from_outside(keeper))
@@ -108,7 +109,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _mounts_below(root: str) -> list[tuple[str, int]]:
-    """Returns (mount point, flags) of the mounts below `root`."""
+    """Returns the mounts below `root` as (mount point, flags)."""
     mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -136,7 +137,7 @@ def _bind(root: str, path: str) -> None:
 
 
 def _new_root(job: Job, user: int) -> None:
-    """Builds a new root: the readable folders, read-only; the devices; and an empty folder in memory."""
+    """Builds and enters a new root with the readable folders (read-only), the devices, and an empty folder in memory."""
     root = job["folder"]
     _mount(None, "/", None, _PRIVATE | _REC)
     _mount("none", root, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=10k")
@@ -172,13 +173,13 @@ _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block
 
 
 def landlock_version() -> int:
-    """Returns the version of this kernel's Landlock; 0 without it."""
+    """Returns the Landlock version of this kernel; 0 without Landlock."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def _landlock(box: str, read: list[str]) -> int:
-    """Restricts the process with Landlock: reads in `read`, all access in `box`; no TCP; no signals and abstract
-    sockets to other processes.
+    """Restricts the process with Landlock and returns its version, 0 without Landlock. The process may read `read` and
+    fully access `box`; newer versions also forbid TCP (4), and signals and abstract sockets to other processes (6).
     """
     version = landlock_version()
     if not version:
@@ -231,8 +232,8 @@ def _drop_capabilities() -> None:
 
 
 def _count_threads(uid: int) -> int:
-    """Returns the number of a user's threads on this machine: the limit counts them if it does not belong to a
-    namespace.
+    """Returns the number of a user's threads on this machine. RLIMIT_NPROC counts all of them if the kernel does not count
+    per user namespace.
     """
     num_threads = 0
     for name in os.listdir("/proc"):
@@ -270,7 +271,7 @@ def _limit(job: Job, threads: int) -> None:
 
 
 def _die_with(parent: int, lifeline: int) -> None:
-    """Has the kernel kill this process with its parent; ends it at once if the parent has gone already."""
+    """Makes the kernel kill this process when its parent ends; exits at once if the parent has already ended."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
@@ -279,7 +280,9 @@ def _die_with(parent: int, lifeline: int) -> None:
 
 
 def _keep(child: int, status: int) -> None:
-    """Waits for the program, reports its end, and exits; this ends all other processes of its process namespace."""
+    """Waits for the child, reports its exit if `status` is a descriptor, and exits. The exit of a namespace's init ends all
+    processes of the namespace.
+    """
     null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null_fd, fd)
@@ -309,7 +312,7 @@ def _program(
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     _drop_capabilities()
-    _die_with(parent, lifeline)  # after the change of user, which would take it back
+    _die_with(parent, lifeline)  # after the change of user, which resets this setting
     os.close(lifeline)
     os.chdir(box)
     os.umask(0o077)
@@ -323,14 +326,14 @@ def _program(
     missing_mechanisms = sorted(set(job["need"]) - set(have))
     if missing_mechanisms:
         raise OSError(f"{', '.join(missing_mechanisms)} could be had before, but not now")
-    harness.tell(result, job["nonce"], "have", have)  # the first record: what comes after it may be the program's
+    harness.tell(result, job["nonce"], "have", have)  # the first record; the program may forge later ones
     os.environ.update(HOME=box, TMPDIR=box)
     harness.run(job, result)
 
 
 def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> None:
-    """Runs the keeper. `harness` is the module of that name in this folder: neither is part of a package in this
-    interpreter.
+    """Runs the keeper. `harness` is this folder's module of that name, passed because this interpreter cannot import it
+    from a package.
     """
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:

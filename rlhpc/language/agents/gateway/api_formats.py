@@ -1,4 +1,4 @@
-"""Response formats of the gateway: OpenAI's, Anthropic's and token-based requests."""
+"""Request and response formats of the gateway: OpenAI's, Anthropic's and vLLM's token-based format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _usage(answer: StoredResponse) -> dict[str, int]:
 
 
 def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
-    """Returns the log-probs of the sampled tokens; without a tokenizer each token is given by its number."""
+    """Returns the log-probs of the sampled tokens in OpenAI's format. Without a tokenizer, token ids replace the texts."""
     entries = []
     for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
         token_text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
@@ -71,7 +71,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """Returns the messages and tools of a request, in the format of chat completions.
+    """Converts the messages and tools of an Anthropic request to the format of chat completions.
 
     Raises:
         RequestError: The content of the request is not supported.
@@ -112,7 +112,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
 
 
 def _user(message: Mapping[str, Any]) -> list[Message]:
-    """Returns one message for each tool result, then one with the other blocks."""
+    """Converts a user message to one message per tool result, followed by one with the other blocks."""
     tool_messages, user_parts = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
         block_type = block.get("type")
@@ -129,7 +129,11 @@ def _user(message: Mapping[str, Any]) -> list[Message]:
 
 
 def _text_or_image(block: Mapping[str, Any]) -> Any:
-    """Returns a text or image block, which chat completions accept unchanged."""
+    """Returns a text or image block unchanged, because chat completions accept it.
+
+    Raises:
+        RequestError: The block has another type.
+    """
     if block.get("type") not in ("text", "image"):
         raise RequestError(
             f"a user's message or a result of a tool has a block of type {block.get('type')}; this model reads text, pictures "
@@ -154,7 +158,11 @@ def _text(content: Any) -> str:
 
 
 def _field(block: Mapping[str, Any], name: str) -> str:
-    """Returns a text field of a block."""
+    """Returns a text field of a block; "" if the field is missing.
+
+    Raises:
+        RequestError: The field is not a text.
+    """
     field_text = block.get(name, "")
     if not isinstance(field_text, str):
         raise RequestError(f"{name} of a block of type {block.get('type')} must be a text")
@@ -188,7 +196,7 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
 
 
 def message_error(refusal: RequestError) -> dict[str, Any]:
-    """Returns the error response to a request, in Anthropic's format."""
+    """Returns the error response for a refused request, in Anthropic's format."""
     error_types = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
     message = f"prompt is too long: {refusal}" if refusal.code == OVER else str(refusal)
     return {
@@ -198,12 +206,12 @@ def message_error(refusal: RequestError) -> dict[str, Any]:
 
 
 def chat_error(refusal: RequestError) -> dict[str, Any]:
-    """Returns the error response to a request, in OpenAI's format."""
+    """Returns the error response for a refused request, in OpenAI's format."""
     return {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
 
 
 def _unsent(text: str, sent: str) -> str:
-    """Returns the part of a text that has not been sent yet; "" if the sent text is not its beginning."""
+    """Returns the part of a text that has not been sent yet; "" if the text does not start with the sent part."""
     return text[len(sent) :] if text.startswith(sent) else ""
 
 
@@ -229,7 +237,7 @@ class ChatStream:
         self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
         self._sent = {"reasoning_content": "", "content": ""}
         self._started = False
-        #: Whether the response is sent at once, at the end, because of its log-probs or token ids.
+        #: Whether the whole response is sent at the end, because it contains log-probs or token ids.
         self.sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
 
     def reply(self, answer: StoredResponse) -> dict[str, Any]:
@@ -240,8 +248,8 @@ class ChatStream:
         """Returns the events for new text of the reply.
 
         Args:
-            num_prompt_tokens: Number of tokens of the prompt.
-            reasoning, content: Complete texts so far.
+            num_prompt_tokens: Number of tokens in the prompt.
+            reasoning, content: Full texts so far.
         """
         del num_prompt_tokens
         texts = {"reasoning_content": reasoning, "content": content}
@@ -302,7 +310,7 @@ class MessageStream:
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
         self.model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
         self.requested = bool(body.get("stream"))
-        self._blocks = list[str]()  # their types
+        self._blocks = list[str]()  # types of the content blocks so far
         self._sent = {"thinking": "", "text": ""}
 
     def reply(self, answer: StoredResponse) -> dict[str, Any]:
@@ -347,7 +355,7 @@ class MessageStream:
         return [_event({"type": "message_start", "message": message})]
 
     def _text(self, block_type: str, text: str) -> list[str]:
-        """Returns the events for a new text block, or for more text of the current one."""
+        """Returns the events for unsent text of a block; starts the block if it is new."""
         unsent_text, is_open = _unsent(text, self._sent[block_type]), block_type in self._blocks
         if not unsent_text or (is_open and self._blocks[-1] != block_type):
             return []

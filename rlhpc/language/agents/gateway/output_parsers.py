@@ -1,7 +1,7 @@
 """Reply parsers: reasoning, answer and tool calls.
 
-`think` and `hermes` are defined here; another name stands for vLLM's parser of that name (`--reasoning-parser`,
-`--tool-call-parser`), if vLLM is installed.
+`think` and `hermes` are defined here. Any other name selects vLLM's parser of that name (`--reasoning-parser`,
+`--tool-call-parser`), which requires vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 
 _THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
-#: Replacement character of a decoder for an incomplete character.
+#: Character that a decoder returns for an incomplete character.
 _BROKEN = "�"
 
 
@@ -28,11 +28,11 @@ class Partial:
 
     Args:
         tokenizer: Tokenizer of the model.
-        opened: Whether the prompt has opened the reasoning.
+        opened: Whether the prompt ends with an opening reasoning tag.
         thinks: Whether to separate reasoning from the answer.
         calls: Whether to separate tool calls from the answer.
         stop: Texts that end the reply and are not part of it.
-        hidden: Tokens that are not part of the reply either.
+        hidden: Special tokens to remove from the reply.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Partial:
         self._text, self._shown_to, self._read_to = "", 0, 0
 
     def split(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Returns the parts of reasoning and answer so far that later tokens cannot change.
+        """Returns the parts of the reasoning and of the answer that later tokens cannot change.
 
         Args:
             ids: All tokens so far.
@@ -76,7 +76,9 @@ class Partial:
         return reasoning, text
 
     def _read(self, ids: list[int]) -> None:
-        """Appends the text of new tokens, from a token on before which the text does not change any more."""
+        """Appends the text of new tokens, unless it ends with an incomplete character. Decodes them with the preceding
+        tokens, because a token's text can depend on those.
+        """
         old_text = self._decode(ids[self._shown_to : self._read_to])
         new_text = self._decode(ids[self._shown_to :])
         if len(new_text) > len(old_text) and not new_text.endswith(_BROKEN):
@@ -89,7 +91,7 @@ class Partial:
 
 
 def _before(text: str, tag: str) -> str:
-    """Returns the text before a tag, and before a possible beginning of the tag at the end."""
+    """Returns the text before a tag; omits an incomplete tag at the end of the text."""
     tag_start = text.find(tag)
     if tag_start >= 0:
         return text[:tag_start]
@@ -113,9 +115,9 @@ class Reply:
 
     Attributes:
         content: Answer.
-        reasoning: Reasoning before the answer; None if there is none.
-        calls: Tool calls: name, and the arguments as JSON.
-        stop: Stop text that ended the reply, which is not part of it; None if the reply ended otherwise.
+        reasoning: Reasoning before the answer; None for a reply without reasoning.
+        calls: Tool calls as (name, arguments as JSON).
+        stop: Stop text that ended the reply and is not part of it; None if the reply ended otherwise.
     """
 
     content: str
@@ -124,7 +126,7 @@ class Reply:
     stop: str | None = None
 
     def message(self) -> dict[str, Any]:
-        """Returns the message in OpenAI's format."""
+        """Returns the reply as a message in OpenAI's format."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -141,11 +143,12 @@ class Reply:
 
 
 def think(text: str, opened: bool = False) -> tuple[str | None, str]:
-    """Splits a text into reasoning, between `<think>` and `</think>`, and what follows.
+    """Splits a reply into the reasoning, between `<think>` and `</think>`, and the text after it. The reasoning is None if
+    the reply has none, and the rest of the reply if the end tag is missing.
 
     Args:
         text: The reply.
-        opened: Whether the template has written `<think>`. Reasoning without an end tag counts as reasoning.
+        opened: Whether the prompt ends with `<think>`.
     """
     match = _THINK.match(text)
     if match is not None:
@@ -157,8 +160,8 @@ def think(text: str, opened: bool = False) -> tuple[str | None, str]:
 
 
 def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
-    """Splits a text into answer and tool calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Other content
-    between the tags stays text.
+    """Splits a reply into the answer and tool calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+    Returns the answer and the calls as (name, arguments as JSON). Other content between the tags remains in the answer.
     """
     calls, answer, position = list[tuple[str, str]](), "", 0
     for opening_tag in _OPENED.finditer(text):
@@ -197,7 +200,7 @@ class Parsers:
             self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
         if tools is not None:
             self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
-        #: Special tokens that no parser reads; vLLM's parsers may read any.
+        #: Special tokens that no parser reads. Empty with vLLM's parsers, which may read any token.
         self._hidden = frozenset[int]()
         if self._reasoning in (None, think) and self._tools in (None, hermes):
             self._hidden = frozenset(
@@ -205,25 +208,25 @@ class Parsers:
             )
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
-        """Parses the text of a turn up to the first stop text; parses tool calls only if there are tools."""
+        """Parses the text of a turn up to the first stop text; parses tool calls only if the request has tools."""
         text, match = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
             reasoning, text = self._reasoning(text, self._opens(prompt))
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
-            text = text.strip()  # as `Partial` shows it, before it is known whether there are calls
+            text = text.strip()  # consistent with `Partial`, which must strip before the calls are known
         return Reply(text, reasoning, calls, match)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
-        """Returns the text for clients, without special tokens and up to the first stop text; and that stop text."""
+        """Returns the text for clients, without hidden tokens and up to the first stop text, and that stop text or None."""
         text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
         if match is not None or not stop:
             return text, match
         full_text, match = cut_at_stop(self._tokenizer, ids, stop)
         if match is None:
             return text, None
-        # The stop text has a special token in it.
+        # The stop text contains a hidden special token.
         num_visible_ids = len(ids)
         while len(self._decode(ids[:num_visible_ids])) > len(full_text):
             num_visible_ids -= 1
@@ -235,11 +238,11 @@ class Parsers:
         return text
 
     def _opens(self, prompt: Sequence[int]) -> bool:
-        """Returns whether a prompt ends with an opened reasoning tag."""
+        """Returns whether a prompt ends with an opening reasoning tag."""
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
     def partial(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
-        """Returns an incremental parser of a reply; None for parsers without one.
+        """Returns an incremental parser of a reply; None if the parsers support only complete replies.
 
         Args:
             prompt: Tokens of the prompt.
@@ -265,7 +268,7 @@ def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple
         raise ConfigError(f"agent.reasoning_parser is {name!r}, which vLLM does not have: {error}") from None
 
     def read(text: str, opened: bool) -> tuple[str | None, str]:
-        del opened  # vLLM's know their models' templates
+        del opened  # vLLM's parsers know the templates of their models
         try:
             reasoning, content = parser.extract_reasoning(text, _request())
         except Exception as error:
@@ -283,7 +286,7 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
         raise ConfigError(f"agent.tool_parser is {name!r}; without vllm: hermes, or null") from None
     try:
         parser_class = ToolParserManager.get_tool_parser(name)
-        parser_class(tokenizer)  # it may want tokens that this vocabulary lacks
+        parser_class(tokenizer)  # raises if the vocabulary lacks tokens that the parser requires
     except (KeyError, RuntimeError, ValueError) as error:
         raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
 

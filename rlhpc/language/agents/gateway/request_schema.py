@@ -1,7 +1,7 @@
-"""Request bodies of the gateway: one parser for all routes, which checks each key and refuses unsupported values.
+"""Request bodies of the gateway: one parser for all routes checks each key and refuses unsupported values.
 
-Clients repeat a request that fails with 500, so every mistake in a body is a 400 with a message of one line. Requests
-to sample from another distribution than the trained one are refused, too.
+Clients retry a request that fails with status 500, so every error in a body gives status 400 and a message of one line.
+Requests to sample from a distribution other than the trained policy are refused, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired, valid_text
 
 log = logging.getLogger(__name__)
-#: Largest number of stop texts of a request, characters of one, and stop tokens: the engine looks for them at each token.
+#: Maximum number of a request's stop texts, of characters in each, and of stop tokens; the engine checks them at each token.
 MAX_STOP_TEXTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
-#: Names of unknown keys that are reported in the log.
+#: Maximum number of unknown keys that are logged.
 _MAX_REPORTED = 20
 
 Check = Callable[[Any], bool]
@@ -27,14 +27,14 @@ Check = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Form:
-    """Schema of a route's body. `null` is equal to a missing key.
+    """Schema of a route's body. A key with value `null` counts as missing.
 
     Attributes:
-        keys: Key → a check, and the allowed values in words.
-        neutral: Key → a check for values without effect; other values are not supported.
+        keys: Check and description of the allowed values, by key.
+        neutral: Check for values without effect, by key; other values are refused.
         required: Required keys.
-        where: Prefix of the keys in messages.
-        inner: Schemas of keys that are objects.
+        where: Prefix of the keys in error messages.
+        inner: Schemas of keys whose values are objects.
     """
 
     keys: Mapping[str, tuple[Check, str]]
@@ -45,7 +45,7 @@ class Form:
 
 
 def read_body(raw: bytes, form: Form) -> dict[str, Any]:
-    """Reads the body of a request; returns it with texts that UTF-8 can hold, finite numbers and no `null`.
+    """Parses and checks the body of a request; returns it with valid UTF-8 texts, finite numbers and without `null` keys.
 
     Raises:
         RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
@@ -117,7 +117,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _equals(*allowed: Any) -> Check:
-    """Returns a check that a value equals one of `allowed`, with the same type: True is not 1."""
+    """Returns a check that a value equals one of `allowed` and has the same type, so that True does not equal 1."""
     return lambda value: any(type(value) is type(constant) and value == constant for constant in allowed)
 
 
@@ -172,10 +172,10 @@ _OBJECT, _NUMBER = (_instance_of(Mapping), "an object"), (_is_number, "a number"
 _INTEGER, _POSITIVE = (_integer_in(-math.inf), "an integer"), (_integer_in(1), "an integer of at least 1")
 _MESSAGES = (_list_of(_instance_of(object), 1), "a list with at least one message")
 
-#: Keys of sampling that are the run's: read, and without effect.
+#: Sampling keys that the run sets: accepted, but without effect.
 _RUN_KEYS = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
 
-#: Keys that would have tokens drawn from another distribution, of OpenAI's and of vLLM's, and the values that would not.
+#: OpenAI's and vLLM's keys that change the sampling distribution, with a check for the values that do not.
 _SAMPLING: dict[str, Check] = {
     **dict.fromkeys(("n", "best_of"), _equals(1)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), _equals(0, 0.0)),

@@ -1,4 +1,4 @@
-"""Gateway sessions: an episode's key, limits, and one answer to each call, also for retries."""
+"""Gateway sessions: the key and limits of an episode, and its calls of the model, each answered once despite retries."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rlhpc.language.agents.turn_tree import (
 from rlhpc.language.data.images import PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 
-#: Number of answers that are retained for retries of clients.
+#: Number of answers that are kept for clients' retries.
 _MAX_ANSWERS = 32
 #: Maximum number of concurrent calls of an episode.
 MOST_AT_ONCE = 32
-#: Minimum limit of calls longer than the context; with more turns the limit is the number of turns.
+#: An episode may make at most this many calls that exceed the context, or `turns` calls if that is more.
 _OVERLONG = 8
-#: Seconds for which a reply is continued after its client has disconnected, because the client may retry.
+#: Seconds for which sampling continues after the client has disconnected, because the client may retry.
 PATIENCE_S = 10.0
-#: Prefix of generated names of episodes.
+#: Prefix of generated episode names.
 NAMED = "rs-"
 
 
 def stop_reason(finish_reason: str) -> str:
-    """Returns `stop` or `length`, the two finish reasons of clients: any reason except `stop` is `length`."""
+    """Returns the finish reason for clients: `stop`, or `length` for any other reason."""
     return "stop" if finish_reason == "stop" else "length"
 
 
@@ -50,8 +50,8 @@ class EpisodeLimits:
 
     Attributes:
         turns: Maximum number of calls.
-        tokens: Maximum number of sampled tokens of all calls.
-        roles: Allowed names of the model, one per role; without roles any name is allowed.
+        tokens: Maximum number of tokens sampled in all calls.
+        roles: Allowed model names, one per role; without roles any name is allowed.
         untrained: Roles whose tokens are not trained.
         policies: Index of the policy of each role; empty with a single policy.
     """
@@ -68,9 +68,9 @@ class StoredResponse:
     """Answer to a call.
 
     Attributes:
-        turn: Turn of the tree.
+        turn: Turn of the episode's tree.
         prompt_ids: Tokens of the prompt.
-        reply: Parsed reply; None for requests with tokens.
+        reply: Parsed reply; None for requests that send tokens.
         message: Reply as a message.
     """
 
@@ -82,7 +82,7 @@ class StoredResponse:
 
 @dataclass
 class _PendingCall:
-    """Call under way: its answer, and the number of clients waiting for it."""
+    """Call of the model: its pending or finished answer, and the number of clients that wait for the answer."""
 
     response: asyncio.Future[StoredResponse]
     waiting: int = 0
@@ -95,20 +95,22 @@ Draw = Callable[
 
 
 class GatewaySession:
-    """Session of one episode. Apart from the constructor it runs on the gateway's event loop.
+    """Session of one episode. All methods run on the gateway's event loop; the constructor may run elsewhere.
 
     Args:
-        number: Number of its request.
-        sampling: Sampling parameters; a client may request fewer tokens and further stop texts.
-        seed: Seed of the episode. Samples depend on it, on the prompt, and on how often the prompt was requested before.
+        number: Number of the episode's request.
+        sampling: Sampling parameters; a client may request fewer tokens and its own stop texts.
+        seed: Seed of the episode. The seed of a call depends on it, on the prompt, and on the number of earlier requests
+            with the same prompt.
         limits: Limits of the episode.
 
     Attributes:
         key: Key of the episode's clients.
-        name: Name of the episode for clients that have one key per process; `names`: further names that clients gave it.
-        closed: Whether the episode has ended: later completions are dropped.
-        encoding: Lock of the conversion of calls into tokens.
-        bytes_in: Sum of the bodies that are being read and converted into tokens.
+        name: Name of the episode for clients that have one key per process.
+        names: Additional names that clients gave the episode.
+        closed: Whether the episode has ended; later completions are dropped.
+        encoding: Lock for converting calls to tokens, one at a time.
+        bytes_in: Total size in bytes of the bodies that are being read or parsed.
     """
 
     def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: EpisodeLimits) -> None:
@@ -118,7 +120,7 @@ class GatewaySession:
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()
-        #: Held while a conversation of this episode is converted into tokens, one at a time.
+        #: Held while a conversation of this episode is converted to tokens, one at a time.
         self.encoding = asyncio.Lock()
         self.bytes_in = 0
         self._answers: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
@@ -130,12 +132,12 @@ class GatewaySession:
     async def once(
         self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
     ) -> StoredResponse:
-        """Returns the answer to a call. A client that retries because the reply did not arrive gets the same one.
+        """Returns the answer to a call. A retry of the same request gets the same answer.
 
         Args:
             body: Body of the request.
             retried: Whether the client marks the request as a retry.
-            work: Computes the answer.
+            work: Function that computes the answer.
 
         Raises:
             RequestError: The request is refused.
@@ -152,7 +154,7 @@ class GatewaySession:
                 self._answers.popitem(last=False)
         call.waiting += 1
         try:
-            # The request continues for a while after its client has disconnected, which may retry.
+            # The request continues for a while after its client has disconnected, because the client may retry.
             return await asyncio.shield(call.response)
         finally:
             call.waiting -= 1
@@ -176,10 +178,10 @@ class GatewaySession:
         draw: Draw,
         threads: Threads,
     ) -> StoredResponse:
-        """Answers a conversation.
+        """Samples the reply to a conversation and records it as a turn; returns the response.
 
         Raises:
-            RequestError: It cannot be answered.
+            RequestError: The conversation is refused.
         """
         async with self.encoding:
             self._check_limits()
@@ -188,17 +190,17 @@ class GatewaySession:
             except RequestError as error:
                 self._overlong += error.code == OVER
                 raise
-        keys, prompt, parent, pictures = encoded_prompt
-        completion = await self._draw(prompt, self._by(role, sampling), draw, pictures)
+        keys, prompt, parent, images = encoded_prompt
+        completion = await self._draw(prompt, self._by(role, sampling), draw, images)
         reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
-        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), pictures)
+        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), images)
         return StoredResponse(turn, prompt, reply, message)
 
     def _encode(
         self, messages: list[Any], tools: Any, role: int, renderer: Renderer
     ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
-        """Returns the keys of a conversation, and its `Renderer.prompt`. Runs in a worker thread."""
+        """Returns a conversation's keys, followed by the values of `Renderer.prompt`. Runs in a worker thread."""
         renderer.check_count(messages)
         canonical_messages = [canonical(message) for message in messages]
         renderer.check_length(canonical_messages, tools)
@@ -206,16 +208,16 @@ class GatewaySession:
         return keys, *renderer.prompt(self.tree, canonical_messages, keys, tools, role)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
-        """Samples a completion of a prompt given as tokens.
+        """Samples a completion of a prompt given as tokens and records it as a turn; returns the response.
 
         Raises:
-            RequestError: The engine cannot continue these tokens.
+            RequestError: The request is refused.
         """
         completion = await self._draw(prompt, self._by(role, sampling), draw)
         return StoredResponse(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
-        """Returns the role that a client means by its name of the model.
+        """Returns the index of the role with the model name that a client sent; 0 without roles.
 
         Raises:
             RequestError: No role has that name.
@@ -231,8 +233,8 @@ class GatewaySession:
     def sampling_of(
         self, max_tokens: int | None = None, stop: str | Sequence[str] = (), stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """Returns the sampling parameters of a call: those of the run, with at most the requested tokens and the
-        client's stop texts.
+        """Returns the sampling parameters of a call: the run's parameters with the client's token limit, stop texts and
+        stop tokens.
         """
         stop_texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
         end_token_ids = tuple(sorted(set(stop_token_ids)))
@@ -250,7 +252,7 @@ class GatewaySession:
         """Checks the limits of the episode.
 
         Raises:
-            RequestError: The episode gets no more turns, or too many of its calls were longer than the context.
+            RequestError: The episode has reached its limit of turns, of tokens, or of calls that exceed the context.
         """
         limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
         max_requests = max(limits.turns, _OVERLONG)
@@ -270,7 +272,7 @@ class GatewaySession:
         if self._under_way >= MOST_AT_ONCE:
             self.counts["refused"] += 1
             raise RequestError(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
-        # A repeated prompt gets another seed, whatever calls come between.
+        # A repeated prompt gets a different seed, regardless of the calls in between.
         content = json.dumps(prompt).encode() + b"".join(() if images is None else images.digests)
         digest = hashlib.blake2b(content, digest_size=16).digest()
         self._draw_counts[digest] += 1
@@ -317,7 +319,7 @@ class GatewaySession:
 
 
 def _retrieve_exception(future: asyncio.Future[StoredResponse]) -> None:
-    """Retrieves the exception of a call that no client waits for any more; asyncio would log it otherwise."""
+    """Retrieves the exception of a call for which no client waits any longer; otherwise asyncio would log it."""
     if not future.cancelled():
         future.exception()
 
@@ -327,7 +329,7 @@ _MAX_NAMES = 64
 
 
 class SessionKeys:
-    """Keys of a gateway. Runs on its event loop, except `open`.
+    """Keys of a gateway's sessions. All methods except `open` run on the gateway's event loop.
 
     Attributes:
         process: Key of clients with one key per process; valid only with the name of a session.
@@ -343,7 +345,7 @@ class SessionKeys:
         self._of_key[session.key] = self._of_name[session.name] = session
 
     def end(self, session: GatewaySession) -> None:
-        """Makes a session's key and its names invalid."""
+        """Makes a session's key and names invalid."""
         self._of_key.pop(session.key, None)
         for name in (session.name, *session.names):
             self._of_name.pop(name, None)
@@ -357,8 +359,8 @@ class SessionKeys:
 
         Args:
             key: Key of an episode or of the process.
-            name: `X-Session-ID`. With an episode's key, a name that no other episode has, which becomes the episode's; with
-                the process's key, the name of an episode.
+            name: `X-Session-ID`. With the process's key, the name of an episode. With an episode's key, a name that no other
+                episode has; it becomes an additional name of the episode.
 
         Raises:
             RequestError: No open session has this key and name.
@@ -396,12 +398,12 @@ class SessionKeys:
 
 
 def same_key(key: str, other: str) -> bool:
-    """Returns whether two keys are equal, in constant time; headers may contain bytes that are not UTF-8."""
+    """Returns whether two keys are equal, in constant time. Keys from headers may contain bytes that are not UTF-8."""
     return secrets.compare_digest(key.encode(errors="surrogateescape"), other.encode())
 
 
 def key_in(headers: Mapping[str, str]) -> str:
-    """Returns the key of a request; "" without one."""
+    """Returns the key in a request's headers; "" if they contain none."""
     return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 

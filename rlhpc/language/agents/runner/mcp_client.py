@@ -1,5 +1,6 @@
-"""Client of tool servers with the Model Context Protocol. Runs like `main.py`, which loads it: standard library, any
-Python from 3.8 on, without rlhpc.
+"""Client of tool servers that use the Model Context Protocol (MCP).
+
+`main.py` loads this file. Like `main.py`, it needs only the standard library and Python 3.8 or newer, not rlhpc.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import urllib.parse
 from typing import Any, Iterator, Sequence  # noqa: UP035 (Python 3.8)
 
 _VERSION = "2025-06-18"
-#: Time limits of an answer of a server and of a tool, in seconds. The model gets a message about a tool's timeout.
+#: Time limits of a server's answer and of a tool call, in seconds. The model gets a message when a tool call times out.
 _ANSWER_S, _TOOL_S = 600.0, 120.0
 #: Maximum number of bytes of an answer.
 _MAX_BYTES = 32 << 20
@@ -24,7 +25,9 @@ _TIMEOUTS = (TimeoutError, socket.timeout)  # two classes before Python 3.10
 
 
 def _is_ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Waits for an event at a descriptor, which may be beyond the 1023 that `select.select` takes."""
+    """Waits until `deadline` for an event on a descriptor; returns whether it occurred. Unlike `select.select`, it supports
+    descriptors above 1023.
+    """
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
@@ -35,7 +38,7 @@ class ToolFailed(Exception):
 
 
 class _CommandTransport:
-    """Connection to a server in a child process, with one line per message."""
+    """Connection to a server in a child process; each message is one line."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -51,11 +54,11 @@ class _CommandTransport:
             reply = _message(self._line(deadline))
             if _is_reply_to(reply, message):
                 return reply
-            if "id" in reply and "method" in reply:  # it wants something of its client
+            if "id" in reply and "method" in reply:  # a request of the server to its client
                 self.send(_reply(reply))
 
     def _line(self, deadline: float) -> bytes:
-        """Reads a line; a line that is too long is cut.
+        """Reads a line and returns it without its end; truncates a line that is too long.
 
         Raises:
             TimeoutError: No line arrived in time.
@@ -90,11 +93,11 @@ class _CommandTransport:
                 stream.close()  # type: ignore[union-attr]
 
     def set_version(self, version: str) -> None:
-        """Ignores the protocol version that the server has chosen: messages over pipes do not repeat it."""
+        """Ignores the protocol version that the server has chosen, because messages over pipes do not contain it."""
 
 
 def _message(data: bytes) -> dict[str, Any]:
-    """Parses a message; returns an empty one for other output of a server."""
+    """Parses a message; returns an empty dict if the data is not a JSON object."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -107,7 +110,7 @@ def _is_reply_to(reply: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the response to a server's request: this client supports only `ping`."""
+    """Returns the response to a server's request: a result for `ping`, an error for all others."""
     reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
     if request["method"] == "ping":
         return {**reply, "result": {}}
@@ -164,11 +167,15 @@ class _HttpTransport:
         return (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
 
     def _address(self) -> str:
-        return self._url._replace(query="").geturl()  # a key may be there
+        return self._url._replace(query="").geturl()  # the query may contain a key
 
 
 def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of an event stream, including a last one without an empty line after it."""
+    """Yields the messages of an event stream, including a last message without an empty line after it.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+    """
     event_data = b""
     while True:
         line = response.readline(_MAX_BYTES)
@@ -191,12 +198,12 @@ def _message_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolServer:
-    """Tool server; a context manager.
+    """Tool server, as a context manager.
 
     Args:
-        command: Command line of a server that runs as a child, with messages over its standard streams.
-        url: URL of a running server, in place of a command.
-        reads_images: Whether the model reads images; otherwise they are replaced by a text.
+        command: Command line of a server that runs as a child process and exchanges messages over its standard streams.
+        url: URL of a running server, instead of a command.
+        reads_images: Whether the model reads images; otherwise a text replaces each image.
     """
 
     def __init__(self, command: Sequence[str] = (), url: str | None = None, reads_images: bool = False) -> None:
@@ -215,7 +222,7 @@ class ToolServer:
         self._transport.close()
 
     def tools(self) -> list[dict[str, Any]]:
-        """Returns its tools, in OpenAI's format."""
+        """Returns the server's tools, in OpenAI's format."""
         tools: list[Any] = []
         cursor = None
         while True:
@@ -232,10 +239,10 @@ class ToolServer:
                 return tools
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Calls a tool; returns a text or, with images, parts of a message.
+        """Calls a tool; returns a text or, with images, a list of message parts.
 
         Raises:
-            ToolFailed: The tool has reported an error.
+            ToolFailed: The tool reported an error or timed out, or the server refused the call.
         """
         tool_result = self._ask("tools/call", name=name, arguments=arguments)
         content = tool_result.get("content") or []

@@ -1,5 +1,6 @@
-"""Task and model of an episode: the arguments of an agent's function. Runs like `main.py`, which loads it: standard
-library, any Python from 3.8 on, without rlhpc.
+"""Task and model of an episode, which are the arguments of an agent's function.
+
+`main.py` loads this file. Like `main.py`, it needs only the standard library and Python 3.8 or newer, not rlhpc.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8
 
 
 def _load(*path: str) -> Any:
-    """Loads a file of rlhpc as a module, without an installed package."""
+    """Loads a file of rlhpc as a module, for interpreters without rlhpc."""
     file = Path(__file__).resolve().parent.joinpath(*path)
     spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
     assert spec is not None and spec.loader is not None
@@ -30,7 +31,7 @@ _proxies: Any = _load("..", "..", "..", "runtime", "proxies.py")
 
 
 class ModelError(Exception):
-    """Refusal of a request to the model.
+    """Error raised when a request to the model is refused.
 
     Attributes:
         status: HTTP status.
@@ -43,14 +44,14 @@ class ModelError(Exception):
 
 
 class Model:
-    """Client of the trained model, for agents without a client; others use `base_url` and `api_key`.
+    """Client of the trained model, for agents that have no client. Other agents use `base_url` and `api_key`.
 
     Attributes:
-        base_url: URL of OpenAI's routes, with `/v1`.
+        base_url: URL of the OpenAI routes, including `/v1`.
         api_key: Key of the episode.
         name: Name of the model.
-        process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
-        reads_images: Whether messages may contain images. Its former name `looks` works for two releases.
+        process_key, session_id: Key for a client that uses one key for many episodes, and this episode's `X-Session-ID`.
+        reads_images: Whether messages may contain images. The former name `looks` works for two releases.
         ids: Ids of the completions of `chat`, in order, for delayed rewards.
     """
 
@@ -77,11 +78,11 @@ class Model:
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Returns the model's next message.
+        """Samples and returns the model's next message.
 
         Args:
             messages: Conversation so far.
-            tools: Tools that it may call, in OpenAI's format.
+            tools: Tools that the model may call, in OpenAI's format.
             options: Additional keys of the request, such as `max_tokens`.
 
         Raises:
@@ -102,7 +103,7 @@ class Model:
             ModelError: The request is refused.
         """
         url = urllib.parse.urlsplit(self.base_url)
-        # never through a proxy
+        # http.client never uses a proxy
         with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port)) as connection:
             headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
             connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
@@ -126,8 +127,8 @@ class AgentTask:
         messages: Initial conversation.
         question: Last user message of the initial conversation.
         answer: Reference answer, as text.
-        meta: Further columns of the dataset.
-        seed: Seed of this episode, for random choices of the agent.
+        meta: Additional columns of the dataset.
+        seed: Seed of this episode, for the agent's random choices.
         kwargs: `agent.kwargs`.
     """
 
@@ -138,10 +139,10 @@ class AgentTask:
 
 
 def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
-    """Runs an agent on a ticket; returns its result as an outcome.
+    """Runs an agent on a ticket; returns its return value as an outcome.
 
     Raises:
-        TypeError: The result has another type.
+        TypeError: The agent returned an unsupported type, or both a reward and `later`.
     """
     model_keys = ("base_url", "api_key", "model", "process_key", "session_id", "looks")
     model = Model(*(ticket[key] for key in model_keys))
@@ -182,10 +183,10 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
 
 
 def checked_outcome(outcome: Any) -> dict[str, Any]:
-    """Checks the form of an outcome, which another process has written, and returns it.
+    """Checks an outcome that another process has written, and returns it.
 
     Raises:
-        ValueError: The outcome has another form.
+        ValueError: The outcome has an unknown key or a value of a wrong type.
     """
     if not isinstance(outcome, dict):
         raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
@@ -215,7 +216,7 @@ def _list_of(is_element: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(is_element, value))
 
 
-#: Keys of an outcome, with the check of their values.
+#: Checks of an outcome's values by key.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reward": _is_number, "rewards": _is_table, "turn_rewards": _list_of(_is_number), "metrics": _is_table,
     "response": _instance_of(str), "error": _instance_of(str), "timeout": _instance_of(bool), "cut": _instance_of(bool),
@@ -228,7 +229,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment variables that clients of OpenAI and Anthropic read."""
+    """Returns the environment variables of an agent: those that OpenAI's and Anthropic's clients read, and rlhpc's."""
     url = urllib.parse.urlsplit(ticket["base_url"])
     return {
         **_proxies.without_proxy([url.hostname or ""]),
@@ -244,19 +245,19 @@ def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the type and the message of an exception, with the line that raised it."""
+    """Returns the type and message of an exception, and the line that raised it."""
     last_frame = traceback.extract_tb(error.__traceback__)[-1:]
     location = f" ({Path(last_frame[0].filename).name}, line {last_frame[0].lineno})" if last_frame else ""
     return f"{type(error).__name__}: {error}{location}"
 
 
 def redact(text: str, ticket: dict[str, Any]) -> str:
-    """Replaces the keys of the episode in a text."""
+    """Replaces the episode's keys in a text by `KEY`."""
     for name in ("api_key", "process_key", "session_id"):
         text = text.replace(ticket[name], "KEY")
     return text
 
 
 def without_reference(task: dict[str, Any]) -> dict[str, Any]:
-    """Returns a command's task without the reference answer."""
+    """Returns a task without the reference answer and the metadata."""
     return {name: field_value for name, field_value in task.items() if name not in ("answer", "meta")}
