@@ -65,7 +65,7 @@ if __name__ == "__main__":
 ```
 """
 
-#: Parts of the page. A name with `…` also lists its members.
+#: Sections of the runtime page → names in it; for a name with `…`, the page also lists its members.
 _PAGE_SECTIONS = {
     "Cluster": ("Cluster…", "Node", "NodeGroup"),
     "Placement": (
@@ -131,12 +131,12 @@ def _cell(text: Any) -> str:
 
 
 def _sentence(summary: str) -> str:
-    """Returns a command's summary as a sentence; names in it keep their capitals."""
+    """Returns a command's summary as a sentence."""
     return f"{summary[:1].upper()}{summary[1:]}."
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
-    """Returns an argument as it stands in the usage line, and as it is typed."""
+    """Returns an argument in the form of the usage line, and in that of the table."""
     name = action.metavar or action.dest
     if not action.option_strings:
         return (f"[{name} …]" if action.nargs == "*" else str(name).upper()), str(name)
@@ -173,17 +173,17 @@ def _annotation(value_type: Any) -> str:
 
 
 def _signature(function: Any) -> str:
-    """Formats a signature, the same in every Python version: `(a: int, b: str = 'x') -> None`."""
+    """Formats a signature, in the same way in every Python version: `(a: int, b: str = 'x') → int`."""
     signature = inspect.signature(function)
     words: list[str] = []
-    starred = False
+    has_star = False
     parameters = list(signature.parameters.values())
     if inspect.isfunction(function) and parameters and parameters[0].name in ("self", "cls"):
         del parameters[0]
     for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+        if parameter.kind is parameter.KEYWORD_ONLY and not has_star:
             words.append("*")
-        starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        has_star = has_star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
         mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         word = mark + parameter.name
         has_annotation = parameter.annotation is not parameter.empty
@@ -217,8 +217,12 @@ def _doc(thing: Any) -> list[str]:
     """Returns the docstring; for a class that inherits its constructor, also the constructor's sections on arguments."""
     docs = [*_paragraphs(inspect.getdoc(thing) or "")]
     if isinstance(thing, type) and "__init__" not in vars(thing):
-        maker = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
-        docs += [each for each in _paragraphs(inspect.getdoc(maker) or "") if each.startswith(("Args:", "Raises:"))]
+        constructor_class = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
+        docs += [
+            paragraph_text
+            for paragraph_text in _paragraphs(inspect.getdoc(constructor_class) or "")
+            if paragraph_text.startswith(("Args:", "Raises:"))
+        ]
     return [f"{paragraph}\n" for paragraph in docs if paragraph]
 
 
@@ -239,9 +243,9 @@ def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
 def _entry(name: str) -> list[str]:
     name, members = name.rstrip("…"), name.endswith("…")
     thing = getattr(rlhpc, name)
-    plain = isinstance(thing, type) and issubclass(thing, Exception)
+    is_error = isinstance(thing, type) and issubclass(thing, Exception)
     lines = [f"### {name}\n"]
-    if not plain and name not in _RETURNED:
+    if not is_error and name not in _RETURNED:
         lines += [f"```text\n{name}{_signature(thing)}\n```\n"]
     lines += _doc(thing)
     if members:

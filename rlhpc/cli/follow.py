@@ -1,6 +1,6 @@
-"""Progress display of `rlhpc run`: one bar for all of a run's training, and the names of the steps before and after it.
+"""Progress display of `rlhpc run`: one progress bar for the training, and the names of the phases before and after.
 
-Snakemake's output goes to a file. Its lines show which rule runs; the run's own metrics show the progress of training.
+Snakemake's output in a file shows the running rules; the run's own metrics show the progress of training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import ProgressBar
 
-#: Description of each rule. `{step}` is its wildcard.
+#: Rule → description of its phase; `{step}` is a wildcard of the rule.
 _WORDS = {
     "prepare": "planning",
     "sft": "starting the processes of the SFT run",
@@ -38,7 +38,7 @@ _LOG = re.compile(r"^ +log: (\S+)")
 #: Last line of Snakemake's block about a starting job; the output of its command may follow minutes later.
 _LAST = re.compile(r"^    resources: ")
 _WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
-#: Seconds between lines if the output is not a terminal.
+#: Seconds between progress lines if the output is not a terminal.
 _SELDOM_S = 30.0
 
 
@@ -57,7 +57,7 @@ class RuleJob:
     log: Path | None = None
 
     def read_line(self, line: str, folder: Path) -> bool:
-        """Takes the wildcards or the log, below `folder`, from a line of the job's block; returns whether it has them."""
+        """Stores the wildcards or the log path (below `folder`) from a line of the job's block; returns whether it has one."""
         if match := _LOG.match(line):
             self.log = folder / match[1].rstrip(",")
             return True
@@ -68,7 +68,7 @@ class RuleJob:
         return False
 
     def words(self) -> str:
-        """Describes the job; a suite of evaluations is named unless it is the default one."""
+        """Formats the job as the name of a phase, with the evaluation suite unless it is the default."""
         phase_text = _WORDS.get(self.rule, self.rule.replace("_", " "))
         phase_text = phase_text.format(step=self.wildcards.get("step", "")).rstrip()
         suite = self.wildcards.get("suite", "default")
@@ -76,13 +76,13 @@ class RuleJob:
 
 
 class WorkflowLog:
-    """Reader of Snakemake's output while it grows.
+    """Incremental reader of Snakemake's output.
 
     Attributes:
         started: Jobs that started since the last `read`.
         running: Running rules, with the number of jobs of each.
         failed: Jobs that failed, in the order of their failures.
-        waiting: The last line about a job of the batch system.
+        waiting: Last line about a queued job.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
@@ -103,7 +103,7 @@ class WorkflowLog:
                 new_bytes = file.read()
         except OSError:
             return []
-        *lines, incomplete_line = new_bytes.split(b"\n")  # a line counts once it is complete
+        *lines, incomplete_line = new_bytes.split(b"\n")  # read again once it is complete
         self._at += len(new_bytes) - len(incomplete_line)
         for line in lines:
             self._line(line.decode("utf-8", "replace"))
@@ -156,7 +156,7 @@ class Track:
     total: int
 
     def row(self) -> dict[str, Any]:
-        """Returns the last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
+        """Returns the last row of the run's metrics, with the mean return of the last evaluation as `eval/return_mean`."""
         row = last_row(self.paths.metrics)
         result_files = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
         if row and result_files:
@@ -166,7 +166,7 @@ class Track:
 
 
 def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
-    """Returns the last complete row of a metrics file; empty without one."""
+    """Returns the last complete row of a metrics file, from its last `size` bytes; empty without a row."""
     try:
         with path.open("rb") as file:
             file_size = file.seek(0, 2)
@@ -200,7 +200,7 @@ class WorkflowFollower:
         self._started_at = time.monotonic()
 
     def update(self) -> None:
-        """Reads and displays what has changed."""
+        """Reads new output and metrics, and updates the display."""
         for job in self._log.read():
             if (track := _TRAINING.get(job.rule)) in self._tracks:
                 if track != self._track:
@@ -255,7 +255,7 @@ class WorkflowFollower:
             self._out.flush()
 
     def _detail(self) -> None:
-        """Displays progress within a phase on a terminal: the output of an evaluation, or the queue's state of a job."""
+        """Displays progress within a phase: the output of an evaluation, or the state of a queued job."""
         if self._job is None:
             return
         waiting_text = self._log.waiting if self._job.rule in _TRAINING else ""
@@ -284,7 +284,7 @@ class WorkflowFollower:
             self._bar = None
 
     def close(self) -> None:
-        """Ends the bar or the line."""
+        """Updates the display a last time, and ends the bar or the line."""
         self.update()
         self._close_bar()
         self._end_line()
@@ -292,7 +292,7 @@ class WorkflowFollower:
 
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
-    """Returns the first error, and the file that contains it: a failed rule's own log, otherwise Snakemake's."""
+    """Returns the first error, and the file that contains it: the log of a failed rule, otherwise Snakemake's."""
     for file in (*(job.log for job in log.failed if job.log is not None), path):
         with contextlib.suppress(OSError):
             if log_text := file.read_text(errors="replace").strip():
@@ -301,8 +301,10 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
 
 
 def _essence(text: str, lines: int) -> str:
-    """Returns the lines from the last error of rlhpc or Snakemake on; the last lines if no error is recognised."""
+    """Returns up to `lines` lines from the last recognised error on; the last lines if no error is recognised."""
     text_lines = text.splitlines()
-    starts = [n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
-    first_line = starts[-1] if starts else max(0, len(text_lines) - lines)
+    error_lines = [
+        n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)
+    ]
+    first_line = error_lines[-1] if error_lines else max(0, len(text_lines) - lines)
     return "\n".join(text_lines[first_line : first_line + lines])

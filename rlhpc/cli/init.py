@@ -79,7 +79,7 @@ _BASE = "| `configs/base/` | what it starts from |\n"
 
 
 def _templates() -> dict[str, Path]:
-    """Returns the example projects with their own code, by name: folders with the files that other projects do not have."""
+    """Returns name → folder of the example projects with their own code; folders have only the files of their own."""
     folder = share.path("examples", "projects")
     return {
         file.parent.parent.relative_to(folder).as_posix(): file.parent.parent
@@ -88,14 +88,14 @@ def _templates() -> dict[str, Path]:
 
 
 def _configs() -> dict[str, Path]:
-    """Returns the configurations that a project can start from, by name."""
+    """Returns name → file of the configurations that a project can start from."""
     folder = share.path("configs")
     paths = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
     return {name: path for name, path in paths.items() if not name.startswith(("base/", "site/"))}
 
 
 def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
-    """Reads a configuration of a project, and those that its `defaults:` and `workflow.sft` name.
+    """Returns path → text of a configuration and of all configurations that its `defaults:` and `workflow.sft` name.
 
     Args:
         name: Path of the configuration in the project.
@@ -111,11 +111,11 @@ def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def project_files(name: str, config: str) -> dict[str, str]:
-    """Returns names and content of a new project's files.
+    """Returns name → content of a new project's files.
 
     Args:
-        name: The project's name.
-        config: The configuration, or the example project with its own code, that it starts from.
+        name: Name of the project.
+        config: Configuration or example project that the new project starts from.
 
     Raises:
         ConfigError: The configuration does not exist.
@@ -167,10 +167,10 @@ def _folder(text: str | None) -> Path:
 
 
 def _check_free(folder: Path, names: Iterable[str]) -> None:
-    """Raises an error if a project's file exists already.
+    """Checks that none of a new project's files exists.
 
     Raises:
-        ConfigError: Names the first file in the way.
+        ConfigError: A file exists; the message names the first one.
     """
     for name in names:
         for ancestor in (folder / name, *(folder / name).parents):
@@ -179,7 +179,7 @@ def _check_free(folder: Path, names: Iterable[str]) -> None:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Writes all files, or none: a file that cannot be written removes the ones before it.
+    """Writes all files, or none: if a file cannot be written, removes the files written before.
 
     Raises:
         ConfigError: Names the file or folder.

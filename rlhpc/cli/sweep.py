@@ -1,4 +1,4 @@
-"""Commands on a sweep in place of a run: search, plan, progress display, status, and cancellation."""
+"""Commands on a sweep instead of a run: lookup, plan, progress display, status, and cancellation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
 
 
 def render_sweep(sweep: SweepPaths) -> str:
-    """Renders a line for each run of a sweep, including runs that have not started or that it no longer names."""
+    """Renders a line for each run of a sweep, including runs that have not started or are no longer in the sweep."""
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs
     from rlhpc.runs.headlines import run_headlines
@@ -67,7 +67,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
         A sentence for every job that was ended.
 
     Raises:
-        RlhpcError: A job could not be ended; the others have been.
+        RlhpcError: A job could not be ended; all others were.
     """
     from rlhpc.jobs.cancel import cancel, require_ownership
     from rlhpc.jobs.state import find_runs
@@ -140,7 +140,7 @@ def _jobs_of(run: SweepRun) -> Counter[str]:
 
 
 def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
-    """Returns node hours and GPU hours of the training jobs, if each takes its complete walltime."""
+    """Formats the node hours and GPU hours of the training jobs, if each takes its complete walltime."""
     from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0
@@ -182,7 +182,7 @@ class SweepFollower:
         self.done: list[str] = []
 
     def update(self) -> None:
-        """Reads and displays what has changed."""
+        """Reads new output, and updates the display."""
         for job in self._log.read():
             name, rule = self.split(job.rule)
             if name and rule in ("train_segment", "sft"):
@@ -203,7 +203,7 @@ class SweepFollower:
             self._progress()
 
     def split(self, rule: str) -> tuple[str, str]:
-        """Returns a rule's run, "" for a rule of the sweep itself, and the rule's name in the workflow of a run."""
+        """Returns the run of a rule ("" for a rule of the sweep itself), and the rule's name without the run's prefix."""
         matches = {prefix: name for name, prefix in self._prefixes.items() if rule.startswith(prefix)}
         prefix = max(matches, key=len, default="")
         return matches.get(prefix, ""), rule.removeprefix(prefix)
@@ -234,7 +234,7 @@ class SweepFollower:
             self._progress_text = ""
 
     def close(self) -> None:
-        """Ends the line."""
+        """Updates the display a last time, and clears the progress line."""
         self._next = float("inf")
         self.update()
         self._clear()
@@ -242,7 +242,7 @@ class SweepFollower:
 
 
 def render_sweep_ending(sweep: Sweep) -> list[str]:
-    """Renders a finished sweep: failed runs, and each configuration with its score."""
+    """Returns the lines to print after a sweep: the runs that did not finish, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
     run_states = [state for _, state in states([run.paths for run in sweep.runs])]

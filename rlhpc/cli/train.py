@@ -70,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         skipped_checks = check_planned(cfg, resources)
     except UserError:
-        with contextlib.suppress(RlhpcError):  # sizes and placement are useful all the same
+        with contextlib.suppress(RlhpcError):  # the placement is useful despite the error
             _print_plan(args, cfg, [])
         raise
     plan = _print_plan(args, cfg, skipped_checks)
@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> JobPlan:
-    """Prints the processes of a run, their memory, and the checks that were left out; returns the plan."""
+    """Prints the processes of a run, their memory, and the skipped checks; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.conditional_keys import find_unused
     from rlhpc.runs.memory.plan import memory_plan, render_memory
@@ -100,7 +100,7 @@ def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Chec
 
 
 def _print_skipped(checks: Sequence[Check]) -> None:
-    """Prints the checks that a plan has not run, each once."""
+    """Prints the checks that the plan has skipped, without duplicates."""
     if lines := list(dict.fromkeys(map(str, checks))):
         print("\nnot checked (checked at the start):")
         print("\n".join(f"  {line}" for line in lines))
@@ -137,7 +137,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
-    """Returns the text about a run that was asked to end: its saved steps, and how to continue."""
+    """Returns the message about an interrupted run: its saved steps, and the command that continues it."""
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS
 
@@ -157,7 +157,7 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
 
 
 def tell(answer: dict[str, object], *, answers: bool) -> None:
-    """Prints the outcome of a submission: a line for a person, and JSON for scripts."""
+    """Prints the outcome of a submission: a line on stderr and, with `answers`, JSON on stdout for scripts."""
     from rlhpc.jobs.waiter import answer_line
 
     print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)

@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import cut, first_line, short_repr
 
-#: Returns a message that names the task type of a key that this configuration may not have; empty if none has it.
+#: Function that returns a message about a key of another task type; empty if no task type has the key.
 ForeignKeyExplainer = Callable[[str], str]
 
 
@@ -26,14 +26,14 @@ class ConfigLayers:
     """Configuration that is merged layer by layer.
 
     Args:
-        schema: Its keys.
-        explain_foreign_key: Formats the complaint about a key of another task type.
-        null_numbers: Key → the number that null stands for.
+        schema: Keys of the configuration.
+        explain_foreign_key: Function that returns the message about a key of another task type.
+        null_numbers: Key → number that null stands for.
 
     Attributes:
         cfg: The configuration so far.
         sources: Key → the file or override that set it last.
-        element_keys: Key of a list of sections → the keys that were set in each of its elements.
+        element_keys: Key of a list of sections → the keys set in each element.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class ConfigLayers:
 
     def copy(self) -> ConfigLayers:
         """Returns a copy to which layers can be added independently."""
-        duplicate = copy.copy(self)
-        duplicate.cfg, duplicate.sources, duplicate.element_keys = (
+        layers_copy = copy.copy(self)
+        layers_copy.cfg, layers_copy.sources, layers_copy.element_keys = (
             self.cfg.copy(),
             dict(self.sources),
             dict(self.element_keys),
         )
-        return duplicate
+        return layers_copy
 
     def add(self, content: Any, source: str, *, lenient: bool = False, variables: bool = True) -> None:
-        """Merges a file's content, or an override's, on top.
+        """Merges the content of a file or an override on top.
 
         Args:
             content: Nested mappings.
-            source: Where it is from, for messages.
-            lenient: Ignore unknown keys: an earlier version wrote the file, with the keys of all task types.
+            source: Source of the content, for messages.
+            lenient: Ignore unknown keys, for a file that an earlier version wrote with the keys of all task types.
             variables: Let paths name environment variables, `$NAME`.
 
         Raises:
@@ -103,7 +103,7 @@ class ConfigLayers:
         """Merges `a.b=c` on top.
 
         Raises:
-            ConfigError: It does not have this form, or is not allowed.
+            ConfigError: `text` does not have this form, or the key or value is not allowed.
         """
         key, value = parse_override(text)
         self.set(key, value, f"override {short_repr(text)}")
@@ -112,7 +112,7 @@ class ConfigLayers:
         """Sets a value at a dotted key, on top of the layers so far.
 
         Raises:
-            ConfigError: It is not allowed.
+            ConfigError: The key or value is not allowed.
         """
         self.add(self._nested(key, value, source), source)
 
@@ -132,7 +132,7 @@ class ConfigLayers:
         if parent == "cluster.component_placement":
             components = _move_components(components, subkey, value)
         elif parent == "sweep.grid":
-            components[subkey] = value  # its keys are dotted themselves
+            components[subkey] = value  # its keys contain dots
         else:
             *path, leaf_name = subkey.split(".")
             branch = components
@@ -144,7 +144,7 @@ class ConfigLayers:
         return _nest(parent.split("."), components)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
-        """Raises an error for unknown keys, naming the nearest valid one, and for wrong shapes."""
+        """Checks for unknown keys, naming the nearest valid one, and for values that are not of the form of their key."""
         fields = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
@@ -169,7 +169,7 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {self.schema.type_name(path)}")
 
     def _leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
-        """Yields each value with its dotted key and its OmegaConf path, where a dot within a name does not divide it."""
+        """Yields each value with its dotted key and its OmegaConf path, in which a name that contains dots is in brackets."""
         for key, value in content.items():
             path = f"{parent}.{key}" if parent else str(key)
             node_path = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
@@ -183,7 +183,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Splits `key=value`; the value is YAML, and its scalars keep their text.
 
     Raises:
-        ConfigError: It is not of this form.
+        ConfigError: `text` does not have this form, or the value is not valid YAML.
     """
     key, equals, raw_value = text.partition("=")
     key = key.strip()
@@ -200,8 +200,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _parse_override_value(text: str) -> Any:
-    """Reads an override's value. A value without quotes, list or mapping is taken as text in full, without comments or line
-    breaks.
+    """Reads an override's value. A plain scalar is taken literally to the end of the text: YAML comments and line breaks have
+    no meaning in it.
     """
     value, node = read_yaml(text, WrittenScalars), yaml.compose(text, WrittenScalars)
     if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or text[0] in "!&"):
@@ -212,7 +212,7 @@ def _parse_override_value(text: str) -> Any:
 
 
 def reason(error: OmegaConfBaseException) -> str:
-    """Returns OmegaConf's complaint in one line."""
+    """Returns the first line of OmegaConf's error message, shortened."""
     return cut(first_line(error), 200)
 
 
@@ -227,7 +227,7 @@ def _select_known(content: Any, cls: Any) -> Any:
 
 
 def _build_list_item(item: dict[str, Any], cls: type, path: str, source: str) -> DictConfig:
-    """Returns one element of a list of sections, typed."""
+    """Returns an element of a list of sections as a typed OmegaConf node."""
     section = untouched(cls)
     fields = fields_of(cls)
     for key, value in item.items():

@@ -19,7 +19,7 @@ from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.key_metadata import EVALUATION, FREE, INTERNAL, Choices, OnResume, OptionsOf, Range, Registered
 from rlhpc.runtime.plugins import import_attribute
 
-#: Other projects' names for keys of ours.
+#: Key names of other projects → ours, for hints.
 _ALSO_KNOWN_AS = {
     "learning_rate": "lr",
     "lambda": "gae_lambda",
@@ -48,8 +48,8 @@ _VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def open_mapping_of(key: str) -> str | None:
-    """Returns the mapping with user-chosen keys that a dotted key lies in, or is: `env.train.kwargs` for `env.train.kwargs.g`;
-    None if the key lies in no such mapping.
+    """Returns the mapping with user-chosen keys that contains or is a dotted key: `env.train.kwargs` for
+    `env.train.kwargs.g`; None if there is no such mapping.
     """
     key_parts = key.split(".")
     paths = [".".join(key_parts[: count + 1]) for count in range(len(key_parts))]
@@ -60,7 +60,7 @@ def open_mapping_of(key: str) -> str | None:
 def _annotations_of(cls: type) -> Mapping[str, tuple[Any, tuple[Any, ...]]]:
     """Returns the type and the metadata of each field of a dataclass.
 
-    A field that overrides one of a base class keeps the metadata of that one: nearer metadata comes first.
+    A field that overrides a base class's field also has that field's metadata, after its own.
     """
     bases = [typing.get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
     annotations = {}
@@ -107,13 +107,13 @@ class ConfigKey:
     Attributes:
         path: Dotted key; a key in an element of a list of sections is written `list[].name`.
         type: Type of the value; the dataclass of a section.
-        section: Dataclass that has the field.
+        section: Dataclass with the field.
         range: Range of the number, or of each number of a list.
-        choices: Words that the value may have; empty if it may have any.
-        registry: Registry in which the value, or each of a list, names an entry, as `module:NAME`; empty if it names none.
-        options: Declarations of the options that the key holds; None if it holds none.
+        choices: Allowed words; empty if any value is allowed.
+        registry: Registry, as `module:NAME`, whose names the value or each element of a list may have; empty without one.
+        options: Declarations of the component options in this key; None if the key has none.
         is_free: True if it may change when a run continues.
-        is_evaluations: True if it changes evaluations and nothing else.
+        is_evaluations: True if it only affects evaluations.
     """
 
     path: str
@@ -148,13 +148,13 @@ class ConfigKey:
         return import_attribute(self.registry, self.path).choices()[:-1] if self.registry else []
 
     def options_of(self, name: str) -> type | None:
-        """Returns the dataclass of the options of a component; None if it declares none here."""
+        """Returns the dataclass of a component's options in this key; None if the component declares none."""
         declaration = self._declarations().get(name.lower())
         options: type | None = import_attribute(declaration, self.path) if isinstance(declaration, str) else declaration
         return options
 
     def option_keys(self) -> dict[str, Mapping[str, ConfigKey]]:
-        """Returns name of a component → its options, of the components that have some."""
+        """Returns component → its options, for the components that have options."""
         trees = {name: tree_of(options) for name in self._declarations() if (options := self.options_of(name))}
         visible = {name: {key: o for key, o in tree.items() if not o.is_internal} for name, tree in trees.items()}
         return {name: options for name, options in visible.items() if options}
@@ -165,7 +165,7 @@ class ConfigKey:
 
     @property
     def is_internal(self) -> bool:
-        """True if rlhpc sets the key itself, and messages do not offer it."""
+        """True if rlhpc sets the key itself; messages then do not suggest it."""
         return bool(self.section.__dataclass_fields__[self.name].metadata.get(INTERNAL))
 
     @property
@@ -180,7 +180,7 @@ class ConfigKey:
 
 
 def is_section(value_type: Any) -> TypeGuard[type]:
-    """Returns whether a type is a dataclass: that of a section."""
+    """Returns whether a type is a dataclass, which declares a section."""
     return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
 
 
@@ -199,7 +199,7 @@ def keys_of(root: type) -> Mapping[str, ConfigKey]:
 def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
     """Yields the keys and sections below a section.
 
-    A mark of the section holds for each of its keys. A list of sections changes as one value: its keys have its marks only.
+    A section's resume rules hold for all its keys. A list of sections changes as one value: its keys have its rules only.
     """
     for name, (field_type, metadata) in _annotations_of(cls).items():
         is_element = "[]" in prefix
@@ -226,13 +226,13 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
 
 
 def element_of(value_type: Any) -> type | None:
-    """Returns the dataclass of a list's elements, if they are sections."""
+    """Returns the dataclass of a list's elements; None if they are not sections."""
     element = typing.get_args(value_type)[0] if typing.get_origin(value_type) is list else None
     return element if is_section(element) else None
 
 
 def without_null(value_type: Any) -> tuple[Any, bool]:
-    """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
+    """Returns a type without `None`, and whether it allows `None`; a union of several other types becomes `Any`."""
     if typing.get_origin(value_type) not in (typing.Union, types.UnionType):
         return value_type, False
     other_types = [type_argument for type_argument in typing.get_args(value_type) if type_argument is not type(None)]
@@ -240,11 +240,11 @@ def without_null(value_type: Any) -> tuple[Any, bool]:
 
 
 def typed_value(content: Any, value_type: Any) -> Any:
-    """Replaces each scalar in a value by its text where the type is text, and by its YAML value elsewhere.
+    """Replaces each `Scalar` by its text where the type is text, and by its YAML value elsewhere.
 
     Args:
-        content: A value as it was written, or a section.
-        value_type: The type of its key.
+        content: Value as it was written, or a section.
+        value_type: Type of the key.
 
     Raises:
         ValueError: Two keys of a mapping are the same.
@@ -274,9 +274,9 @@ def with_variables(content: Any, value_type: Any, name: str = "") -> Any:
     """Replaces `$NAME` and `${NAME}` in the values of path keys by `${oc.env:NAME}`, which reads the environment variable.
 
     Args:
-        content: A typed value, or a section.
-        value_type: The type of its key.
-        name: The last part of its key.
+        content: Typed value, or a section.
+        value_type: Type of the key.
+        name: Last part of the key.
     """
     if isinstance(content, str) and name in PATHS:
         return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
@@ -299,12 +299,12 @@ class Schema:
     """Keys of one configuration.
 
     Args:
-        root: Its dataclass.
-        name: What it is called in messages.
+        root: Dataclass of the configuration.
+        name: Name of the configuration in messages.
 
     Attributes:
-        keys: Every key, dotted, without the sections.
-        open: The keys whose values are mappings with keys that the user chooses.
+        keys: Dotted keys, without sections.
+        open: Keys whose values are mappings with user-chosen keys.
     """
 
     def __init__(self, root: type, name: str = "") -> None:
@@ -327,11 +327,11 @@ class Schema:
         return "another type" if key_type is None else words_of(key_type)
 
     def __contains__(self, path: str) -> bool:
-        """Returns whether a key or section exists; written as for `type_of`."""
+        """Returns whether a key or section exists; `path` as for `type_of`."""
         return self.type_of(path) is not None
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
-        """Returns a hint at the intended key for an unknown key below `prefix`; empty if no key is similar."""
+        """Returns a hint with the key most similar to an unknown key below `prefix`; empty if no key is similar."""
         allowed = list(allowed)
         key = _ALSO_KNOWN_AS.get(key, key)
         near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
@@ -351,4 +351,4 @@ class SchemaKeys(Protocol):
 
     @property
     def tree(self) -> Mapping[str, ConfigKey]:
-        """Its keys and sections by path, each section before its keys."""
+        """Keys and sections by path, each section before its keys."""

@@ -47,9 +47,9 @@ class RunnerConfig:
     name: Annotated[str, FREE] = MISSING
     """Name of the run, whose folder is `run_dir/name`."""
     run_dir: Annotated[str, FREE] = "runs"
-    """Folder in which runs have their folders."""
+    """Folder that contains the folders of runs."""
     seed: Annotated[int, SEED] = 1
-    """Seed of everything that is random."""
+    """Seed of all random number generators."""
     max_steps: Annotated[int, INTERVAL, FREE] = -1
     """Training steps (one rollout and update each); -1 uses `max_epochs`."""
     max_epochs: Annotated[int, INTERVAL, FREE] = 1
@@ -57,34 +57,33 @@ class RunnerConfig:
     save_interval: Annotated[int, INTERVAL, FREE] = -1
     """Steps between checkpoints; -1 saves only at the end of each segment."""
     async_save: Annotated[bool, FREE] = True
-    """Continue training while a checkpoint's large files are written, from copies in host memory; where the copies do not fit,
-    the run pauses for the write. false always pauses."""
+    """Continue training while a checkpoint's large files are written from copies in host memory; if the copies do not fit, the
+    run pauses for the write. false always pauses."""
     keep_checkpoints: Annotated[int, NOT_NEGATIVE, FREE] = 3
-    """How many of the newest checkpoints are kept, besides the best one (`keep_best`) and those that end a segment; 0 keeps
-    all."""
+    """Number of newest checkpoints to keep, besides the best one (`keep_best`) and those that end a segment; 0 keeps all."""
     keep_best: Annotated[str | None, FREE] = None
-    """Metric of the evaluations during training, such as `eval/accuracy` or `eval/loss`. Each step that is the best so far is
-    saved, and the best one is kept besides the newest (`checkpoints/best`). A smaller loss or error is better. null tracks
-    no metric."""
+    """Metric of the evaluations during training, such as `eval/accuracy` or `eval/loss`. Each new best step is saved, and its
+    checkpoint is kept besides the newest ones (`checkpoints/best`). A smaller loss or error is better. null tracks no
+    metric."""
     patience: Annotated[int, NOT_NEGATIVE, FREE] = 0
-    """Evaluations in a row without a better `keep_best` after which the run ends; 0 never ends the run early."""
+    """Number of consecutive evaluations without a better `keep_best` after which the run ends; 0 never ends it early."""
     resume_dir: Annotated[str | None, FREE] = None
     """null starts fresh, `auto` loads the run's newest intact checkpoint, and a path loads that checkpoint."""
     segments: Annotated[int, COUNT, FREE] = 1
     """Number of jobs that the run is split into; each starts from the last checkpoint of the previous one."""
     max_restarts: Annotated[int, NOT_NEGATIVE, FREE] = 2
-    """Restarts of a submitted run after a rank, a step, a node or the driver was killed, in a row without a new
-    checkpoint in between, before it gives up."""
+    """Maximum number of consecutive restarts of a submitted run, without a new checkpoint in between, after a rank, a step, a
+    node or the driver was killed."""
     on_nonfinite: Annotated[str, Choices("stop", "skip"), FREE] = "stop"
-    """Reaction to a number that is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
-    ends the run and says where it came from; `skip` leaves out those samples, or that optimizer step, and counts them, but
-    ends the run after ten steps in a row. Neither commits weights that are not finite."""
+    """Reaction to a non-finite number in an observation, a reward, a log-probability, a loss or a gradient: `stop` ends the
+    run and reports its origin; `skip` drops and counts the samples or the optimizer step, but ends the run after ten
+    consecutive steps. Neither commits non-finite weights."""
     save_reserve_s: Annotated[float, NOT_NEGATIVE, FREE] = 60.0
-    """Minimum time for a last save before the job's walltime ends; more if earlier saves took more than half of it."""
+    """Minimum seconds for a last save before the job's walltime ends; more if earlier saves took more than half of that."""
     rendezvous_timeout_s: Annotated[float, POSITIVE, FREE] = 300.0
     """Seconds within which all processes of a group must have started."""
     step_timeout_s: Annotated[float, POSITIVE, FREE] = 1800.0
-    """Seconds after which any wait within a step gives up."""
+    """Timeout in seconds of any wait within a step."""
     logger: Annotated[LoggerConfig, FREE] = field(default_factory=LoggerConfig)
     """Destinations of metrics."""
 
@@ -98,8 +97,8 @@ class AdapterConfig:
     alpha: Annotated[int, COUNT] = 16
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: Any = "all-linear"
-    """Modules that get an adapter: a list of names or of their last parts; a regular expression that whole names match; or
-    `all-linear`: linear layers but the head and the experts of mixtures."""
+    """Modules that get an adapter: a list of names or of their last parts; a regular expression that matches complete names;
+    or `all-linear`: all linear layers except the head and the experts of mixtures."""
 
 
 @dataclass
@@ -107,7 +106,7 @@ class LoraConfig(AdapterConfig):
     """Low-rank adapters, through peft."""
 
     dropout: Annotated[float, PART] = 0.0
-    """Dropout on the adapters' input, in supervised training; reinforcement learning does without dropout."""
+    """Dropout on the adapters' input in supervised training; reinforcement learning uses no dropout."""
 
 
 @dataclass
@@ -115,9 +114,9 @@ class FsdpConfig:
     """`actor.training_backend: fsdp` (FSDP2)."""
 
     cpu_offload: bool = False
-    """Keeps parameters, gradients and optimizer on the host between uses."""
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
     reshard_after_forward: bool = True
-    """Frees gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
 
 
 @dataclass
@@ -127,17 +126,17 @@ class ParallelConfig:
     """
 
     replicate: Annotated[int, COUNT] = 1
-    """Copies of the sharded weights (HSDP): between nodes only gradients are summed, and weights are gathered within one."""
+    """Number of replicas of the sharded weights (HSDP): replicas only sum gradients; weights are gathered within a replica."""
     shard: Annotated[int | None, COUNT] = None
-    """Ranks that each hold a shard of weights, gradients and optimizer state, and train on different data; null uses the ranks
-    that the other sizes leave."""
+    """Number of ranks that shard weights, gradients and optimizer state, and train on different data; null uses the remaining
+    ranks."""
     context: Annotated[int, COUNT] = 1
-    """Ranks that share the tokens of a packed sequence (Ulysses). Language models that train without padding."""
+    """Number of ranks that share the tokens of a packed sequence (Ulysses). For language models that train without padding."""
     tensor: Annotated[int, COUNT] = 1
-    """Ranks that share each layer's matrices, after the plan that transformers has for the model. Language models."""
+    """Number of ranks that share each layer's matrices, by transformers' plan for the model. For language models."""
     expert: Annotated[int, COUNT] = 1
-    """Ranks that share the experts of a mixture, after transformers' plan: tokens travel to them. They are the same ranks,
-    without those of `replicate`, in another order. Language models."""
+    """Number of ranks that share the experts of a mixture, by transformers' plan; tokens are sent to them. These are the ranks
+    of one replica (`replicate`), in another order. For language models."""
 
 
 @dataclass
@@ -147,9 +146,9 @@ class DeepspeedConfig:
     zero_stage: Annotated[int, Range(1, 3)] = 2
     """1, 2 or 3."""
     cpu_offload: bool = False
-    """Keeps the optimizer (with stage 3 also the parameters) on the host."""
+    """Keep the optimizer state (with stage 3 also the parameters) in host memory."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Further keys of DeepSpeed's own configuration; those that rlhpc sets itself are refused."""
+    """Further keys of DeepSpeed's own configuration, except those that rlhpc sets itself."""
 
 
 @dataclass
@@ -169,7 +168,7 @@ class OptimConfig:
     weight_decay: Annotated[float, Range(0, 100)] = 0.0
     """Weight decay (decoupled with adamw)."""
     clip_grad: Annotated[float | None, POSITIVE] = 0.5
-    """Largest gradient norm; null does not clip."""
+    """Maximum gradient norm; null disables clipping."""
 
 
 @dataclass
@@ -177,12 +176,12 @@ class WeightSyncConfig:
     """Weight sync from the actor to the rollout ranks; part of section `rollout`."""
 
     weight_sync: Annotated[str, FREE, Registered("rlhpc.weights.base:STRATEGIES")] = "auto"
-    """Method that sends weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends its shards to
-    the ranks that need them, without a gather; through the host, or by NCCL where each has its own accelerator), as
-    `auto` but always over one transport (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
+    """Method of the weight sync: `auto`, `broadcast`, `shards` (language models: each rank sends its shards to the ranks that
+    need them, without a gather; through host memory, or by NCCL if each rank has its own accelerator), one transport of
+    `auto` (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
     weight_delta: Annotated[str, Choices("off", "frozen", "elements"), FREE] = "frozen"
-    """Weights that an update omits: `frozen` (weights that are not trained are sent once to each rollout rank), `elements`
-    (also all unchanged elements; costs the actor a copy of the weights), or `off` (none)."""
+    """Weights that an update omits: `frozen` (untrained weights, which each rollout rank receives only once), `elements` (also
+    all unchanged elements; the actor then stores a copy of the weights), or `off` (none)."""
 
 
 @dataclass
@@ -198,13 +197,13 @@ class JobConfig:
     constraint: str | None = None
     """Slurm node features."""
     gres: str | None = None
-    """Slurm generic resources, such as `gpu:1`; evaluation takes the accelerator it is given."""
+    """Slurm generic resources, such as `gpu:1`; evaluation uses the allocated accelerator."""
     cpus: Annotated[int, COUNT] = 1
     """Number of cores."""
     mem: str = "4G"
-    """Memory, as Slurm writes it."""
+    """Memory, in Slurm's format."""
     time: str = "01:00:00"
-    """Walltime, as Slurm writes it."""
+    """Walltime, in Slurm's format."""
 
 
 @dataclass
@@ -214,11 +213,11 @@ class WorkflowConfig:
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
     suites: Annotated[dict[str, list[str]], EVALUATION] = field(default_factory=dict)
-    """Suite → its changes to an embodied run's configuration, as `key=value`: another task, other seeds."""
+    """Suite → its overrides of an embodied run's configuration, as `key=value`, such as another task or other seeds."""
     eval_job: JobConfig = field(default_factory=JobConfig)
-    """Resources of the jobs of evaluations."""
+    """Resources of evaluation jobs."""
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
-    """Resources of the jobs of exports."""
+    """Resources of export jobs."""
 
 
 @dataclass
@@ -226,7 +225,7 @@ class RunConfig:
     """Sections of every run; each task type adds its own sections."""
 
     cluster: Annotated[ClusterConfig, FREE] = field(default_factory=ClusterConfig)
-    """The machines of the run, and which component runs where."""
+    """Machines of the run, and the placement of its components."""
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     """Training loop: length, checkpoints and evaluation."""
     workflow: Annotated[WorkflowConfig, FREE] = field(default_factory=WorkflowConfig)

@@ -1,4 +1,4 @@
-"""Sweeps: the runs that section `sweep` of a file describes. The name of each run depends on its own values only."""
+"""Sweeps: the runs that section `sweep` of a file describes. A run's name depends only on its own values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhpc.runtime.text import cut, short_repr
 
 SWEEP = "sweep"
 GOALS = ("maximize", "minimize")
-#: Maximum number of runs; more are a mistake in a grid.
+#: Maximum number of runs; a larger grid is probably a mistake.
 MAX_RUNS = 1000
 _SEED = "runner.seed"
 _FIXED_KEYS = {
@@ -39,27 +39,27 @@ _LONGEST = 80
 
 @dataclass
 class SweepConfig:
-    """Several runs from one file; for `rlhpc run`, the workflow, `rlhpc plan`, `status`, `cancel` and `compare`."""
+    """Sweep: several runs from one file; for `rlhpc run`, the workflow, `rlhpc plan`, `status`, `cancel` and `compare`."""
 
     grid: dict[str, Any] = field(default_factory=dict)
-    """Key → its values, such as `{actor.optim.lr: [1e-4, 3e-4]}`: every combination is a run."""
+    """Key → its values, such as `{actor.optim.lr: [1e-4, 3e-4]}`; each combination is a run."""
     seeds: list[int] = field(default_factory=list)
-    """Values of `runner.seed`: each combination is run with every one, and they are what the page takes means over."""
+    """Values of `runner.seed`: each combination runs with every seed, and the page shows means over seeds."""
     max_queued: int | None = None
-    """How many of the sweep's training jobs may be queued or running at once; null leaves it to Snakemake's profile."""
+    """Maximum number of the sweep's training jobs queued or running at once; null leaves it to Snakemake's profile."""
     metric: str | None = None
-    """What the page compares: a metric of the last evaluation (`eval/return_mean`) or of the last step (`train/loss`); null
-    takes the first by which runs of this kind are compared, and that all have."""
+    """Metric that the page compares, of the last evaluation (`eval/return_mean`) or of the last step (`train/loss`); null
+    takes the first comparison metric of the task type that all runs have."""
     goal: str | None = None
-    """Whether more of it is better: `maximize` or `minimize`; null goes by the metric's name: of a loss, an error or a
-    time, less is better."""
+    """Better direction of the metric: `maximize` or `minimize`; null derives it from the metric's name: a smaller loss, error
+    or time is better."""
     list: list[Any] = field(default_factory=list)
-    """The combinations one by one, in place of `grid`: mappings of keys to values, and a `name`, if it needs one."""
+    """Single combinations, instead of `grid`: mappings of keys to values, with an optional `name`."""
 
 
 @dataclass
 class SweepFile:
-    """Part of a file that describes a sweep."""
+    """Part of a configuration file that describes a sweep."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Several runs from one file."""
@@ -71,7 +71,7 @@ class Point:
 
     Attributes:
         name: Name of the run.
-        label: Its values without the seed, as a person writes them; "" if only seeds vary.
+        label: Values without the seed, for display; "" if only seeds vary.
         values: Key → value, without the seed.
         seed: `runner.seed`; None if the sweep does not set it.
     """
@@ -89,7 +89,7 @@ class Point:
 
 
 def override(key: str, value: Any) -> str:
-    """Formats a value as an override of a command line."""
+    """Formats a key and a value as a command-line override."""
     return f"{key}={_yaml(value)}"
 
 
@@ -118,8 +118,8 @@ def read_section(
 
     Args:
         files: Source and content of each file, included files first; a later `sweep` replaces an earlier one.
-        overrides: All of the command line; `sweep=…` replaces the section of the files, `sweep.seeds=…` changes it.
-        run_keys: The keys of its runs, which determine the types of the values.
+        overrides: All overrides of the command line; `sweep=…` replaces the section of the files, `sweep.seeds=…` changes it.
+        run_keys: Schema of the runs, which determines the types of the values.
 
     Returns:
         The sweep and its source.
@@ -150,7 +150,7 @@ def read_section(
 
 
 def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
-    """Gives the values of a sweep the types of their keys."""
+    """Returns the value of a sweep key with all run values converted to the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
         key_type = (run_keys.type_of(run_key) if run_keys and isinstance(run_key, str) else None) or Any
@@ -177,11 +177,11 @@ def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
 
 
 def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> list[Point]:
-    """Returns the runs of a sweep; runs that differ in their seeds only are neighbours.
+    """Returns the runs of a sweep; runs that differ only in their seeds are consecutive.
 
     Args:
         section: The sweep.
-        source: Where it is from, for messages.
+        source: Source of the section, for messages.
         overrides: Overrides of the command line, none of which may set a key that the sweep varies.
 
     Raises:
@@ -238,7 +238,7 @@ def _seeds(section: SweepConfig, fail: Any) -> list[int]:
 
 
 def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Returns name and values of every combination."""
+    """Returns the name and the values of each combination."""
     count = 1
     for key, values in grid.items():
         _check_key(key, fail, "grid")
@@ -300,7 +300,7 @@ def _check_names(runs: Sequence[Point], fail: Any) -> None:
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:
-    """Returns values that occur more than once; 1 and 1.0 are equal, 1 and true are not."""
+    """Returns the repeated values; 1 and 1.0 are equal, 1 and true are not."""
     typed_values = [(isinstance(value, bool), value) for value in values]
     return [value for index, (_, value) in enumerate(typed_values) if typed_values[index] in typed_values[:index]]
 
@@ -309,7 +309,7 @@ def _twice(values: Sequence[Any]) -> list[Any]:
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """Returns the name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
+    """Returns the name of a combination: the last part of each key with its value, such as `lr_0.0001-group_size_4`."""
     point_name = "-".join(f"{short_key}_{_word(value)}" for short_key, value in _short(values))
     if len(point_name) <= _LONGEST:
         return point_name
@@ -334,7 +334,7 @@ def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """Formats a value for a name, without characters that file names cannot have."""
+    """Formats a value for a name, without characters that are not allowed in file names."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", _format_value(value)).strip("_") or "empty"
 
 

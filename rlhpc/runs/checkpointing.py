@@ -33,11 +33,11 @@ class _Save:
 
     Attributes:
         writer: Writer of its folder.
-        cleanup: Closes the writer, and removes the folder if it is not a checkpoint by then.
+        cleanup: Closes the writer, and removes the folder unless the checkpoint is complete.
         meta: Entries of the manifest.
         started_at: Start time.
-        queries: By role, the pending call that asks its ranks whether they have written everything.
-        checksums: By role, the checksums of the written files.
+        queries: Role → pending call that asks its ranks whether they have written all files.
+        checksums: Role → checksums of its written files.
     """
 
     writer: CheckpointWriter
@@ -60,7 +60,7 @@ class Saves:
     Args:
         groups: Launched groups by role.
         async_save: Continue training while files are written.
-        timeout: Seconds that ranks may take.
+        timeout: Maximum seconds to wait for the ranks.
     """
 
     def __init__(self, groups: Mapping[str, Any], async_save: bool, timeout: float) -> None:
@@ -73,11 +73,11 @@ class Saves:
         return None if self._current is None else self._current.writer.step
 
     def begin(self, writer: CheckpointWriter, files: Mapping[str, bytes | Path], meta: dict[str, Any]) -> None:
-        """Starts a save of the present step on all ranks; returns when training may continue.
+        """Starts to save the current step on all ranks; returns when training may continue.
 
         Args:
             writer: Writer of the checkpoint.
-            files: Further files, by name: their content, or a file to copy.
+            files: Name → content of a further file, or the path of a file to copy.
             meta: Entries of the manifest.
 
         Raises:
@@ -177,8 +177,8 @@ class Saves:
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
-    """Merges the reports of several ranks about their files. A checksum has precedence over None, which a rank reports for a
-    file that it has only seen.
+    """Merges the ranks' reports of file checksums. A checksum has precedence over None, which a rank reports for a file that
+    it has not written itself.
     """
     checksums: Checksums = {}
     for report in reports:
@@ -189,7 +189,7 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
 
 
 def _saves_in_background(group: Any) -> bool:
-    """Returns whether a group's ranks report checksums, and may write files later."""
+    """Returns whether a group's ranks report checksums, so that they may write files in the background."""
     from rlhpc.checkpoint.async_writer import (
         SavingWorker,  # needs torch, which a check of the configuration does without
     )
@@ -199,7 +199,7 @@ def _saves_in_background(group: Any) -> bool:
 
 #: Metric that replaces all others of an evaluation whose returns were not finite.
 NONFINITE = "eval/nonfinite"
-#: Stop reason of a run that no longer improved.
+#: Stop reason of a run that ended by `runner.patience`.
 PATIENCE = "patience"
 
 
@@ -213,7 +213,7 @@ class BestCheckpoint:
     Attributes:
         step: The step with the best value; None before the first evaluation.
         value: That value.
-        waited: Evaluations since then without an improvement.
+        waited: Number of evaluations since the best one.
     """
 
     def __init__(self, metric: str | None, patience: int) -> None:
@@ -250,16 +250,16 @@ class BestCheckpoint:
             )
 
     def is_over(self) -> bool:
-        """Returns whether `runner.patience` evaluations in a row were not better."""
+        """Returns whether the last `runner.patience` evaluations brought no improvement."""
         return 0 < self.patience <= self.waited
 
     def reason(self) -> str:
-        """Returns why the run ends, in a sentence."""
+        """Returns the reason why the run ends, as a text."""
         best = "no value was finite" if self.step is None else f"the best is still {self.value:.6g} of step {self.step}"
         return f"{self.waited} evaluations in a row did not improve {self.metric} (runner.patience={self.patience}); {best}"
 
     def facts(self) -> dict[str, Any]:
-        """Returns the entries of status.json about the best checkpoint."""
+        """Returns the fields of status.json about the best checkpoint."""
         return (
             {} if self.step is None else {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
         )
@@ -281,7 +281,7 @@ class BestCheckpoint:
                 self.step, self.value = int(saved_best["step"]), float(saved_best["value"])
 
     def retained_steps(self, paths: RunPaths) -> list[int]:
-        """Returns the steps whose checkpoints are retained: the best one and, until that is complete, the previous best."""
+        """Returns the steps whose checkpoints are kept: the best one and, until that is complete, the previous best."""
         steps = [step for step in (self.step, self._previous_step) if step is not None]
         return steps[:1] if steps and is_complete(paths.checkpoint(steps[0])) else steps
 
@@ -308,7 +308,7 @@ class BestCheckpoint:
 
 
 def check_best(task_type: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
-    """Raises an error for a `runner.keep_best` that the run does not measure, and for a `runner.patience` without it.
+    """Checks that the run measures `runner.keep_best`, and that `runner.patience` is not set without it.
 
     Raises:
         ConfigError: Names the nearest metric.

@@ -31,19 +31,19 @@ _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
 
 
 def label_of(name: str) -> str:
-    """Returns a run's name without its seed: push-s3, push_seed3 and push3 have one label."""
+    """Returns a run's name without its seed: push-s3, push_seed3 and push3 have the label push."""
     return _SEED.sub("", name) or name
 
 
 def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
-    """Returns the runs with their labels: their own names or, where several names differ only in a number at the end and the
-    runs only in their seeds, the name without the number.
+    """Returns the runs with their labels. Runs whose names differ only in a number at the end, and whose configurations differ
+    only in their seeds, share the name without the number as label.
 
     Args:
         named: Runs, with the user's label, or None.
 
     Raises:
-        ConfigError: Runs with the same user's label differ in more than their seeds.
+        ConfigError: Runs with the same user-given label differ in more than their seeds.
     """
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
@@ -63,7 +63,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
 
 
 def _difference(runs: Sequence[RunPaths]) -> str:
-    """Returns the first key other than the seed in which runs differ; "" if they differ in no other key."""
+    """Returns the first key other than the seed in which runs differ; "" if there is none."""
     try:
         first_config, *other_configs = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
     except (OSError, ValueError, RlhpcError):
@@ -78,7 +78,7 @@ def _difference(runs: Sequence[RunPaths]) -> str:
 
 
 def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[RunMetrics]]:
-    """Returns the runs by label, in the order of the argument.
+    """Returns the metrics of the runs by label, in the order of `named`.
 
     Raises:
         RlhpcError: A run has no metrics.
@@ -114,7 +114,7 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
 def _chart(
     groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
 ) -> str:
-    """Draws one metric of all groups against one axis; returns "" if no run has it."""
+    """Draws one metric of all groups over one x axis; returns "" if no run has it."""
     x_metric, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
@@ -139,7 +139,7 @@ def _chart(
 
 
 def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """Draws every metric that was logged, each against environment steps (or global steps) and against wall time."""
+    """Draws each logged comparison metric, over environment steps (or global steps) and over wall time."""
     runs = [run for group in groups.values() for run in group]
     steps = all(series(run.rows, "rollout/env_steps")[0] for run in runs)
     unit, length = time_unit(max(max(series(run.rows, "time/wall_s")[1], default=0.0) for run in runs))
@@ -156,7 +156,7 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
 
 
 def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
-    """Returns a table of the final results of each label, over its seeds: wall time, and the headline numbers of their task
+    """Returns an HTML table of the final results of each label over its seeds: wall time, and the headline metrics of the task
     types.
     """
     results_by_group = [
@@ -192,9 +192,9 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     """Writes the comparison page.
 
     Args:
-        named: Label and run; runs of one label are seeds of one configuration.
+        named: Pairs of label and run; runs with the same label are seeds of one configuration.
         output: The HTML file.
-        suite: Evaluation suite that is compared; None for the suite that judges all of the runs, or `default`.
+        suite: Evaluation suite to compare; None for the judging suite that all runs have in common, else `default`.
 
     Raises:
         RlhpcError: A run has nothing to show, or the page cannot be written.
@@ -219,8 +219,8 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
 
 
 def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """Returns sections with statistics over seeds, one for each evaluation metric that all runs have; none if each label has
-    a single run.
+    """Returns HTML sections with statistics over seeds, one for each evaluation metric that all runs have; empty if each label
+    has a single run.
     """
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in task_type_of_run(run.paths).reporting.compared)
@@ -245,7 +245,7 @@ def render_curves(groups: Mapping[str, list[RunMetrics]], num_labels: int | None
 
     Args:
         groups: The runs by label.
-        num_labels: Total number of labels, if these are the best of them.
+        num_labels: Total number of labels, if `groups` has only the best of them.
     """
     charts_html = charts(groups)
     if not charts_html:

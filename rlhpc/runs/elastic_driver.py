@@ -1,4 +1,4 @@
-"""Elastic ranks in the driver: it listens for joining ranks, records them, and manages their helper jobs."""
+"""Elastic ranks in the driver: the address for joining ranks, their attendance log, and their helper jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the end of a run waits for the last answer of Slurm.
+#: Seconds that the end of a run waits for Slurm's last answer.
 _ANSWER_TIMEOUT_S = 2.0
 #: Seconds that a leaving job may take before it is cancelled.
 _LEAVE_TIMEOUT_S = 60.0
@@ -48,10 +48,10 @@ class HelperJobs:
     Args:
         paths: The run.
         plan: Plan of the jobs.
-        max_useful: Number of ranks that can be used in addition to those that the run started with.
-        on_job_end: Called with the id of a job that has ended: none of its ranks can be alive.
+        max_useful: Maximum number of useful ranks besides those that the run started with.
+        on_job_end: Called with the id of an ended job, none of whose ranks can be alive.
         count_present: Returns the number of present ranks, by job id; 0 for jobs whose ranks have left.
-        faulty_jobs: Jobs of which a rank raised an error: their machine may be broken, and so may the next.
+        faulty_jobs: Ids of jobs in which a rank raised an error, perhaps because of a broken node.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HelperJobs:
         self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
 
     def start(self) -> None:
-        """Starts to manage the jobs; without Slurm it prints a note instead."""
+        """Starts the thread that manages the jobs; without Slurm, prints a note instead."""
         if shutil.which("sbatch") is None:
             note("cluster.elastic: there is no sbatch here, so no ranks join; the run goes on without")
             return
@@ -92,11 +92,11 @@ class HelperJobs:
             self._wait_share = (1 - _NEW_STEP_WEIGHT) * previous + _NEW_STEP_WEIGHT * wait_share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
-        """Stops to manage the jobs when the driver ends.
+        """Stops managing the jobs, at the end of the driver.
 
         Args:
-            again: Another driver continues the run: the helpers wait for it.
-            killed: Only Slurm knows whether another driver follows: running helpers find out, queued ones are cancelled.
+            again: True if another driver continues the run; the helpers wait for it.
+            killed: True if only Slurm knows whether another driver follows; only queued helpers are cancelled.
         """
         self._stopping.set()
         if self._thread.is_alive():
@@ -109,7 +109,7 @@ class HelperJobs:
 
     @property
     def jobs(self) -> list[HelperJobRecord]:
-        """All jobs that were ever submitted and are still recorded."""
+        """All recorded helper jobs, ended ones included."""
         return list(self._record.jobs.values())
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class HelperJobs:
                 self.update()
             except RlhpcError as error:
                 self._say(str(error).splitlines()[0])
-            except Exception as error:  # such as a full disk; no error here may end the run
+            except Exception as error:  # such as a full disk; an error here must not end the run
                 self._say(f"{type(error).__name__}: {error}")
                 log.debug("looking after the helpers", exc_info=True)
             self._stopping.wait(self.plan.look_s)
@@ -132,7 +132,7 @@ class HelperJobs:
             note(f"cluster.elastic: {text}")
 
     def update(self) -> None:
-        """Queries the queue and the run once, and applies the rule's decision."""
+        """Queries the job queue once, updates the records, and applies the rule's decision."""
         queue = jobs_named(self._name)
         if queue is None:
             self._say("Slurm does not answer; the run goes on with the ranks that there are")
@@ -227,8 +227,8 @@ class HelperJobs:
 
 
 def _max_joined(present: Mapping[str, int], job: str) -> int:
-    """Returns the largest number of ranks of a job that were present at the same time: at least one, if a rank left before it
-    was observed.
+    """Returns the number of a job's present ranks; at least 1 if a rank has joined, because it may have left since; 0 if none
+    has joined.
     """
     return max(1, present[job]) if job in present else 0
 
@@ -240,8 +240,8 @@ def requested_ranks(paths: RunPaths, group: str) -> int | None:
 
 
 def join_address(plans: Sequence[HelperPlan], cluster: Cluster) -> str | None:
-    """Returns the address to listen on for ranks on other hosts; None if no ranks can join, or if the run listens there
-    anyway.
+    """Returns the address to listen on for ranks of other hosts; None if no ranks can join, or if the run has remote nodes and
+    listens anyway.
     """
     if not plans or any(not node.is_local for node in cluster.nodes):
         return None
@@ -256,11 +256,11 @@ class Elastic:
     """Elastic ranks of one start of a run.
 
     Args:
-        plans: Plans of their jobs, from `helper_plans`.
+        plans: Plans of the helper jobs, from `helper_plans`.
         paths: The run.
-        max_useful: Maximum number of ranks that can be used in addition to those that the run started with, by group.
+        max_useful: Group → maximum number of useful ranks besides those that the run started with.
         session: The run's session.
-        attendance: Log of joining ranks, to which the session reports.
+        attendance: Log of joining and leaving ranks, written by the session.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Elastic:
         self._restarts = False
 
     def start(self) -> None:
-        """Starts to manage the jobs, just before the first step."""
+        """Starts managing the jobs; called just before the first step."""
         for helpers in self._helpers:
             helpers.start()
 
@@ -296,14 +296,14 @@ class Elastic:
             helpers.record_step(row)
 
     def failed(self, error: BaseException) -> None:
-        """Marks the start as failed; in a job it may be repeated."""
+        """Records a failure of this start, which its job repeats if the error is restartable."""
         self._restarts = (
             isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
         )
 
     def close(self, stop: StopRequest) -> None:
-        """Ends the helpers' jobs after the session. A job that was told to end may be requeued, which only Slurm knows:
-        `rlhpc cancel` ends the helpers' jobs itself.
+        """Ends the helper jobs after the session. If a signal ended this driver in a Slurm job, only queued helper jobs end,
+        because Slurm may requeue the job; `rlhpc cancel` ends helper jobs itself.
         """
         is_restarting = self._restarts or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:

@@ -47,14 +47,14 @@ _living: list[TrainingRun] = []
 
 
 def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
-    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect.
+    """Reads the configuration of a run that trains on this machine now, and warns of keys without effect.
 
     Args:
         config, overrides: See `load_config`.
         segment: Number of a segment; None for the complete run.
 
     Raises:
-        ConfigError: It is wrong, has no such segment, or needs more memory than available.
+        ConfigError: The configuration is invalid, has no such segment, or needs more memory than available.
     """
     cfg = load_config(config, overrides)
     if segment is not None and not 0 <= segment < cfg.runner.segments:
@@ -143,15 +143,15 @@ class TrainingRun:
             raise errors[0]
 
     def _remove_traces(self) -> None:
-        """Removes the files of a driver that has started nothing; keeps its message."""
+        """Removes the files of a driver that rejected the request; keeps its error message."""
         self._failure = first_failure(self._files.driver_err, self._offset)
-        if self.paths.config.exists():  # it has started: a full disk is a user's error, too
+        if self.paths.config.exists():  # the run has started; a full disk is a UserError, too
             return
         for path in (self._config, self._files.driver_out, self._files.driver_err):
             if path.parent in self._created_folders:
                 path.unlink(missing_ok=True)
         for folder in reversed(self._created_folders):
-            with contextlib.suppress(OSError):  # it has other files
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Completed steps, by the metrics."""
+        """Number of completed steps, from the metrics."""
         row = self._last_row()
         return int(row["step"]) if row else 0
 
@@ -199,7 +199,7 @@ class TrainingRun:
         return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
-        """Returns the newest row, read from the end of the file because it is needed twice a second."""
+        """Returns the newest row of metrics. Reads only the end of the file, because it is called twice a second."""
         rows = [] if self._is_old() else read_last_metrics(self.paths.metrics)
         return rows[-1] if rows else None
 
@@ -227,7 +227,7 @@ class TrainingRun:
 
         Raises:
             DriverRejected: The request cannot be carried out; nothing was trained.
-            DriverFailed: The run failed, with its first error; or it was ended from elsewhere.
+            DriverFailed: The run failed (the message has its first error), or another process ended it.
             DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -274,7 +274,7 @@ class TrainingRun:
         """Ends the run, which saves first; returns when it has ended. Has no effect on a run that has ended.
 
         Args:
-            grace_s: Seconds after which it is killed.
+            grace_s: Seconds to wait before the run is killed.
         """
         self._cancelled = self._cancelled or not self.done()
         self._signal(signal.SIGTERM)
@@ -308,7 +308,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Returns values that change when a file is replaced; None if the file does not exist."""
+    """Returns inode, modification time and size, which differ after a file is replaced; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -320,7 +320,7 @@ def _make_folders(folder: Path) -> list[Path]:
     """Creates a folder and its parents; returns the created ones, outermost first.
 
     Raises:
-        ConfigError: It cannot be created.
+        ConfigError: The folder cannot be created.
     """
     missing_folders = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     try:

@@ -110,7 +110,7 @@ def _chip(text: str, color: int) -> str:
     return f'<span class="chip" style="background:var(--c{color})">{escape(text)}</span>'
 
 
-#: Maximum number of files with values of a wrong type that the page lists.
+#: Maximum number of listed files with values of a wrong type.
 _NAMED = 20
 
 
@@ -137,13 +137,13 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
-    """Writes the report of a run, finished or not; missing pieces are replaced by a note.
+    """Writes the report of a finished or unfinished run; a note replaces missing parts.
 
     A language model's report has a second page, samples.html, if evaluations have left samples.
 
     Args:
         paths: The run.
-        output: Write the page to this file, without references to other files (films, samples), for use in another folder.
+        output: File for a page without links to other files (films, samples), for use in another folder.
 
     Returns:
         The HTML file.
@@ -179,7 +179,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
 
 
 def _left_out(paths: RunPaths) -> str:
-    """Lists values that are not displayed because they have a wrong type."""
+    """Renders the list of values that are omitted because they have a wrong type."""
     lines = left_out(paths)
     if len(lines) > _NAMED:
         lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]
@@ -202,15 +202,15 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
     if not rows:
         return missing("No metrics yet.")
     phases = {name: sum(values) for name, values in phase_columns(rows).items()}
-    total = sum(phases.values())
+    total_s = sum(phases.values())
     table_rows: list[list[Cell]] = [
-        [name, duration(seconds), f"{seconds / len(rows):.4f}", f"{seconds / total:.1%}" if total else "–"]
+        [name, duration(seconds), f"{seconds / len(rows):.4f}", f"{seconds / total_s:.1%}" if total_s else "–"]
         for name, seconds in phases.items()
     ]
-    unit, length = time_unit(total)
-    head = ["phase", "total", "s per step", f"share of {total / length:.1f} {unit}"]
+    unit, length = time_unit(total_s)
+    header = ["phase", "total", "s per step", f"share of {total_s / length:.1f} {unit}"]
     return figures(charts) + (
-        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>' if table_rows else ""
+        f'<div class="scroll">{table(header, table_rows, text_columns={0})}</div>' if table_rows else ""
     )
 
 
@@ -224,23 +224,23 @@ def _checkpoints(
     table_rows: list[list[Cell]] = []
     for step, path in checkpoints:
         faults = verify(path, checksums=False)
-        count, total = _contents(path)
+        num_files, num_bytes = _contents(path)
         train_metric = by_step.get(step, {}).get(metric)
         table_rows.append(
             [
                 path.name,
                 "complete" if not faults else f"faulty: {faults[0]}",
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
-                count,
-                format_bytes(total),
+                num_files,
+                format_bytes(num_bytes),
                 decimals(train_metric) if isinstance(train_metric, (int, float)) else "–",
                 evaluated.get(step, "–"),
             ]
         )
-    head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
+    header = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
     best = best_words(read_json_file(paths.driver_state) or {})
     best_note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
-    return f'<div class="scroll">{table(head, table_rows, text_columns={0, 1, 2})}</div>{best_note}'
+    return f'<div class="scroll">{table(header, table_rows, text_columns={0, 1, 2})}</div>{best_note}'
 
 
 def _contents(checkpoint: Path) -> tuple[int, int]:

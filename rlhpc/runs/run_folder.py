@@ -30,7 +30,7 @@ _STATUS_EVERY_S = 2.0
 
 
 def note(text: str) -> None:
-    """Prints a note to the terminal that is not an error."""
+    """Prints a note for the user that is not an error."""
     tell(f"rlhpc: {text}")
 
 
@@ -39,12 +39,12 @@ class RunFolder:
     """Run folder of one start of a run.
 
     Attributes:
-        paths: Names of its files.
+        paths: Paths of the run's files.
         segment: Number of the segment that this start trains; None for the complete run.
         end_step: Step at which this start ends.
         total: Steps of the complete run.
-        resume: Checkpoint that it continues from.
-        foreign: True if that is another run's checkpoint.
+        resume: Checkpoint to continue from.
+        foreign: True if the checkpoint belongs to another run.
         marks: Unix times at which stages of the start were reached.
     """
 
@@ -65,12 +65,12 @@ class RunFolder:
         Args:
             cfg: The configuration.
             segment: Number of a segment, below `runner.segments`; None for the complete run.
-            resume_with: Continue the run even if its configuration has changed.
+            resume_with: Continue the run even if its training configuration has changed.
 
         Raises:
             ConfigError: The folder has checkpoints and `runner.resume_dir` is not set, or they are of another configuration,
                 or the segment does not exist.
-            OwnershipError: The folder, or one in it that others must not see, is another user's or open to others.
+            OwnershipError: The folder or a private folder in it belongs to another user, or is accessible to others.
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
@@ -173,8 +173,8 @@ class RunFolder:
 def resolve_resume(
     cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False
 ) -> tuple[str | None, list[Path]]:
-    """Determines the checkpoint from which a run resumes. Raises an error for another user's folder, and for existing
-    checkpoints without `runner.resume_dir`. Reads no checkpoint.
+    """Determines the checkpoint from which a run resumes, and checks the ownership of the run folder and the configuration of
+    the started run. Reads no checkpoint.
 
     Args:
         cfg, segment, resume_with: See `RunFolder.plan`.
@@ -198,7 +198,7 @@ def resolve_resume(
     resume_from = cfg.runner.resume_dir
     complete_checkpoints = [path for _, path in paths.complete_steps()]
     if segment is not None and (resume_from is None or complete_checkpoints):
-        resume_from = "auto"  # a restarted segment continues from where it was
+        resume_from = "auto"  # a restarted segment continues from its newest checkpoint
     if resume_from is None and complete_checkpoints:
         raise ConfigError(
             f"{paths.root} has checkpoints already (newest: {complete_checkpoints[-1].name}). To continue them pass "
@@ -214,7 +214,7 @@ def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
 
 
 def keep_traceback(folder: RunFolder, error: BaseException) -> None:
-    """Writes the traceback of an unexpected error to the driver's log; a note on the error names the file."""
+    """Appends the traceback of an unexpected error to the driver's log, and adds a note to the error that names the file."""
     if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
         return
     path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"

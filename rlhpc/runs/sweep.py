@@ -36,9 +36,9 @@ class SweepRun:
 
     Attributes:
         point: Name and values of the run.
-        overrides: Overrides that turn the file's configuration into the run's, for `load_config` and every command.
+        overrides: Overrides that turn the file's configuration into that of the run, for `load_config` and every command.
         cfg: Configuration of the run.
-        prepares: Preparations that this run makes for itself and for runs that need the same: `sft`, `demos`.
+        prepares: Preparations (`sft`, `demos`) that this run makes, for itself and for other runs with the same ones.
     """
 
     point: Point
@@ -101,18 +101,18 @@ class Sweep:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | None = None) -> Sweep | None:
-    """Reads a sweep, and checks the configuration of each of its runs; writes nothing.
+    """Reads a sweep and checks the configuration of each run; writes nothing.
 
     Args:
         path: YAML file.
-        overrides: `key=value` for all of its runs; `sweep=…` and `sweep.seeds=…` change the sweep itself.
+        overrides: `key=value` for all runs; `sweep=…` and `sweep.seeds=…` change the sweep itself.
         site: As for `load_config`.
 
     Returns:
         The sweep; None if the file is the configuration of a single run.
 
     Raises:
-        ConfigError: The sweep, or one of its runs, is wrong; the message names the run with its values.
+        ConfigError: The sweep or a run is invalid; the message names the run and its values.
     """
     source = str(find_config(path))
     files = read_files(Path(source))
@@ -159,10 +159,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
-    """Raises an error for runs that have started with another configuration, before one of them is started.
+    """Checks, before a run is started, that no run of the sweep has started with another configuration.
 
     Raises:
-        ConfigError: Names the run, and the keys that differ.
+        ConfigError: A run has; the message names the keys that differ.
     """
     for run in sweep.runs:
         check_same_run(run.paths, run.cfg, resume_with=resume_with)
@@ -187,7 +187,7 @@ def _load(
 
 
 def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
-    """Returns file and configuration of the SFT run that precedes a run; None without one."""
+    """Returns the file and the configuration of the SFT run that precedes a run; None without an SFT run."""
     sft = task_type_of(cfg).offline.preparation(cfg).sft
     if sft is None:
         return None
@@ -201,7 +201,7 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
 
     Args:
         source: File of this run.
-        cfg: Its configuration.
+        cfg: Configuration of this run.
         first: Result of `sft_of`.
 
     Raises:
@@ -270,7 +270,7 @@ def _move_preparations(
 
 
 def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
-    """Yields overrides that replace a folder or file, or paths below it, by another."""
+    """Yields overrides that replace a path, and the paths below it, by another in all keys."""
     old_path = os.path.abspath(old)
     new_path = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
     for key, value in leaves(plain(cfg)):
@@ -292,8 +292,8 @@ def _recording(cfg: RunConfig) -> Any:
 
 
 def recording_key(cfg: RunConfig) -> str:
-    """Returns the fingerprint of the demonstrations that runs of a sweep share; the seed is that of the run that records
-    them.
+    """Returns the fingerprint of an expert's recorded demonstrations, by which runs of a sweep share them; it excludes the
+    seed.
     """
     return digest(_recording(cfg))
 
@@ -304,7 +304,7 @@ def _share_preparations(
     """Yields the runs; assigns each shared preparation to the first run that needs it.
 
     Raises:
-        ConfigError: Two runs name one folder or file for preparations that differ.
+        ConfigError: Two runs name the same folder or file for different preparations.
     """
     makers_by_path: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:

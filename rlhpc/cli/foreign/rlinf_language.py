@@ -34,7 +34,7 @@ def _clip(side: str) -> Rule:
 
 
 def _dtype(key: str, fallback: str) -> Rule:
-    """Returns a rule for a precision; `fallback` replaces float16, which needs a loss scale that rlhpc does not have."""
+    """Returns a rule for a dtype; `fallback` replaces float16, which needs loss scaling that rlhpc does not have."""
 
     def rule(read: Reading) -> Any:
         name = DTYPES.get(str(read(key, "bf16")).lower().removesuffix("-mixed"), "bfloat16")
@@ -47,7 +47,7 @@ def _dtype(key: str, fallback: str) -> Rule:
 
 
 def _engine_dtype(read: Reading) -> Any:
-    """Returns the engine's precision, if it differs from the actor's."""
+    """Returns the engine's dtype, or UNSET if it equals the actor's."""
     is_actor_dtype = read("rollout.model.precision") in (None, read.leaves.get("actor.model.precision"))
     return UNSET if is_actor_dtype else _dtype("rollout.model.precision", "float16")(read)
 
@@ -124,12 +124,12 @@ def _advantage(read: Reading) -> Any:
 
 def _language_normalization(read: Reading) -> str:
     if read("algorithm.adv_type") == "reinpp":
-        return "none"  # the estimator does
+        return "none"  # the estimator normalizes
     return "batch" if read("algorithm.normalize_advantages", False) else "none"
 
 
 def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
-    """Returns a rule for the key that the group's trainer in RLinf reads."""
+    """Returns a rule that reads the key of the group's trainer in RLinf: Megatron or FSDP."""
     megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
 
     def rule(read: Reading) -> Any:
@@ -160,7 +160,7 @@ def _schedule(group: str) -> Rule:
 
 def _warmup(group: str) -> Rule:
     steps = _by_trainer(group, "lr_sched.lr_warmup_iters", "optim.lr_warmup_steps")
-    return lambda read: max(0, int(steps(read) or 0))  # a negative number is none
+    return lambda read: max(0, int(steps(read) or 0))  # a negative number means no warm-up
 
 
 def _offloaded(read: Reading) -> Any:
@@ -186,7 +186,7 @@ def _optimizer(group: str) -> Rule:
 
 
 def _trained(group: str) -> Rows:
-    """Returns the rows of a trained group."""
+    """Returns the rows of a group that is trained: `actor` or `critic`."""
     return [
         (f"{group}.training_backend", _trainer(group)),
         (f"{group}.max_tokens_per_micro_batch", _pass_tokens),
