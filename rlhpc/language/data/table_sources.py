@@ -334,7 +334,7 @@ class _ColumnProblems:
 
     @property
     def sparse(self) -> bool:
-        """Whether null can mean a missing key (`_Table.sparse`)."""
+        """True if null can mean a missing key (`_Table.sparse`)."""
         return self._table.sparse
 
     def place(self, index: int) -> str:

@@ -78,7 +78,7 @@ class Model:
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Samples and returns the model's next message.
+        """Returns the next message that the model samples.
 
         Args:
             messages: Conversation so far.
