@@ -181,15 +181,17 @@ def messages() -> list[str]:
     errors = _error_classes()
     found = set[str]()
     for path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
             if name in errors or name in _MESSAGE_CALLS:
                 arguments = [*node.args, *(word.value for word in node.keywords)]
                 if name == "check_rules":  # a table of rules, each with its message
-                    rules = [rule for table in node.args for rule in ast.walk(table) if isinstance(rule, ast.Tuple)]
-                    arguments = [element for rule in rules for element in rule.elts]
+                    arguments = [
+                        element for rule in ast.walk(tree) if isinstance(rule, ast.Tuple) for element in rule.elts
+                    ]
                 texts = map(_template, arguments)
                 found |= {text.replace("\n", "\\n") for text in texts if re.search(r"[a-z]{3}.* ", text)}
     return sorted(found)

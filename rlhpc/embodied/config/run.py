@@ -145,7 +145,7 @@ class SacOptimConfig(OptimConfig):
     """The optimizer."""
 
     adam_eps: float = 1.0e-8
-    """Term added to Adam's denominator for numerical stability."""
+    """Added to the denominator, for numerical stability."""
     clip_grad: float | None = None
     """Maximum gradient norm; null does not clip."""
     value_lr: Annotated[float | None, RATE] = None
@@ -222,11 +222,11 @@ class PpoAlgorithmConfig:
     normalize_advantages: Annotated[str, Choices("auto", "minibatch", "batch", "none")] = "auto"
     """`minibatch`, `batch` or `none`, always over all ranks; `auto` is minibatch."""
     clip_ratio_low: Annotated[float, PART] = 0.2
-    """PPO's ε for ratios below 1."""
+    """ε of PPO's lower clip bound 1 − ε."""
     clip_ratio_high: Annotated[float, NOT_NEGATIVE] = 0.2
-    """PPO's ε for ratios above 1."""
+    """ε of PPO's upper clip bound 1 + ε."""
     clip_ratio_c: Annotated[float | None, Range(1, above=True)] = None
-    """Dual clip's c (> 1); null is off."""
+    """c of dual-clip PPO (> 1); null turns it off."""
     value_clip: Annotated[float | None, POSITIVE] = None
     """Clip range of the value loss; null is off."""
     value_coef: Annotated[float, NOT_NEGATIVE] = 0.5

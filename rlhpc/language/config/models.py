@@ -20,7 +20,7 @@ class PretrainedConfig:
     attn_implementation: Annotated[str, ATTENTION] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
-    """Whether to run code that comes with the model."""
+    """Allows code from the model's folder to run."""
 
 
 @dataclass

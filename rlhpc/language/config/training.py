@@ -19,7 +19,7 @@ class LanguageOptimConfig(OptimConfig):
     name: str = "adamw"
     """`adam` or `adamw`."""
     lr: float = 1.0e-6
-    """Learning rate. The default suits training all weights of a pretrained model; adapters need ten times as much or more."""
+    """Learning rate. The default is for all weights of a pretrained model; adapters need ten times as much or more."""
     adam_eps: float = 1.0e-8
     """Added to the denominator, for numerical stability."""
     clip_grad: float | None = 1.0
@@ -78,7 +78,7 @@ class SftOptimConfig(LanguageOptimConfig):
     """The optimizer."""
 
     lr: float = 2.0e-5
-    """Learning rate. The default is for all weights of a pretrained model; adapters take ten times as much or more."""
+    """Learning rate. The default is for all weights of a pretrained model; adapters need ten times as much or more."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class DpoOptimConfig(SftOptimConfig):
     """The optimizer."""
 
     lr: float = 1.0e-6
-    """Learning rate. The default is for all weights of a pretrained model; adapters take ten times as much or more."""
+    """Learning rate. The default is for all weights of a pretrained model; adapters need ten times as much or more."""
 
 
 @dataclass

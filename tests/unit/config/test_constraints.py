@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,23 +132,3 @@ def test_in_a_file_the_file_is_named(key: str, number: float, tmp_path: Path) ->
 @pytest.mark.parametrize("key", [key for key, allowed in RANGES.items() if allowed.also])
 def test_the_number_of_its_own_meaning_is_allowed(key: str) -> None:
     assert RANGES[key].also is not None and RANGES[key].also[0] in RANGES[key]
-
-
-def test_an_interval_in_words() -> None:
-    said = {
-        Range(0): "it must not be negative", Range(0, above=True): "it must be greater than 0",
-        Range(0, 1): "it must lie between 0 and 1", Range(0, 1, below=True): "it must be at least 0 and below 1",
-        Range(0, 10, above=True): "it must be above 0 and at most 10", Range(1, above=True): "it must be above 1",
-        Range(1, also=(-1, "none")): "it must be at least 1, or -1 for none",
-    }  # fmt: skip
-    assert {allowed: allowed.rule() for allowed in said} == said
-    assert [allowed.short() for allowed in said] == [
-        "[0, ∞)",
-        "(0, ∞)",
-        "[0, 1]",
-        "[0, 1)",
-        "(0, 10]",
-        "(1, ∞)",
-        "[1, ∞) or -1 (null)",
-    ]
-    assert math.inf not in Range(0, 1) and 0 in Range(0) and 0 not in Range(0, above=True)

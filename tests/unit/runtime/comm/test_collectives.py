@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhpc.runtime.comm.collectives import Collectives, ServiceStore
 from rlhpc.runtime.comm.context import Context
@@ -32,7 +33,6 @@ def test_one_rank_needs_no_process_group() -> None:
     collectives = Collectives("group", 0, 1, None)
     assert collectives.process_group() is None and collectives.all_gather_object("a") == ["a"]
     collectives.barrier()
-    torch = pytest.importorskip("torch")
     assert collectives.all_reduce(torch.ones(2), "sum").tolist() == [1, 1]
 
 

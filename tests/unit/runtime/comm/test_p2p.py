@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import Context, install
@@ -93,6 +94,5 @@ def test_a_cleared_inbox_has_no_message(pair: tuple[Context, Context]) -> None:
 
 @pytest.mark.parametrize("received", [np.zeros(3, np.float32), np.zeros((2, 2), np.float32)])
 def test_a_tensor_of_another_shape_is_refused(received: np.ndarray) -> None:
-    torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="was sent"):
         p2p.copy_into(torch.zeros(2), torch.from_numpy(received))
