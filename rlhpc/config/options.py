@@ -63,7 +63,8 @@ def check_options(
         fail: Makes the error, if its message is to say where the key stands.
 
     Returns:
-        The options by today's names, without OmegaConf's types.
+        The options by today's names, without OmegaConf's types; words with `Choices` in lower case, as their case does not
+        matter.
 
     Raises:
         ConfigError: An option is unknown, missing, of another type or out of range.
@@ -89,6 +90,10 @@ def check_options(
             rule = f"{meant(name, public_names)}{component} has no such option; {allowed}"
         if rule:
             raise fail(f"{key}.{name}", rule) if fail else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}")
+        if name in annotations and any(
+            isinstance(rule, Choices) for rule in getattr(annotations[name], "__metadata__", ())
+        ):
+            options[name] = _lower(value)
     for parameter in parameters:
         if parameter.name not in options and parameter.default is parameter.empty:
             raise ConfigError(f"{key}.{parameter.name} is not set; {component} needs it; {allowed}")
@@ -138,9 +143,20 @@ def _broken_rule(value: Any, annotation: Any) -> str:
         for rule in metadata:
             if isinstance(rule, Range) and number is not None and not (math.isfinite(number) and number in rule):
                 return rule.rule()
-            if isinstance(rule, Choices) and number is not None and number not in rule:
-                return f"{meant(number, rule)}allowed: {', '.join(rule)}"
+            if isinstance(rule, Choices) and number is not None and _lower(number) not in rule:
+                return f"{meant(_lower(number), rule)}allowed: {', '.join(rule)}"
     return ""
+
+
+def _lower(value: Any) -> Any:
+    """Returns a word, or the words of a list, in lower case; other values unchanged."""
+    return (
+        [_lower(item) for item in value]
+        if isinstance(value, list)
+        else value.lower()
+        if isinstance(value, str)
+        else value
+    )
 
 
 def _words_of(kind: Any) -> str:

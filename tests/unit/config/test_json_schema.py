@@ -228,6 +228,8 @@ def options_refused(kind: TaskType[Any], document: dict[str, Any]) -> tuple[bool
 def test_options_of_components(kind: TaskType[Any], key: ConfigKey, name: str, option: ConfigKey) -> None:
     accepted = options_document(key, name, {option.path: option.default})
     assert options_refused(kind, accepted) == (False, False)
+    for choice in option.choices:
+        assert options_refused(kind, options_document(key, name, {option.path: choice.upper()})) == (False, False)
     wrong: dict[str, Any]
     for wrong in ({option.path: [{}]}, {f"{option.path}_": option.default}):
         assert options_refused(kind, options_document(key, name, wrong)) == (True, True), wrong

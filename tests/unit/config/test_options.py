@@ -97,6 +97,13 @@ def test_other_options_are_refused(
     assert "\n" not in str(raised.value)
 
 
+def test_the_case_of_a_choice_does_not_matter() -> None:
+    """As in sections: the component gets the word in lower case, and other texts as they are."""
+    assert read_options(FlowOptions, {"encoder": "ResNet", "names": ["A"]}, "k", "the flow") == FlowOptions(
+        encoder="resnet", names=["A"]
+    )
+
+
 def test_options_become_the_dataclass() -> None:
     options = read_options(FlowOptions, OmegaConf.create({"digits": [1, 2]}), "k", "the flow")
     assert options == FlowOptions(digits=[1, 2]) and type(options.digits) is list
