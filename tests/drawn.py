@@ -6,6 +6,8 @@ are everything. pytest says which part it took, and with `make test-all SEED=…
 There are two such things. Cases by the hundred are drawn by the test that has them (`drawn`, marked so, RLHPC_TESTS_PART).
 Long tests are marked `long`: `make test` takes a part of them (RLHPC_TESTS_LONG); who names tests takes
 all. What a file's tests share, such as a run, is paid for once where they are drawn together: `long(together=True)`.
+
+`python -m tests.drawn k/n FOLDER...` prints the part k/n of the folders' test files.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -139,3 +142,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if names and reporter and not hasattr(config, "workerinput"):
         reporter.write_line(omitted_line(names))
+
+
+def main(words: Sequence[str]) -> None:
+    os.environ[PART], *folders = words
+    files = (str(path) for folder in folders for path in Path(folder).rglob("test_*.py"))
+    print(*drawn("files", files))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

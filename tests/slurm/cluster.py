@@ -323,20 +323,26 @@ class SlurmCluster:
             poll_s=0.1,
         )
 
-    def repair_nodes(self) -> list[str]:
-        """Takes nodes back that are down or drained although they answer; each with what Slurm has against it."""
+    def given_up_nodes(self) -> list[str]:
+        """Rows of the nodes that Slurm holds down or drained: name, state, what it has against the node."""
         rows = self.run("sinfo", "--noheader", "--Node", "--partition", "all", "--format", "%N %T %E").splitlines()
-        bad = [row for row in rows if row.split()[1].startswith(("down", "drain"))]
-        for row in bad:
-            self.take_back(row.split()[0], is_down="down" in row.split()[1])
-        if bad:
-            self.wait_for_nodes()
-        return bad
+        return [row for row in rows if row.split()[1].startswith(("down", "drain"))]
 
-    def take_back(self, node: str, *, is_down: bool = False) -> None:
-        """Ends whatever Slurm waits for on a node: a node that it waits for cannot be resumed unless it is down."""
-        if not is_down:
-            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=repair")
+    def repair_nodes(self) -> list[str]:
+        """Takes the given-up nodes back, and returns their rows."""
+        rows = self.given_up_nodes()
+        for row in rows:
+            self.take_back(row.split()[0])
+        if rows:
+            self.wait_for_nodes()
+        return rows
+
+    def take_back(self, node: str) -> None:
+        """Ends whatever Slurm waits for on a node.
+
+        A node that Slurm waits for cannot be resumed unless it is down, and one that was down may have registered since.
+        """
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=repair")
         self.run("scontrol", "update", f"nodename={node}", "state=resume")
 
     def running_on(self, node: str) -> list[str]:

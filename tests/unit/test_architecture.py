@@ -193,7 +193,7 @@ FOREIGN_PARTS = {
         {"self._stream.height", "self._stream.width", "self._stream.pix_fmt"}, "PyAV: how a video stream gets its format"
     ),
     "rlhpc/embodied/envs/gymnasium_env.py": (
-        {"env.unwrapped.spec.max_episode_steps", "random.bit_generator.state"},
+        {"env.unwrapped.spec.max_episode_steps", "generator.bit_generator.state"},
         "Gymnasium reads its limit there; NumPy restores a generator's state so",
     ),
     "rlhpc/embodied/envs/maniskill_physx.py": ({"body.entity.pose"}, "SAPIEN: how a body is moved"),
@@ -202,7 +202,7 @@ FOREIGN_PARTS = {
     ),
     "rlhpc/embodied/models/lerobot/openpi.py": ({"model.model.__class__"}, "adapter of LeRobot"),
     "rlhpc/embodied/models/lerobot/policies.py": (
-        {"both.paligemma.language_model.config._attn_implementation"}, "transformers chooses the attention of a part so"
+        {"paligemma_with_expert.paligemma.language_model.config._attn_implementation"}, "transformers chooses the attention of a part so"
     ),
     "rlhpc/embodied/models/openvla.py": ({"vlm.config.norm_stats"}, "transformers: a key of OpenVLA's configuration"),
     "rlhpc/embodied/models/prismatic.py": (

@@ -293,7 +293,7 @@ WRONG = {
     ),
     "no held-out rows": (["data.holdout.path=null"], "the loss needs held-out rows"),
     "rows that ranks cannot share": (["data.prompts_per_step=3", TWO_RANKS], "data.prompts_per_step(3)"),
-    "a group that it has not": (["cluster.component_placement={actor: 0, rollout: 0}"], "rollout"),
+    "a group that it has not": (["cluster.component_placement={actor: 0, env: 0}"], "env"),
     "labels": (["data.train.label_key=label"], "is for a task type that this one (dpo) is not: reward_model"),
 }
 
