@@ -1,4 +1,4 @@
-"""Weight sync: new weights from the actor to the workers that act. It imports no torch."""
+"""Weight sync: transfer of new weights from the actor to the workers that act. Importing the package imports no torch."""
 
 from rlhpc.weights.base import Update, WeightSync, frozen_names, make_sync, register_sync, sends_shards
 

@@ -40,9 +40,9 @@ class Update:
 
     Attributes:
         version: Version of the weights.
-        complete: True if it contains all tensors. Otherwise it contains the tensors that changed; all others stay as they are.
+        complete: True if the update contains all tensors. Otherwise it contains only the tensors that changed.
         tensors: Iterator, to be consumed once and to the end. Tensors may be views of shared memory, which stays mapped while
-            a view exists. They are read-only, except for the Elements of a later version.
+            a view exists. Receivers must not write to them; the strategy may apply `Elements` of a later version in place.
         receipt: Returns the digests of the version after the tensors have been iterated to the end; None if the strategy has
             no digests.
         proven: True if the strategy itself compares the received tensors with those sent, and raises if they differ. Then only
@@ -57,10 +57,11 @@ class Update:
 
 
 class WeightSync(Protocol):
-    """One end of a weight channel: the sender calls `send`, each receiver `receive`, once per version and in the same order.
+    """One end of a weight channel. The sender calls `send` and each receiver calls `receive`, once per version and in the same
+    order.
 
-    A strategy is a class or function that each end calls with `(worker, src, receivers, delta, complete_updates)`, the
-    arguments of `make_sync`; it returns that end.
+    A strategy is a class or function that builds an end from `(worker, src, receivers, delta, complete_updates)`, which are
+    the arguments of `make_sync`.
     """
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
@@ -68,18 +69,19 @@ class WeightSync(Protocol):
 
         Args:
             version: Version of the weights.
-            tensors: Names and tensors, to be iterated once and to the end: in a sharded model, all ranks gather each one.
+            tensors: Names and tensors, to be iterated once and to the end, because all ranks of a sharded model gather each
+                tensor.
             frozen: Names of tensors that never change, so that sending them once is enough. Unless `delta` is `off`,
                 the caller may leave them out after the first version, until it calls `forget`.
         """
 
     def receive(self) -> Update:
-        """Waits for the next version. The receiver applies it while iterating its tensors, between two forward passes, so no
-        worker acts with a partial version.
+        """Waits for the next version and returns it. The receiver applies the tensors while it iterates over them, between two
+        forward passes, so that no worker acts with a partial version.
         """
 
     def forget(self) -> None:
-        """Forgets what was sent or received so far, so that nothing builds upon it: the next version is complete."""
+        """Discards the record of earlier versions, so that the next version is complete."""
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:

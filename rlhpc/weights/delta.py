@@ -72,21 +72,21 @@ class Shadow:
             self._last_sent[name] = tensor.clone()
             return tensor
         new_bits, old_bits = _bits(tensor), _bits(previous)
-        index_chunks, count = [], 0
+        index_chunks, num_changed = [], 0
         for start in range(0, new_bits.size, _CHUNK):
-            different = np.flatnonzero(new_bits[start : start + _CHUNK] != old_bits[start : start + _CHUNK])
-            index_chunks.append(different + start)
-            count += different.size
-            if count > new_bits.size * _MAX_CHANGED_FRACTION:
+            changed_index = np.flatnonzero(new_bits[start : start + _CHUNK] != old_bits[start : start + _CHUNK])
+            index_chunks.append(changed_index + start)
+            num_changed += changed_index.size
+            if num_changed > new_bits.size * _MAX_CHANGED_FRACTION:
                 previous.copy_(tensor)
                 return tensor
-        if not count:
+        if not num_changed:
             return None
         index = np.concatenate(index_chunks)
         old_bits[index] = changed_bits = new_bits[index]
         index_dtype = np.int32 if new_bits.size <= np.iinfo(np.int32).max else np.int64
-        changed = torch.from_numpy(changed_bits).view(tensor.dtype)
-        return Elements(tensor.shape, torch.from_numpy(index.astype(index_dtype)), changed)
+        changed_values = torch.from_numpy(changed_bits).view(tensor.dtype)
+        return Elements(tensor.shape, torch.from_numpy(index.astype(index_dtype)), changed_values)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Process group of weight senders and receivers.
 
-It is separate from torch's default group, which an engine or a trainer uses for its own communication. Its ranks meet in a
-store over the run's own sockets. If a rank is lost or aborts an update, the group ends for all ranks: the other ranks abort
+The group is separate from torch's default group, which an engine or a trainer uses for other communication. Its ranks meet in
+a store over the run's sockets. If a rank is lost or aborts an update, the group ends for all ranks: the other ranks abort
 it at once, because a communicator with a dead peer waits forever, and get the missing weights by another transport.
 """
 
@@ -48,7 +48,7 @@ class GroupLost(ChannelError):
 
 
 def group_ranks(members: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
-    """Returns the ranks of each group."""
+    """Returns each group with its ranks, from (group, rank) pairs."""
     ranks_by_group: dict[str, list[int]] = {}
     for group, rank in members:
         ranks_by_group.setdefault(group, []).append(rank)
@@ -56,11 +56,11 @@ def group_ranks(members: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
 
 
 class Presence:
-    """Liveness of a set of ranks: whether each one is still the process that it was when this object was created.
+    """Liveness of a set of ranks: whether each rank is still the same process as when this object was created.
 
     Args:
         members: Groups and ranks.
-        local_member: The member that this process is.
+        local_member: Address of this process.
     """
 
     def __init__(self, members: tuple[RankAddress, ...], local_member: RankAddress) -> None:
@@ -97,12 +97,12 @@ class Presence:
 
 
 class WeightProcessGroup:
-    """This process's end of the group.
+    """This process's end of a process group of weight senders and receivers.
 
     Args:
         kind: `nccl` or `gloo`.
-        members: Groups and ranks; the first holds the store.
-        local_member: The member that this process is.
+        members: Groups and ranks; the first member holds the store.
+        local_member: Address of this process.
         name: Name that the first member chose.
     """
 
@@ -116,7 +116,7 @@ class WeightProcessGroup:
         self._buffers: list[torch.Tensor] = []
 
     def memory(self, size: int) -> torch.Tensor:
-        """Allocates memory for a bucket, uint8."""
+        """Returns new memory for a bucket, `[size]` uint8."""
         device = current_device() if self.kind == "nccl" else None
         return torch.empty(size, dtype=torch.uint8) if device is None else device.empty(size)
 
@@ -128,13 +128,13 @@ class WeightProcessGroup:
         self._begin(lambda torch_group: [torch_group.broadcast([flat], options)], [flat], peers)
 
     def confirm(self) -> None:
-        """Starts an all-reduce that completes when all ranks have the data before it. A rank that forwards data may be lost
-        after the first rank has sent it.
+        """Starts an all-reduce that completes when all ranks have the data sent before it. The sender needs this, because a
+        rank that forwards data may be lost after the sender has sent the data.
         """
         self._begin(lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers)
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Starts to send to some ranks and to receive from others, all at the same time."""
+        """Starts sends to some ranks and receives from others, which run at the same time."""
 
         def begin(torch_group: Any) -> list[Any]:
             if self.kind == "nccl":
@@ -147,7 +147,7 @@ class WeightProcessGroup:
         self._begin(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
 
     def wait(self) -> None:
-        """Waits until the operations that were started are done.
+        """Waits until all started operations are done.
 
         Raises:
             DeadlineExceeded: A rank did not take part.
@@ -190,7 +190,7 @@ class WeightProcessGroup:
         return f"over/{self.name}"
 
     def _check_peers(self) -> None:
-        """Checks some of the peers.
+        """Checks the liveness of some peers, in rotation.
 
         Raises:
             GroupLost: A rank has ended, or has aborted.
@@ -201,7 +201,7 @@ class WeightProcessGroup:
             raise self._group_lost([], f"{p2p.poll(self._key)} has given it up", notified=True)
 
     def _group_lost(self, ranks: Sequence[int], reason: str, *, notified: bool = False) -> GroupLost:
-        """Ends the group and returns the error to raise; notifies the other ranks unless they have been `notified`."""
+        """Ends the group and returns the error to raise. Notifies the other ranks unless `notified` is set."""
         self.end(notify=not notified)
         lost_names = self._presence.names(ranks) or "others"
         alternatives = ", or one of these," if len(ranks) > 1 else ""
@@ -243,12 +243,12 @@ class WeightProcessGroup:
     def _form(self) -> Any:
         if self._torch_group is None:
             context, size = current(), len(self.members)
-            limit = min(context.wait_deadline, 1800)
-            store = ServiceStore(context, self.members[0][0], self.name, limit, self.members[0][1])
+            timeout_s = min(context.wait_deadline, 1800)
+            store = ServiceStore(context, self.members[0][0], self.name, timeout_s, self.members[0][1])
             # Torch waits for all ranks without checking their liveness, so it is called when all are ready.
             store.set(f"at-it-{self._rank}", b"1")
             self._wait_for(functools.partial(_pending_ranks, store, [*self._presence.peers]))
-            timeout = datetime.timedelta(seconds=limit)
+            timeout = datetime.timedelta(seconds=timeout_s)
             if self.kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
@@ -278,7 +278,7 @@ class _Works:
 
 
 def _pending_ranks(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
-    """Returns the ranks that are not ready yet; waits a moment for the first of them."""
+    """Returns the ranks that are not ready yet. Waits at most `_CHECK_INTERVAL_S` for each rank, and removes ready ranks."""
     try:
         while pending_ranks:
             store.wait([f"at-it-{pending_ranks[0]}"], datetime.timedelta(seconds=_CHECK_INTERVAL_S))
@@ -289,8 +289,8 @@ def _pending_ranks(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
 
 
 def _as_future(works: Sequence[Any]) -> Future[None]:
-    """Returns a future of operations started with gloo, which reports completion of point-to-point operations only to a
-    waiter.
+    """Returns a future of operations started with gloo. A thread waits for them, because gloo reports the completion of
+    point-to-point operations only to a waiter.
     """
     future: Future[None] = Future()
 

@@ -21,7 +21,7 @@ from rlhpc.weights.verification import UpdateVerification
 Open = Callable[[WeightChunk, bool], Any]
 #: Skips a chunk of an aborted version, or one that was received before.
 Skip = Callable[[WeightChunk], None]
-#: Announcement, and the memory of its chunk.
+#: Announcement and the memory of its chunk.
 ReceivedChunk = tuple[Announcement, Any]
 
 
@@ -40,7 +40,7 @@ class Subscriber:
         self.forget()
 
     def forget(self) -> None:
-        """Declares that the receiver's tensors belong to no version: the next update is complete."""
+        """Marks the receiver's tensors as belonging to no version, so that the next update is complete."""
         self._stream, self._serial = "", -1
         self._retained.clear()
 
@@ -57,7 +57,7 @@ class Subscriber:
             next_announcement: Waits for the next announcement and returns it.
             read: Opens a chunk.
             prefetch: Prefetches chunks while an earlier one is in use.
-            skip: Skips a chunk; by default it is opened and released.
+            skip: Skips a chunk; by default the chunk is opened and released.
         """
         skip = skip or (lambda chunk: read(chunk, False))
         announcement = next_announcement()
@@ -128,7 +128,7 @@ def _iter_chunks(
 
 
 def _iter_entries(chunk: WeightChunk, memory: Any, retained: dict[str, torch.Tensor] | None) -> NamedUpdates:
-    """Yields the contents of a chunk or, given `retained`, stores those of a kept chunk there instead."""
+    """Yields the contents of a chunk. If `retained` is given, stores the contents of a retained chunk there instead."""
     if chunk.payload is not None:
         for name, tensor in zip(chunk.payload[1], memory, strict=True):
             if retained is not None:
@@ -148,7 +148,7 @@ def _iter_entries(chunk: WeightChunk, memory: Any, retained: dict[str, torch.Ten
 
 
 def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
-    """Yields the tensors and elements in a segment's memory, by its table."""
+    """Yields the names and contents (tensors or `Elements`) that a segment's table lists."""
     offset, size = table
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
     spans = spans_of(size for tensor_entry in entries for size in tensor_entry[3])
@@ -164,8 +164,8 @@ def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
 
 
 def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]) -> Iterator[torch.Tensor]:
-    """Yields a vector for each span of a memory. Splits once per dtype: a model has hundreds of small tensors, and acting
-    waits.
+    """Returns an iterator over the flat tensor of each span. The memory is split once per dtype, because one split per tensor
+    is slow for hundreds of small tensors.
     """
     vectors_by_dtype = {}
     for name in {*dtypes}:
@@ -180,7 +180,7 @@ def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]
 
 
 def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
-    """Receives the next version into these tensors, in place.
+    """Receives the next version and writes it into tensors, in place.
 
     Args:
         sync: The receiving end.
@@ -191,9 +191,9 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
         The version.
 
     Raises:
-        RlhpcError: The receiver's model is a different one; nothing was changed.
+        RlhpcError: The receiver's model does not have the sent names, shapes and dtypes; nothing was changed.
     """
-    target = UpdateTarget(named_tensors, adopt)  # while the sender is still writing
+    target = UpdateTarget(named_tensors, adopt)  # created while the sender is still writing
     update = sync.receive()
     try:
         target.apply(update)
@@ -208,8 +208,8 @@ class UpdateTarget:
 
     Args:
         named_tensors: The tensors to fill.
-        adopt: A module that is only read. Its parameters and buffers of these names, if they are on the CPU, become views of
-            the received memory instead of copies: no byte is copied, and all receivers on a host share the memory.
+        adopt: Module that is only read. Its parameters and buffers with these names become views of the received memory if
+            they are on the CPU. This avoids copies, and all receivers on a host share the memory.
     """
 
     def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
@@ -221,11 +221,11 @@ class UpdateTarget:
         """Applies an update; nothing is changed unless all names, shapes and dtypes agree.
 
         Raises:
-            RlhpcError: The receiver's model is a different one.
+            RlhpcError: The receiver's model does not have the sent names, shapes and dtypes.
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
         misfit, verification = None, UpdateVerification(update, digest_on_arrival=False)
-        for name, change in verification.tensors():  # as they arrive, while the sender is still writing
+        for name, change in verification.tensors():  # checked on arrival, while the sender is still writing
             target = self._tensors.get(name)
             if target is None or target.shape != change.shape or target.dtype != change.dtype:
                 misfit = misfit or name

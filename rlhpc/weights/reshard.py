@@ -78,9 +78,9 @@ class Shard:
     Attributes:
         name: The tensor's name in the model's files.
         shape: Shape of the full tensor.
-        dtype: Dtype in which it is sent.
+        dtype: Dtype in which the slice is sent.
         box: Ranges of the slice.
-        values: Returns the slice, of the box's shape, in its stored dtype.
+        values: Returns the values of the slice, in the box's shape and the stored dtype.
         frozen: Whether the slice never changes.
     """
 
@@ -238,8 +238,9 @@ class ShardSync:
         return values.to(shard.dtype) if values.is_floating_point() else values
 
     def _agree_on_plan(self, shards: Sequence[Shard]) -> ShardLayouts:
-        """Computes the transfer plans together with the other trainer ranks, and opens the streams. Only the first rank
-        receives the requests; it broadcasts the shard layouts, which are returned."""
+        """Computes the transfer plans with the other trainer ranks, opens the streams and returns the shard layouts. Only the
+        first rank receives the requests; it broadcasts the layouts.
+        """
         worker, first_rank = self._worker, self._src[1]
         reports = worker.all_gather_object(
             ([shard.metadata for shard in shards], EndpointDevice.of_process(current(), self._address))
@@ -262,7 +263,7 @@ class ShardSync:
             sender = WeightSender(worker, receivers, self._delta, chunk_bytes, SEVERAL)
             self._streams.append(
                 _SliceStream(
-                    sender, local_slices, [p for p in local_slices if layouts.is_retained(plans[request_index], p)]
+                    sender, local_slices, [s for s in local_slices if layouts.is_retained(plans[request_index], s)]
                 )
             )
         self._collective = layouts.open_collective(self._src[0], self._address)
@@ -313,8 +314,8 @@ class ShardSync:
         )
 
     def receive(self) -> Update:
-        """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, but only the requested slices of
-        it are filled.
+        """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, but only its requested
+        slices are filled.
         """
         header: Header = p2p.follow_broadcast(self._src, lambda: None)
         if header.layouts is not None:
@@ -340,7 +341,7 @@ class ShardSync:
         self._reader_groups = [layouts.readers(request_index, plan, _round_bytes())] if self._collective else []
 
     def _iter_tensors(self, version: int, new: bool) -> NamedUpdates:
-        """Yields full tensors, each as soon as all its slices have arrived."""
+        """Yields the name and the full tensor as soon as all slices of the tensor have arrived."""
         yielded_names = set[str]()
         if collective := None if new else self._collective:
             readers, dtypes = self._reader_groups[0], self._plan.dtypes
@@ -364,7 +365,7 @@ class ShardSync:
         """Yields the slices in `order`, each from the stream of the trainer rank that holds it.
 
         Raises:
-            RlhpcError: A stream has another version, lacks a slice or contains an unrequested one.
+            RlhpcError: A stream has another version, lacks a slice or contains an unrequested slice.
         """
         updates = {
             rank: self._sources[rank].receive() for rank in sorted({source_slice.source for source_slice in order})
@@ -386,7 +387,7 @@ class ShardSync:
     def _assemble(
         self, order: Sequence[SourceSlice], slices: Iterator[tuple[SourceSlice, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the names and tensors that the slices form, each as soon as all its slices have arrived."""
+        """Builds tensors from slices, and yields the name and the tensor as soon as all its slices have arrived."""
         num_missing, shapes = collections.Counter(source_slice.name for source_slice in order), self._plan.shapes
         tensors = dict[str, torch.Tensor]()
         for (name, box, *_), values in slices:
@@ -424,8 +425,8 @@ class ShardSync:
 def _next(
     stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], source_slice: SourceSlice
 ) -> torch.Tensor:
-    """Returns a slice from its stream. Slices that arrive before it are stored in `early`; only retained slices, which stay
-    mapped, may arrive early.
+    """Returns a slice from its stream. Stores slices that arrive earlier in `early`; only retained slices, which stay mapped,
+    may arrive earlier.
 
     Raises:
         RlhpcError: The stream ended without the slice.

@@ -41,20 +41,20 @@ from rlhpc.weights.verification import COST, WeightsDiffer, digests
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Seconds in which the receivers must be ready; otherwise the version takes another transport.
+#: Seconds within which all receivers must be ready; otherwise the version uses another transport.
 READY_S = 2.0
 _POLL_INTERVAL_S, _CHECK_INTERVAL_S = 0.001, 0.5
 _READY, _DONE = "ready", "done"
 
 
 class CollectiveReshard:
-    """This process's end of a collective reshard, for as long as the same ranks take part.
+    """This process's end of a collective reshard. It is used as long as the same ranks take part.
 
     Args:
         kind: `nccl` or `gloo`.
         members: The trainer's ranks, then the receivers.
         senders: Number of trainer ranks.
-        local_member: The member that this process is.
+        local_member: Address of this process.
         name: Name that all members share.
 
     Attributes:
@@ -78,7 +78,7 @@ class CollectiveReshard:
         self.succeeded = False
 
     def run(self, version: int, rounds: Callable[[WeightProcessGroup], Iterator[T]]) -> Iterator[T]:
-        """Yields the results of a version's rounds. Afterwards `succeeded` says whether all ranks have received it."""
+        """Runs a version's rounds and yields their results. Afterwards `succeeded` says whether all ranks have the version."""
         self.succeeded = False
         if not (name := self._agree_on_group(version)):
             return
@@ -145,7 +145,7 @@ class CollectiveReshard:
         return value
 
     def _collect_reports(self, topic: str, version: int, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
-        """Returns the values that ranks reported, by rank; without ranks that have ended or did not report in time."""
+        """Returns the value that each rank reported. Omits ranks that have ended or did not report in time."""
         reports, context, start = dict[int, Any](), current(), time.monotonic()
         next_check, missing = start, set[int]()
         while {*ranks} - reports.keys() - missing and (now := time.monotonic()) - start < timeout_s:
@@ -173,9 +173,9 @@ def send_rounds(
 
     Args:
         group: Group with the trainer's ranks first.
-        reader_groups: Readers of all receivers.
+        reader_groups: Groups of receivers with their rounds.
         rank: This rank.
-        values: Returns a slice's values, as they are sent.
+        values: Returns a slice's values in the dtype in which they are sent.
         version: Version of the weights.
     """
     for round_index in range(max((len(readers.rounds) for readers in reader_groups), default=0)):
@@ -193,11 +193,11 @@ def send_rounds(
 def receive_rounds(
     group: WeightProcessGroup, readers: SliceReaders, rank: int, dtypes: Mapping[str, str], version: int
 ) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
-    """Runs a version's rounds on a receiving rank and yields its slices, which are not written to afterwards.
+    """Runs a version's rounds on a receiving rank and yields its slices. Their memory is not reused afterwards.
 
     Args:
         group: See `send_rounds`.
-        readers: Readers that this rank belongs to.
+        readers: Group of receivers that this rank belongs to.
         rank: This rank's number in the group.
         dtypes: Dtypes of the tensors.
         version: Version of the weights.
@@ -231,7 +231,7 @@ def pack_round(
     version: int,
     memory: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Packs a trainer rank's slices of a round, with a digest of each; the arguments are those of `send_rounds`."""
+    """Packs a trainer rank's slices of a round, with a digest of each slice. See `send_rounds` for the arguments."""
     start, end = transfer_round.spans[rank]
     flat, named_tensors = memory(end - start), list[tuple[str, torch.Tensor]]()
     for source_slice, offset in transfer_round.slices_of(rank):
@@ -247,7 +247,7 @@ def pack_round(
 def unpack_round(
     transfer_round: TransferRound, flat: torch.Tensor, dtypes: Mapping[str, str], version: int
 ) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
-    """Yields the slices of a round, after verification (see `receive_rounds`)."""
+    """Verifies the slices of a round and yields them (see `receive_rounds`)."""
     tensors = [
         (
             source_slice,
@@ -275,7 +275,7 @@ def _digests(tensors: Sequence[tuple[str, torch.Tensor]], version: int) -> dict[
     return digests(tensors, version)
 
 
-#: Engine tensor → the boxes that a rank requests of it; None requests all tensors.
+#: Boxes that an engine rank requests of each tensor; None requests all tensors.
 RequestedSlices = Mapping[str, Sequence[Box]] | None
 
 
@@ -300,7 +300,7 @@ class ShardLayouts:
     name: str = ""
 
     def plans(self) -> list[TransferPlan]:
-        """Returns the plan for the receivers of each table; a rank that sends much to some gets less for the next."""
+        """Returns the transfer plan for each table of requested slices, with the work balanced over all plans."""
         plans, bytes_by_rank = list[TransferPlan](), Counter[int]()
         for table in self.requested:
             plans.append(plan_transfer(self.shards, table, bytes_by_rank))
@@ -312,7 +312,7 @@ class ShardLayouts:
         return self.delta == "elements" or (self.delta != "off" and source_slice.name in plan.frozen)
 
     def ordered_slices(self, plan: TransferPlan) -> list[SourceSlice]:
-        """Returns slices in the order in which receivers get them; retained slices come last."""
+        """Returns a plan's slices in the order in which receivers get them; retained slices come last."""
         return sorted(plan.slices, key=lambda source_slice: self.is_retained(plan, source_slice))
 
     def readers(self, index: int, plan: TransferPlan, max_bytes: int) -> SliceReaders:
@@ -335,7 +335,7 @@ class ShardLayouts:
         )
 
     def open_collective(self, trainer: str, local_member: RankAddress) -> CollectiveReshard | None:
-        """Returns a rank's end of the collective reshard; None if everything goes through the host."""
+        """Returns a rank's end of the collective reshard; None if the host transport is used."""
         if self.transport == HOST:
             return None
         senders = [(trainer, rank) for rank in range(len(self.shards))]
@@ -348,7 +348,7 @@ class Header:
 
     Attributes:
         version: Version of the weights.
-        layouts: New layouts, with which everything goes through the host once; None if the last ones still hold.
+        layouts: New layouts; None if they have not changed. The first version with new layouts uses the host transport.
     """
 
     version: int

@@ -39,7 +39,7 @@ class DeviceChunkWriter:
 
     Args:
         pool: Segment pool of this process.
-        copies: Asynchronous copies to host memory; the tensors must not change until the copies are complete.
+        copies: Asynchronous copies to host memory. The tensors must not change until the copies are complete.
     """
 
     def __init__(self, pool: SegmentPool, copies: SideCopies) -> None:
@@ -111,7 +111,7 @@ class ChunkWindow:
         self._started: set[int] = set()
 
     def record(self, path: str) -> None:
-        """Counts a chunk that has been written for all readers."""
+        """Counts a newly written chunk as unread by all readers."""
         if path in self._unread:  # all readers have read the previous chunk of this path
             self._unread.remove(path)
             self._started.update(range(len(self._readers)))
@@ -123,14 +123,14 @@ class ChunkWindow:
         Raises:
             DeadlineExceeded: The wait took too long; the message names the readers that did not read.
         """
-        started, pause = time.monotonic(), _SHORTEST_S
+        start, pause = time.monotonic(), _SHORTEST_S
         while lagging_readers := self._lagging_readers():
             self._check()
             replaced = {reader for reader in lagging_readers if not self._is_present(reader)}
             if replaced:
                 self._started -= replaced
                 continue
-            if time.monotonic() - started > self._deadline:
+            if time.monotonic() - start > self._deadline:
                 names = ", ".join(self._readers[reader] for reader in sorted(lagging_readers))
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
             time.sleep(pause)
@@ -143,13 +143,15 @@ class ChunkWindow:
 
     def _lagging_readers(self) -> set[int]:
         """Returns the numbers of the readers that have started and have the maximum number of unread chunks."""
-        awaited = {path: self._awaited(path) for path in self._unread}
-        self._unread = [path for path in self._unread if any(awaited[path])]
-        for states in awaited.values():
-            readers_started = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
-            self._started.update(readers_started)
-        counts = [sum(awaited[path][reader] for path in self._unread) for reader in range(len(self._readers))]
-        return {reader for reader in self._started if counts[reader] >= self._max_unread}
+        unread_by_path = {path: self._awaited(path) for path in self._unread}
+        self._unread = [path for path in self._unread if any(unread_by_path[path])]
+        for is_unread in unread_by_path.values():
+            started_readers = (reader for reader in range(len(self._readers)) if not (is_unread and is_unread[reader]))
+            self._started.update(started_readers)
+        num_unread = [
+            sum(unread_by_path[path][reader] for path in self._unread) for reader in range(len(self._readers))
+        ]
+        return {reader for reader in self._started if num_unread[reader] >= self._max_unread}
 
 
 #: Bytes of a chunk: large enough to make fixed costs per chunk negligible, small enough to keep two chunks in memory.
@@ -232,12 +234,12 @@ class _Bucket:
     def add(self, name: str, value: torch.Tensor | Elements) -> None:
         sizes: tuple[int, ...]
         if isinstance(value, Elements):
-            index, sizes = dtype_name(value.index.dtype), (value.index.nbytes, value.values.nbytes)
+            index_dtype, sizes = dtype_name(value.index.dtype), (value.index.nbytes, value.values.nbytes)
             self.tensors += [value.index, value.values]
         else:
-            index, sizes = "", (value.nbytes,)
+            index_dtype, sizes = "", (value.nbytes,)
             self.tensors.append(value)
-        self.entries.append((name, tuple(value.shape), dtype_name(value.dtype), sizes, index))
+        self.entries.append((name, tuple(value.shape), dtype_name(value.dtype), sizes, index_dtype))
         self.nbytes += sum(sizes)
 
 
@@ -291,8 +293,8 @@ class Publisher:
     def publish(
         self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: ChunkWindow | None = None
     ) -> Iterator[Announcement]:
-        """Writes one version and yields its announcements. Before the caller requests an announcement, all receivers must
-        have got the last but one.
+        """Writes one version and yields its announcements. When the caller requests announcement n, all receivers must have
+        received announcement n − 2.
 
         Args:
             version: Version of the weights.
@@ -301,7 +303,7 @@ class Publisher:
             frozen: Names of tensors that are not trained. In-place changes of these tensors are detected.
             window: Flow control; without it, writing never waits for readers.
         """
-        pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
+        pending: tuple[Announcement, Callable[[], None]] | None = None  # chunk whose writing has started
         try:
             announcements = self._announcements(version, tensors, frozen, window)
             for announcement, wait_written in itertools.chain(announcements, [(None, None)]):
@@ -323,7 +325,7 @@ class Publisher:
     def _announcements(
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
-        """Yields each announcement and a function that waits until its chunk is written; None if it already is."""
+        """Yields each announcement and a function that waits until its chunk is written; None if it is already written."""
         self._drop_replaced()
         log, sent_frozen = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
         sequence_number = 0
@@ -406,7 +408,7 @@ class Publisher:
     def _write(
         self, bucket: _Bucket, *, retain: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[WeightChunk, Callable[[], None] | None]:
-        """Writes a bucket; returns its chunk and a function that waits until it is written, or None if it already is."""
+        """Writes a bucket. Returns its chunk and a function that waits until it is written; None if it is already written."""
         payload = (
             None if retain or self._transport is None or serial is not None else self._transport.stage(bucket.tensors)
         )

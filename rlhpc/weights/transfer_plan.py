@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rlhpc.checkpoint.tensor_slice import Box, full_box, uncovered
 from rlhpc.runtime.errors import RlhpcError
 
-#: A tensor that several ranks hold is cut into row blocks, so that none of them sends more than its share. A block has at
+#: A tensor that several ranks hold is cut into row blocks, so that no rank sends more than its share. A block has at
 #: most 1 / `_BLOCKS_PER_RANK` of the bytes that a rank sends, and at least `_MIN_BLOCK_BYTES`.
 _BLOCKS_PER_RANK = 24
 _MIN_BLOCK_BYTES = 1 << 12
@@ -27,10 +27,10 @@ class ShardMetadata(NamedTuple):
     Attributes:
         name: Name of the tensor.
         shape: Shape of the full tensor.
-        itemsize: Bytes of an element, as it is sent.
+        itemsize: Bytes of an element in the dtype in which it is sent.
         box: Ranges of the slice.
-        frozen: True if it never changes.
-        dtype: Dtype as it is sent, without "torch.".
+        frozen: True if the tensor never changes.
+        dtype: Dtype in which the slice is sent, without "torch.".
     """
 
     name: str
@@ -70,7 +70,7 @@ class TransferPlan:
         slices: Slices in the order in which they are sent: layer by layer.
         shapes: Shapes of the full tensors.
         frozen: Names of tensors that never change.
-        dtypes: Dtypes of the tensors, as they are sent.
+        dtypes: Dtypes in which the tensors are sent.
     """
 
     slices: tuple[SourceSlice, ...]
@@ -91,10 +91,10 @@ def plan_transfer(
     requested: Mapping[str, Sequence[Box]] | None,
     other_bytes: Mapping[int, int] | None = None,
 ) -> TransferPlan:
-    """Plans an update.
+    """Plans which trainer rank sends which slices of an update.
 
     Args:
-        shards: Slices that each rank holds.
+        shards: Slices that each trainer rank holds.
         requested: Slices that the receivers request; None requests all tensors. Overlaps of boxes are sent once.
         other_bytes: Bytes that each rank sends to other receivers.
 
@@ -112,18 +112,20 @@ def plan_transfer(
             sizes[name], dtypes[name] = itemsize, dtype
             if is_frozen:
                 frozen.add(name)
-    atoms = _atoms(shapes, requested)
-    if unknown := sorted(atoms.keys() - shapes.keys()):
+    boxes_by_name = _atoms(shapes, requested)
+    if unknown := sorted(boxes_by_name.keys() - shapes.keys()):
         raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
-    total = sum(box.numel * sizes[name] for name, boxes in atoms.items() for box in boxes)
-    block = max(_MIN_BLOCK_BYTES, total // max(1, len(shards)) // _BLOCKS_PER_RANK)
+    total_bytes = sum(box.numel * sizes[name] for name, boxes in boxes_by_name.items() for box in boxes)
+    block_bytes = max(_MIN_BLOCK_BYTES, total_bytes // max(1, len(shards)) // _BLOCKS_PER_RANK)
     bytes_by_rank, slices = Counter(other_bytes or {}), list[SourceSlice]()
-    for name in sorted(atoms, key=_natural):
-        for atom in atoms[name]:
-            rows = block // max(1, sizes[name] * atom.numel // max(1, atom.sizes[0] if atom.sizes else 1))
-            for row_block in _cut_rows(atom, max(1, rows)) if _has_copies(holders[name], atom) else [atom]:
+    for name in sorted(boxes_by_name, key=_natural):
+        for target in boxes_by_name[name]:
+            max_rows = block_bytes // max(
+                1, sizes[name] * target.numel // max(1, target.sizes[0] if target.sizes else 1)
+            )
+            for row_block in _cut_rows(target, max(1, max_rows)) if _has_copies(holders[name], target) else [target]:
                 slices += _assign_sources(name, row_block, holders[name], sizes[name], bytes_by_rank)
-    shapes = {name: shapes[name] for name in atoms}
+    shapes = {name: shapes[name] for name in boxes_by_name}
     return TransferPlan(tuple(_join_blocks(slices, sizes)), shapes, frozenset(frozen), dtypes)
 
 
@@ -142,7 +144,7 @@ def _atoms(
 
 
 def _has_copies(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
-    """Returns whether several ranks hold the same elements."""
+    """Returns whether several ranks hold the same elements of a box."""
     overlaps = [overlap for _, box in holders if (overlap := atom.meet(box)) is not None]
     return sum(overlap.numel for overlap in overlaps) > atom.numel
 
@@ -204,12 +206,12 @@ DIGEST = 8
 
 @dataclass(frozen=True)
 class TransferRound:
-    """Pieces that are transferred together, from all ranks that send some of them.
+    """Slices that several trainer ranks transfer together.
 
     Attributes:
-        slices: In the order of the plan.
+        slices: Slices in the order of the plan.
         offsets: Offset of each slice, in bytes.
-        spans: By trainer rank, start and end of the bytes it sends. The digests of its slices come before the slices.
+        spans: Start and end of the bytes that each trainer rank sends. The digests of its slices come before the slices.
         size: Total bytes.
     """
 
@@ -232,8 +234,8 @@ class SliceReaders:
     """Receivers that request the same slices, and the rounds in which they are sent.
 
     Attributes:
-        rounds: In the order of the transfer.
-        ranks: Ranks in the group; each one forwards to the next.
+        rounds: Rounds in the order of the transfer.
+        ranks: Ranks of the receivers in the process group; each rank forwards data to the next.
     """
 
     rounds: tuple[TransferRound, ...]
@@ -244,17 +246,17 @@ def plan_rounds(slices: Sequence[SourceSlice], max_bytes: int) -> tuple[Transfer
     """Cuts the slices for one group of readers into rounds.
 
     Args:
-        slices: In order.
+        slices: Slices in the order in which they are sent.
         max_bytes: Maximum bytes of a round, unless a single slice is larger.
     """
-    batches, nbytes = list[list[SourceSlice]](), 0
+    slices_by_round, nbytes = list[list[SourceSlice]](), 0
     for source_slice in slices:
-        if not batches or nbytes + source_slice.nbytes > max_bytes:
-            batches.append([])
+        if not slices_by_round or nbytes + source_slice.nbytes > max_bytes:
+            slices_by_round.append([])
             nbytes = 0
-        batches[-1].append(source_slice)
+        slices_by_round[-1].append(source_slice)
         nbytes += source_slice.nbytes
-    return tuple(map(_build_round, batches))
+    return tuple(map(_build_round, slices_by_round))
 
 
 def _build_round(slices: Sequence[SourceSlice]) -> TransferRound:

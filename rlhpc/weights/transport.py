@@ -38,7 +38,7 @@ class ConsumerClosed(Exception):
 
 
 class Prefetcher:
-    """Prefetching iterator: runs an iterator in a thread, a bounded number of items ahead; one iterator at a time.
+    """Prefetching iterator: runs an iterator in a thread, a bounded number of items ahead. It runs one iterator at a time.
 
     Args:
         depth: Number of items to prefetch, in addition to the one in use.
@@ -78,13 +78,13 @@ class Prefetcher:
         thread.start()
         try:
             while True:
-                built, error = prefetched.get()
+                item, error = prefetched.get()
                 if isinstance(error, StopIteration):
                     return
                 if error is not None:
                     raise error
-                yield built
-                del built  # release its memory before the thread builds another item
+                yield item
+                del item  # release its memory before the thread builds another item
                 slots.release()
         finally:
             self._stopping.set()
@@ -102,7 +102,7 @@ class ReaderSlot(NamedTuple):
     Attributes:
         reader: Number of the receiver among all readers.
         host_index, num_host_readers: Number of the receiver among the receivers on its host, and their count. On a host other
-            than the sender's, the first of them fetches for all.
+            than the sender's, the first receiver fetches for all.
         upstream: Address of the host to fetch from; empty to fetch from the sender.
         num_downstream: Number of hosts that this receiver's host forwards data to.
     """
@@ -156,34 +156,34 @@ class WeightSender:
             frozen: Names of tensors that are not trained.
         """
         context = current()
-        names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
+        receivers = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
         if self._publisher is None:
             self._publisher = Publisher(
-                context.service.pool, len(names), self._delta, self._chunk_bytes, transport=self.transport
+                context.service.pool, len(receivers), self._delta, self._chunk_bytes, transport=self.transport
             )
-        slots, depth = _assign_slots(context, names)
+        slots, depth = _assign_slots(context, receivers)
         window = _window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
         self.transport.begin_version([*slots], window.all_started)
-        pending: list[Callable[[], None]] = []  # function that waits until every receiver has the last announcement
+        pending_waits: list[Callable[[], None]] = []  # wait until all receivers have the announcement
         unannounced: str | None = None  # path of a chunk that is written but not announced yet
         try:
             for announcement in self._with_retries(self._publisher.publish(version, tensors, frozen, window)):
                 chunk = announcement.chunk
                 unannounced = chunk.path or None if chunk is not None and not chunk.retained else None
-                while pending:  # only now, so that the announcement was in transit while the next chunk was written
-                    pending.pop()()
+                while pending_waits:  # after the next chunk was written, so that both overlap
+                    pending_waits.pop()()
                 message = (announcement, tuple(context.service.origin), slots if announcement.number == 0 else None)
                 announced, unannounced = unannounced, None
-                pending.append(p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced))
+                pending_waits.append(p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced))
                 if chunk is not None and chunk.payload is not None:
                     self.transport.broadcast_bucket()
-            while pending:
-                pending.pop()()
+            while pending_waits:
+                pending_waits.pop()()
         except BaseException:
             with contextlib.suppress(RlhpcError):  # report the first failure only
-                while pending:
-                    pending.pop()()
-            for reader in range(len(names) if unannounced else 0):
+                while pending_waits:
+                    pending_waits.pop()()
+            for reader in range(len(receivers) if unannounced else 0):
                 discard(str(unannounced), reader)
             self.transport.forget(notify=True)
             self.forget()  # some receivers did not get the delta of this version
@@ -223,7 +223,7 @@ def _assign_slots(context: Context, names: list[tuple[str, int]]) -> tuple[dict[
 
 
 def _window(context: Context, names: list[tuple[str, int]], max_unread: int) -> ChunkWindow:
-    """Returns the flow control for receivers. It does not wait for a restarted receiver, which does not read this version."""
+    """Builds the flow control of a version. It does not wait for restarted receivers, which do not read this version."""
     reader_names = [f"{group}-{rank}" for group, rank in names]
     versions = [context.registry.version(MEMBERS, name) for name in reader_names]
     return ChunkWindow(
@@ -302,8 +302,12 @@ class WeightReceiver:
         return [tensor for _, tensor in entries_of(memory, repeated.table)]
 
     def _read(self, chunk: WeightChunk, is_late: bool) -> Any:
-        """Returns the memory of a chunk, or its tensors if it is in no segment; `is_late` if the other receivers on this host
-        already have it."""
+        """Returns the memory of a chunk, or the tensors of a chunk that is in no segment.
+
+        Args:
+            chunk: The announced chunk.
+            is_late: Whether the chunk belongs to an earlier version, so that other receivers on this host already have it.
+        """
         service, slot = current().service, self._slot
         if chunk.payload is not None:
             try:
@@ -406,7 +410,7 @@ class HostSync(BroadcastSync):
 
 
 class IpcSync(BroadcastSync):
-    """Weight sync by IPC between processes that share an accelerator."""
+    """Weight sync by IPC between processes on one host that can open the sender's accelerator memory."""
 
     transport = IPC
 

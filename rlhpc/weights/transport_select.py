@@ -1,17 +1,17 @@
 """Transport selection for the chunks of a version.
 
-    host    shared memory on one host, TCP to other hosts (`transport`): for kept chunks, and for receivers that are not ready
+    host    shared memory on one host, TCP to other hosts (`transport`): for retained chunks, and while receivers are not ready
     ipc     all ends compute on the sender's accelerator or on its peers: a device buffer that receivers open and copy from
             (`comm.device_memory`)
     nccl    each end computes on its own accelerator: buckets, over a process group of sender and receivers
-    gloo    the same through host memory; only by explicit request
+    gloo    like nccl, but through host memory; only by explicit request
 
 Receivers publish in the registry which device they compute on, as soon as they compute. The sender reads this before each
-version, without a request to the receivers. Until all have published it, or where some ends share an accelerator and others
-do not, a version takes the host transport.
+version, without a request to the receivers. A version uses the host transport until all receivers have published their device,
+and if only some ends share an accelerator.
 
-The ranks of a group have to meet, and a receiver may be busy with a call that waits for the sender. So buckets are sent only
-after all receivers have started on the version, which they then read to its end: its first chunks take the host transport.
+A collective operation needs all ranks of a group, and a receiver may be busy with a call that waits for the sender. So a
+version starts on the host transport, and buckets are sent after all receivers have started to read the version.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class EndpointDevice(NamedTuple):
     """Device that one end computes on.
 
     Attributes:
-        incarnation: Incarnation of its process.
-        host: Its host.
-        card: Accelerator of that host; empty for the CPU.
-        nccl: Whether it has NCCL.
-        reads: Accelerators of that host whose memory it can open.
+        incarnation: Incarnation of the process.
+        host: Host of the process.
+        card: Accelerator that the process uses; empty for the CPU.
+        nccl: Whether the process has NCCL.
+        reads: Accelerators of the host whose memory the process can open.
     """
 
     incarnation: str
@@ -71,12 +71,12 @@ def _has_nccl() -> bool:
 
 
 class Bucket(NamedTuple):
-    """Part that is sent over a process group.
+    """Chunk of a version that is sent over a process group.
 
     Attributes:
         group: Name of the group.
         kind: `nccl` or `gloo`.
-        members: Ranks of the group, the sender first.
+        members: Addresses of the group's ranks; the sender is the first.
         size: Size in bytes.
         views: Layout of the tensors.
     """
@@ -108,7 +108,7 @@ def choose(
 
     Args:
         sender: Device of the sender.
-        receivers: Devices of the receivers; None for those that have not published theirs.
+        receivers: Devices of the receivers; None for a receiver that has not published its device.
         requested: `AUTO`, `SEVERAL`, or the configured transport.
 
     Raises:
@@ -150,7 +150,7 @@ class TransportSender:
 
     Attributes:
         transport: Transport of the current version.
-        num_staged: Number of chunks that were in no segment.
+        num_staged: Number of chunks that were sent without a segment.
         lost_bucket: The last bucket and its memory, if some receivers did not get it.
     """
 
@@ -169,8 +169,8 @@ class TransportSender:
         """Chooses the transport of a version, since receivers may have joined or changed.
 
         Args:
-            receivers: In the order of their numbers as readers.
-            all_started: Returns whether all of them have started on the version.
+            receivers: Addresses in the order of the reader numbers.
+            all_started: Returns whether all receivers have started to read the version.
         """
         context = current()
         self._receivers, self._all_started = tuple(receivers), all_started
@@ -186,7 +186,9 @@ class TransportSender:
         self._ends = ends
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> DevicePayload | None:
-        """Takes the tensors of a chunk; returns None if the chunk has to be written to a segment."""
+        """Copies the tensors of a chunk to a device buffer or a bucket, and returns their location; returns None if the chunk
+        must be written to a segment.
+        """
         payload: DevicePayload | None = None
         device = current_device()
         if self.transport == IPC and device is not None and all(map(device.holds, tensors)):
@@ -211,7 +213,7 @@ class TransportSender:
         return bucket
 
     def broadcast_bucket(self) -> None:
-        """Broadcasts the bucket, after it was announced to all receivers, which meet there."""
+        """Starts the broadcast of the bucket, after the bucket was announced to all receivers."""
         if self._sent is not None and self._group is not None and self._is_unsent:
             self._is_unsent = False
             with self._or_lost():
@@ -236,12 +238,12 @@ class TransportSender:
             self.lost_bucket, self._sent = self._sent, None
 
     def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
-        """Returns the last bucket and its memory if some receivers did not get it, and forgets it."""
+        """Returns and forgets the last bucket and its memory if some receivers did not get the bucket."""
         lost_bucket, self.lost_bucket = self.lost_bucket, None
         return lost_bucket
 
     def forget(self, *, notify: bool = False) -> None:
-        """Ends the group, since its members may change; `notify` makes them abort what they are doing."""
+        """Ends the process group, since its members may change. With `notify`, the other members abort their operation."""
         group, self._group, self._sent, self.lost_bucket = self._group, None, None, None
         if group is not None:
             group.end(notify=notify)
@@ -261,7 +263,7 @@ class TransportReceiver:
         self._left_group = ""  # the group that this process has left
 
     def publish_device(self) -> None:
-        """Publishes the device of this process, as soon as it computes."""
+        """Publishes the device of this process in the registry, once the process uses a device."""
         if self._published or self._requested == HOST or (current_device() is None and self._requested != GLOO):
             return
         context = current()
@@ -271,10 +273,10 @@ class TransportReceiver:
         self._published = True
 
     def receive(self, payload: DevicePayload, origin: Origin, reader: int) -> list[torch.Tensor]:
-        """Returns the tensors of a chunk, in this process's own memory.
+        """Returns the tensors of a chunk, copied to memory of this process.
 
         Raises:
-            GroupLost: The chunk did not arrive. If the other ranks continue, it is announced again.
+            GroupLost: The chunk did not arrive. If the other ranks continue, the sender announces the chunk again.
         """
         if isinstance(payload, DeviceMessage):
             return current().service.lane.land(payload, origin, reader)
@@ -291,7 +293,7 @@ class TransportReceiver:
         except GroupLost:
             self._group, self._left_group = None, payload.group
             raise
-        with contextlib.suppress(GroupLost):  # it has arrived here, and the sender announces it again for others
+        with contextlib.suppress(GroupLost):  # it has arrived here; others get it again
             self._group.confirm()
         return payload.tensors(flat)
 
@@ -301,7 +303,7 @@ class TransportReceiver:
             WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group).end(notify=True)
 
     def forget(self) -> None:
-        """Ends the group. A rank in the middle of a version aborts it."""
+        """Ends the process group. A rank in the middle of a version aborts that version."""
         self._leave(notify=True)
 
     def _leave(self, *, notify: bool = False) -> None:
@@ -312,7 +314,7 @@ class TransportReceiver:
 
 
 def find_device(context: Context, receiver: RankAddress) -> EndpointDevice | None:
-    """Returns the device that a receiver has published; None if it has not, or was restarted since."""
+    """Returns the device that a receiver has published; None if it has published no device or was restarted since."""
     record = context.registry.get(WEIGHTS, _member_name(receiver))
     if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
         return None

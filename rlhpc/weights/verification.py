@@ -1,9 +1,8 @@
 """Verification that workers act with the trained weights: compares digests of the tensors that were sent with those applied.
 
-A digest covers a sample of a tensor's bytes: all bytes of a small tensor, every n-th page of a large one. Each version samples
-other pages. This costs little, also on an accelerator. An optimizer changes elements everywhere, so a tensor swapped with
-another one, or with an older version, differs in the sample. A difference in a few elements only is detected within as many
-versions as there are samples.
+A digest covers all bytes of a small tensor and every n-th page of a large tensor. The sampled pages change with each version.
+This costs little, also on an accelerator. An optimizer changes elements everywhere, so the sample differs if a tensor was
+swapped with another tensor or with an older version. A difference in a few elements is detected within n versions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _PAGE = 4096
 #: Minimum bytes of a sample.
 _MIN_SAMPLE_BYTES = 1 << 16
-#: Returns 64 bits of a buffer.
+#: Returns a 64-bit digest of a buffer.
 _digest: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 #: Number of samples that cover a large tensor completely.
 _SAMPLES = 64
@@ -40,7 +39,7 @@ def digest(tensor: torch.Tensor, version: int) -> int:
 
     Args:
         tensor: Any dtype, shape and device.
-        version: Chooses the sample.
+        version: Version of the weights; it selects the sampled pages.
     """
     nbytes = tensor.nbytes
     if not nbytes:
@@ -63,7 +62,7 @@ def digest(tensor: torch.Tensor, version: int) -> int:
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
-    """Returns the digest of each tensor, by name. It is fast for hundreds of small tensors, since acting waits for it."""
+    """Returns the digest of each tensor, by name. Small tensors take a fast path, because workers wait for the digests."""
     digests_by_name: dict[str, int] = {}
     for name, tensor in tensors:
         nbytes = tensor.nbytes
@@ -75,7 +74,7 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
 
 
 def _sample(data: Any, version: int, every: int) -> tuple[Any, Any]:
-    """Returns the bytes after the last complete page, and one of every `every` pages."""
+    """Returns the bytes after the last complete page, and every `every`-th page, `[num_pages, _PAGE]`."""
     pages = len(data) // _PAGE
     return data[pages * _PAGE :], data[: pages * _PAGE].reshape(pages, _PAGE)[version % every :: every]
 
@@ -88,7 +87,7 @@ def _digest_of(*buffers: Any) -> int:
 
 
 class Cost:
-    """CPU seconds of this process since the last `pop`."""
+    """CPU seconds of verification and of this process since the last `pop`."""
 
     def __init__(self) -> None:
         self._verification_s, self._since, self._is_measuring = 0.0, time.process_time(), False
@@ -98,7 +97,7 @@ class Cost:
         """Counts the CPU time of a block; a nested block is not counted twice.
 
         Args:
-            clock: Clock of this thread, which computes the digests alone; `time.process_time` where torch's threads take part.
+            clock: Returns CPU seconds: of this thread by default; `time.process_time` includes torch's threads.
         """
         if self._is_measuring:
             yield
@@ -111,7 +110,7 @@ class Cost:
             self._verification_s += clock() - start
 
     def pop(self) -> dict[str, float]:
-        """Returns and resets `proof_s` and, for everything the process did, `cpu_s`."""
+        """Returns and resets the CPU seconds of verification (`proof_s`) and of the whole process (`cpu_s`)."""
         now = time.process_time()
         seconds = {"proof_s": self._verification_s, "cpu_s": now - self._since}
         self._verification_s, self._since = 0.0, now
@@ -136,7 +135,7 @@ class UpdateVerification:
     Args:
         update: Update returned by a `WeightSync`.
         source: Name of the sender, for messages.
-        digest_on_arrival: Digest the tensors as they pass; False if all applied tensors are digested afterwards.
+        digest_on_arrival: Compute digests of the tensors as they arrive. Set it to False if `check` gets all applied tensors.
     """
 
     def __init__(self, update: Update, source: str = "the sender", *, digest_on_arrival: bool = True) -> None:
@@ -145,7 +144,7 @@ class UpdateVerification:
         self._duplicates: list[str] = []
 
     def tensors(self) -> NamedUpdates:
-        """Yields the update's tensors, each digested as it passes."""
+        """Yields the update's tensors, and computes the digest of each one first if `digest_on_arrival` is set."""
         version = self._update.version
         for name, tensor in self._update.tensors:
             if name in self._passed_digests:
@@ -157,7 +156,7 @@ class UpdateVerification:
             yield name, tensor
 
     def complete_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields verified tensors, for receivers that requested complete tensors only."""
+        """Yields the tensors of an update that contains no `Elements`. `check` verifies them afterwards."""
         for name, tensor in self.tensors():
             assert not isinstance(tensor, Elements), "whole updates were asked for"
             yield name, tensor
@@ -167,11 +166,12 @@ class UpdateVerification:
         """Compares the digests, after all tensors have been applied.
 
         Args:
-            current_tensor: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so the
-                digest of the received tensor counts.
+            current_tensor: Returns the receiver's tensor of a name; None if the receiver stores it in another form or dtype,
+                so that the digest of the received tensor is compared.
 
         Raises:
-            WeightsDiffer: Names the tensors that differ, are missing, or came twice.
+            WeightsDiffer: Tensors differ, are missing or came twice (the message names them), or the receipt is of another
+                version.
         """
         receipt = self._update.receipt()
         if receipt is None:  # a user's strategy without digests
@@ -201,18 +201,18 @@ class UpdateVerification:
     def _differing_names(
         self, receipt: Receipt, current_tensor: Callable[[str], torch.Tensor | None] | None
     ) -> list[str]:
-        """Returns the names of tensors whose digest differs from the receipt: of the current tensor or, without one, as it
-        passed.
+        """Returns the names of the tensors that differ from the receipt. Compares the digest of the receiver's tensor or, if
+        there is no such tensor, of the received tensor.
         """
         current = [] if current_tensor is None else [(name, current_tensor(name)) for name in receipt.digests]
-        actual = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
-        if actual == receipt.digests:
+        applied = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
+        if applied == receipt.digests:
             return []
-        passed = {
+        received = {
             name: digest_value for name, digest_value in self._passed_digests.items() if digest_value
         }  # 0: elements are not digested
         return [
             name
             for name, digest_value in receipt.digests.items()
-            if actual.get(name, passed.get(name, digest_value)) != digest_value
+            if applied.get(name, received.get(name, digest_value)) != digest_value
         ]
