@@ -14,7 +14,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import names_here
 from rlhpc.runtime.slurm import ask
 
-#: Slurm's own bound on the nodes of a job; a longer list is a typing mistake and would fill the memory.
+#: Slurm's limit on the nodes of a job. A longer list is a typing mistake, and its expansion would fill the memory.
 _MOST_NODES = 65533
 
 
@@ -25,14 +25,14 @@ class Node:
     Attributes:
         rank: Position in the cluster.
         name: Host name.
-        cpus: Cores granted to the run there.
-        accelerators: Indices 0..n-1 of the accelerators granted there; index i is the i-th visible one.
-        visible_devices: Their names in `CUDA_VISIBLE_DEVICES`, in the same order. On a node that is not local these
-            are the names used on this one: Slurm does not publish the masks of other nodes, so a job step there looks index i
-                up in its own mask.
+        cpus: Cores of the node that the run may use.
+        accelerators: Indices 0..n-1 of the accelerators that the run may use; index i is the i-th visible one.
+        visible_devices: Names of the accelerators in `CUDA_VISIBLE_DEVICES`, in the same order. For a node that is not local,
+            these are the names on this node, because Slurm does not publish the masks of other nodes. A job step on the other
+            node therefore looks up index i in its own mask.
         het_group: Component of a heterogeneous job, or None.
-        is_local: Whether processes there can be started without the scheduler.
-        address: Network address, where known.
+        is_local: Whether this process can start processes on the node without the scheduler.
+        address: Network address, if known.
     """
 
     rank: int
@@ -101,8 +101,9 @@ def expand_counts(text: str) -> list[int]:
 
 
 def gpus_in(text: str | None) -> int | None:
-    """Parses accelerators per node in Slurm's notation: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; returns None if it names
-    none.
+    """Returns the number of GPUs in a list of Slurm's generic resources, such as `gpu:a100:4` or `gpu:2,nvme:1`.
+
+    Returns None if the list has no entry for GPUs.
     """
     total = None
     for gres_text in (text or "").removeprefix("gres:").split(","):
@@ -114,8 +115,9 @@ def gpus_in(text: str | None) -> int | None:
 
 
 def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the cores this process may use: its affinity mask, lowered by the quota of its control group or of a parent
-    group.
+    """Returns the number of cores that this process may use.
+
+    This is the size of the affinity mask, or the smallest quota of the process's control groups if a quota is smaller.
 
     Args:
         root: Mount point of the control groups.
@@ -150,7 +152,10 @@ def _quota(group: Path) -> int | None:
 
 
 def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """Returns the GPUs this process may use: by the mask if it is set, otherwise by device files; never through torch."""
+    """Returns the GPUs that this process may use: the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the device files.
+
+    Does not use torch, because torch would initialize the GPUs.
+    """
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None:
         # CUDA reads a mask up to the first entry that is no device
@@ -160,7 +165,7 @@ def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Returns whether these are the variables of a Slurm allocation."""
+    """Returns whether `environ` has the variables of a Slurm allocation."""
     return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
 
 
@@ -174,7 +179,7 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
     Args:
         environ: The job's variables.
-        ask: Query Slurm for the GPUs if no variable has them and this host is not one of the job's nodes.
+        ask: Query Slurm for the GPUs if no variable names them and this host is not one of the job's nodes.
 
     Raises:
         ConfigError: A variable is missing or cannot be read.
@@ -221,7 +226,10 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
 
 def gpus_of_job(job_id: str) -> dict[int, int]:
-    """Queries Slurm for the GPUs per node of each component: in a shell of `salloc` on a login node no variable has them."""
+    """Queries Slurm for the GPUs per node of each component of a job.
+
+    A shell that `salloc` opens on a login node needs this query, because its variables do not name the GPUs.
+    """
     counts = {}
     for record in ask("scontrol", "--oneliner", "show", "job", job_id).records:
         count = gpus_per_node(record)
@@ -232,8 +240,10 @@ def gpus_of_job(job_id: str) -> dict[int, int]:
 
 
 def gpus_per_node(record: Mapping[str, str]) -> int | None:
-    """Returns the GPUs on each node of a job, from its record (`scontrol show job`), whether requested per node, per task or
-    for the whole job; None if it has none, or not the same number on each node.
+    """Returns the GPUs on each node of a job, from the job's record (`scontrol show job`).
+
+    The job may request GPUs per node, per task or for the whole job. Returns None if the job has no GPUs, or if its nodes
+    have different numbers of GPUs.
     """
     per_node = gpus_in(record.get("TresPerNode"))
     if per_node is not None:
@@ -253,7 +263,7 @@ def _slurm_mask(environ: Mapping[str, str], suffix: str, is_first: bool) -> tupl
     Args:
         environ: The job's variables.
         suffix: End of the names of the component's variables.
-        is_first: Whether it is the component where the driver runs, which variables without a suffix describe, too.
+        is_first: Whether the driver runs in this component. Variables without a suffix also describe this component.
     """
     if is_first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_accelerators(environ)

@@ -1,8 +1,8 @@
 """Channel: a named FIFO with keys between any processes of a run.
 
-Each key has a home, the process that keeps its queue. Metadata goes through the home, and with it data of less than 32 KiB.
-Larger data goes directly from producer to consumer: on one host by shared memory, which the consumer maps without a copy,
-between hosts by TCP. `entrust` sends all data to the home, whatever its size, so that the item outlives its producer.
+Each key has a home: the process that stores the key's queue. Metadata and data of less than 32 KiB go through the home.
+Larger data goes directly from producer to consumer: through shared memory on one host, which the consumer maps without a
+copy, and over TCP between hosts. `entrust` sends data of any size to the home, so that the item outlives its producer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LeasedItem(NamedTuple):
 
 
 class Channel:
-    """Handle on a channel: picklable, usable in the driver and in every worker. Obtained from `create` or `connect`."""
+    """Picklable handle of a channel, for the driver and all workers; `create` and `connect` return one."""
 
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
@@ -78,16 +78,16 @@ class Channel:
         Args:
             name: Unique name in the run.
             maxsize: Maximum number of items per key before `put` blocks; 0 is unbounded.
-            distributed: Distribute the keys over the processes of group `home` (by default all workers of the run). The home
-                of a key that is a number k is the process with index k modulo their number; other keys are hashed. Puts and
-                gets of a key whose home is the calling process need no socket. Without `distributed`, the calling process is
-                the home of all keys.
+            distributed: Distribute the keys over n processes: the ranks of group `home`, or by default all workers of the
+                run. The home of a numeric key k is the process with index k modulo n; other keys are hashed. If the calling
+                process is a key's home, puts and gets of this key need no socket. Without `distributed`, the calling process
+                is the home of all keys.
             max_bytes: Maximum number of bytes at each home before `put` blocks.
             home: Group whose ranks are the homes of the keys; implies `distributed`.
-            ranks: Ranks of that group among which the keys are distributed; by default all ranks that it was launched with.
+            ranks: Ranks of group `home` over which the keys are distributed; by default all ranks of the group's launch.
 
         Raises:
-            ChannelError: A process that should be a home of the channel has ended.
+            ChannelError: One of the processes over which the keys are distributed has ended.
         """
         context = here()
         if distributed or home:
@@ -146,9 +146,9 @@ class Channel:
     ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is copied at once, and the returned `AsyncWork` completes when the channel has admitted it.
-        `home_ended` returns whether the channel's home is known to have ended, because a process that ends on another host
-        closes no connection.
+        With `async_op` the item is copied at once, and the returned `AsyncWork` completes when the channel has admitted the
+        item. `home_ended` returns whether the channel's home is known to have ended: if a process on another host ends, its
+        connections may stay open.
 
         Raises:
             DeadlineExceeded: The channel stayed full until the session's wait deadline.
@@ -170,7 +170,7 @@ class Channel:
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
-        """Appends `item` and returns once the channel's home has all its data, so that the item outlives this process.
+        """Appends `item` and returns once the channel's home has all data of the item, so that it outlives this process.
 
         For large items this is slower than `put`, which keeps the data on this host until the consumer fetches it.
         """
@@ -268,10 +268,10 @@ class Channel:
         return self._get(current(), str(key), None, False, None)[0]
 
     def take_nowait(self, key: str = DEFAULT_KEY) -> LeasedItem:
-        """Leases the oldest item until this process acknowledges it with `done`; if the process ends first, the item returns
-        to the front of its queue.
+        """Leases the oldest item until this process acknowledges the item with `done`. If the process ends before that, the
+        item returns to the front of its queue.
 
-        Works only if the home is another process. If the home is the driver, it notices the end of ranks on any host.
+        Works only if the home is another process. A home in the driver notices the end of ranks on any host.
 
         Raises:
             QueueEmpty: The channel is empty.
@@ -283,13 +283,14 @@ class Channel:
 
     @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
-        """Acknowledges a leased item, so that it is not requeued if this process ends."""
+        """Acknowledges a leased item, so that the item is not requeued if this process ends."""
         home = choose(self._home(lease.key))
         current().service.peers.post(home, b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
-        """Removes and returns items in order until their weights reach `target_weight` or the next item would exceed it; waits
-        for enough items.
+        """Removes and returns the oldest items whose weights add up to at most `target_weight`, but at least one item.
+
+        Waits until the queued items reach `target_weight` or the queue is full.
         """
         return self._get(current(), str(key), float(target_weight), True, None)
 
@@ -309,7 +310,7 @@ class Channel:
             try:
                 items = service.wait_local(act, timeout, purpose)
             except queue.Empty:
-                context.check()  # a loop that polls waits for another process, too
+                context.check()  # a loop that polls also waits for another process
                 raise QueueEmpty(purpose) from None
             return [service.unpack(item.frames) for item in items]
         return [item for item, _ in self._fetch(context, key, target, wait, timeout, consumer)]
@@ -324,7 +325,7 @@ class Channel:
         consumer: ConsumerLocation,
         keep: bool = False,
     ) -> list[tuple[Any, int]]:
-        """Returns items with their numbers from a key whose home is another process; acknowledges them unless `keep`."""
+        """Returns items with their numbers from a home in another process; acknowledges the items unless `keep` is True."""
         service, home = context.service, self._home(key)
         purpose = f"an item in channel {self.name!r}, key {key!r}"
         header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))

@@ -26,15 +26,15 @@ __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "r
 
 #: Labels that always exist: all nodes counted by accelerator, and all nodes counted by node.
 RESERVED_LABELS = ("cluster", "node")
-#: Keys with which a node group requests separate nodes.
+#: Keys of a node group that request nodes with other Slurm options than the rest of the job.
 OF_THE_JOB: tuple[Key, ...] = ("accelerators_per_node", "het_component", "partition", "constraint", "gres")
-#: Accelerator kinds that say the nodes' accelerators are not for this run.
+#: Accelerator kinds which declare that the run does not use the nodes' accelerators.
 WITHOUT_ACCELERATORS = ("cpu", "none")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes with a label: one kind of accelerator, their own environment variables and interpreter."""
+    """Nodes with a label, which share the kind of accelerator, the environment variables and the interpreter."""
 
     label: str
     node_ranks: tuple[int, ...]
@@ -45,7 +45,10 @@ class NodeGroup:
 
 
 def read_key(source: Any, key: Key, default: Any = None) -> Any:
-    """Returns a value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
+    """Returns the value of a key of a mapping, a DictConfig or a dataclass.
+
+    Returns the default if the key is absent, null, or required but not set (`???`).
+    """
     if source is None:
         return default
     if isinstance(source, Mapping) or hasattr(source, "keys"):
@@ -58,23 +61,23 @@ def read_key(source: Any, key: Key, default: Any = None) -> Any:
 class Cluster:
     """The nodes and node groups of a run.
 
-    Accelerators are numbered over the cluster in node order, and in the same way within a node group.
+    Accelerators are numbered from 0 in node order, both in the cluster and in each node group.
 
     Args:
         config: The `cluster:` section of a configuration (mapping, DictConfig or dataclass), or a number of nodes.
-        num_nodes: How many nodes to use, from the first; more than exist is an error.
-        environ: Environment to read Slurm's variables from.
+        num_nodes: Number of nodes to use, starting with the first node.
+        environ: Environment with Slurm's variables.
 
     Raises:
         ConfigError: There are fewer nodes or accelerators than requested, or a node group is wrong.
 
     Attributes:
-        nodes: In rank order.
-        node_groups: By label, without the reserved labels.
-        source: `slurm` (an allocation), `machine` (this one) or `virtual`.
-        interface: Network interface by which nodes reach one another; None is the one on the route between them.
+        nodes: Nodes in rank order.
+        node_groups: Node groups by label, without the reserved labels.
+        source: Origin of the nodes: `slurm` (an allocation), `machine` (this machine) or `virtual`.
+        interface: Network interface for connections between nodes; None means the interface on the route between the nodes.
         container: Words before every command of a job step.
-        bind_cores: Whether ranks stay on cores near their accelerators.
+        bind_cores: Whether ranks are bound to the cores near their accelerators.
     """
 
     def __init__(
@@ -131,11 +134,12 @@ class Cluster:
         """Creates virtual nodes on this machine, for tests and for planning.
 
         Args:
-            num_nodes: Nodes.
-            accelerators_per_node: Accelerators of each node whose group does not give another number.
-            node_groups: As in the configuration. Groups with a `het_component` come in the order of the components, as
-                the nodes of a Slurm job do.
-            cpus: Cores of each node whose group does not give another number (default: those of this machine; 0: unknown).
+            num_nodes: Number of nodes.
+            accelerators_per_node: Accelerators of each node, unless the node's group sets another number.
+            node_groups: Node groups as in the configuration. Groups with a `het_component` are sorted by component, like the
+                nodes of a Slurm job.
+            cpus: Cores of each node, unless the node's group sets another number; 0 means unknown. By default the number of
+                cores of this machine.
         """
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
@@ -143,11 +147,11 @@ class Cluster:
     def planned(
         cls, config: SectionSource, environ: Mapping[str, str] | None = None, *, cpus: int | None = None
     ) -> Cluster:
-        """Creates the nodes that a `cluster:` section requests as virtual nodes, wherever this runs.
+        """Creates virtual nodes for the nodes that a `cluster:` section requests, inside or outside of a Slurm job.
 
-        If the section gives no number of accelerators, nodes have as many as its `gres` requests. Without a `gres`, they have
-        as many as are visible here, except nodes whose group requests its own from Slurm: these have what the group's `gres`
-        requests.
+        The number of accelerators of a node is the section's `accelerators_per_node`, else the number in the section's
+        `gres`, else the number of visible accelerators of this machine. A node group that requests separate nodes from Slurm
+        has the accelerators in the group's `gres` instead of the visible ones.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
         if (common := read_key(config, "cpus_per_node")) is not None:
@@ -173,8 +177,9 @@ class Cluster:
         node_groups: Sequence[SectionSource],
         cpus: int | None,
     ) -> Cluster:
-        """Creates virtual nodes with `per_node` accelerators; if that is None, with `gres`; without it, with `visible` on
-        nodes that could be this machine.
+        """Creates virtual nodes with `per_node` accelerators, or with `gres` accelerators if `per_node` is None.
+
+        If both are None, nodes that could be this machine get `visible` accelerators.
         """
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
@@ -200,13 +205,17 @@ class Cluster:
         return cluster
 
     def _sections_by_rank(self, groups: Sequence[SectionSource]) -> dict[int, SectionSource]:
-        """Returns the section of each node that is in a node group, by the node's rank."""
+        """Returns the node group's section for each node in a group, by node rank."""
         return {
             rank: section for section in groups for rank in self.node_groups[str(read_key(section, "label"))].node_ranks
         }
 
     def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
-        """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
+        """Sets each node's accelerators.
+
+        The number is the node group's, else `per_node`, else the number of accelerators that the node has already, else
+        `common`. With `trust_gres`, the group's `gres` gives the number for a node without known accelerators.
+        """
         by_rank = self._sections_by_rank(groups)
         for node in list(self.nodes):
             section = by_rank.get(node.rank)
@@ -224,10 +233,10 @@ class Cluster:
                 self.nodes[node.rank] = _limit_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
-        """Returns the group with this label; `cluster` and `node` are all nodes.
+        """Returns the node group with this label; the labels `cluster` and `node` return all nodes.
 
         Raises:
-            ConfigError: No such label.
+            ConfigError: The cluster has no node group with this label.
         """
         if label in RESERVED_LABELS:
             return NodeGroup(label, tuple(n.rank for n in self.nodes))
@@ -237,9 +246,7 @@ class Cluster:
         return self.node_groups[label]
 
     def accelerators_of(self, label: str = "cluster") -> list[tuple[int, int]]:
-        """Returns (node rank, index on that node) of each of the group's accelerators; the position in the list is the
-        accelerator's number.
-        """
+        """Returns (node rank, index on the node) of each accelerator of a group, ordered by accelerator number."""
         return [(rank, i) for rank in self.node_group(label).node_ranks for i in self.nodes[rank].accelerators]
 
     def accelerator_rank(self, node_rank: int, index: int) -> int:
@@ -265,12 +272,12 @@ def _count(value: Any, key: str, minimum: int) -> int:
 
 
 def _without_accelerators(section: SectionSource) -> bool:
-    """Returns whether a node group declares that its nodes' accelerators are not for this run."""
+    """Returns whether a node group declares that the run does not use the accelerators of its nodes."""
     return str(read_key(section, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
 
 
 def _limit_accelerators(node: Node, count: int, key: str) -> Node:
-    """Returns the node with its first `count` accelerators, or with virtual ones if none are known."""
+    """Returns the node with its first `count` accelerators, or with `count` virtual ones if its devices are not known."""
     visible = node.visible_devices
     if visible and count > len(visible):
         raise ConfigError(
@@ -284,7 +291,11 @@ def _limit_accelerators(node: Node, count: int, key: str) -> Node:
 
 
 def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
-    """Returns the configuration's node groups on these nodes; a node is in at most one."""
+    """Returns the node groups of the configuration by label.
+
+    Raises:
+        ConfigError: A label is missing, reserved or repeated, or a node is in two groups.
+    """
     by_label: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
     for index, group_config in enumerate(groups):
@@ -345,11 +356,16 @@ def _group_ranks(raw: SectionSource, at: str, nodes: Sequence[Node], assigned: s
 
 
 def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
-    """Parses the node ranks of a group: an int, a list, or text such as `0-1,3` or `all`. Returns them in ascending order.
+    """Parses the node ranks of a group: an int, a list, or text such as `0-1,3` or `all`. Returns the ranks in ascending
+    order.
+
+    Args:
+        value: The configured value.
+        at: Configuration key of the group, for error messages.
+        num_nodes: Number of nodes of the cluster.
 
     Raises:
-        ConfigError: The value is not ranks, repeats one, or exceeds the cluster; `at` is the group's place in the
-            configuration.
+        ConfigError: The value is no list of ranks, is empty, repeats a rank, or has a rank that the cluster does not have.
     """
     ranks_text = str(value).strip()
     if ranks_text == "all":
@@ -373,10 +389,10 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
 
 
 def _virtual_components(num_nodes: int, groups: Sequence[SectionSource]) -> list[int | None]:
-    """Returns the component of each virtual node if groups name components: their nodes follow one another in that order.
+    """Returns the Slurm component of each virtual node, sorted by component; None for all nodes if no group has a component.
 
-    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and gets the remaining
-    nodes. If no group has component 0, the other nodes form it.
+    A component has as many nodes as its group's `num_nodes` or `node_ranks`. One group may omit both keys and gets the
+    remaining nodes. If no group has component 0, the remaining nodes are component 0.
     """
     sizes: dict[int, int | None] = {}
     for group_config in groups:

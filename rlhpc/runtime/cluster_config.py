@@ -135,7 +135,7 @@ class ElasticClusterConfig(ClusterConfig):
     """Ranks that join from jobs of their own, on whatever partition is named; at most one entry a group."""
 
 
-#: Keys that are read of these sections where plain mappings take their place, too (`read_key`), and of what they are in.
+#: Keys of these sections, and of the sections that contain them, which `read_key` also reads from plain mappings.
 Key = Literal[
     "cluster", "runner", "workflow", "name", "eval_job", "convert_job",
     "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
@@ -145,5 +145,5 @@ Key = Literal[
     "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
     "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
 ]  # fmt: skip
-#: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
+#: Section of a configuration: a dataclass, or a mapping with some of the keys.
 SectionSource = SlurmOptions | Mapping[str, Any] | None

@@ -1,6 +1,6 @@
-"""Background operations: each named queue has a thread that runs its operations in order and ends when it is idle.
+"""Background operations: each named queue has a thread that runs the queue's operations in order and ends when it is idle.
 
-The threads are daemons, so a script that ends does not wait for unfinished operations: they end with its session.
+The threads are daemons, so a script that ends does not wait for unfinished operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AsyncWork:
         return self._future.done()
 
     async def async_wait(self) -> Any:
-        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
+        """Waits like `wait`, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.wrap_future(self._future)
 
 

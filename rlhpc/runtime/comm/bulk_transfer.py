@@ -4,15 +4,15 @@ CURVE encrypts about one gigabyte per second and core, and ZeroMQ copies a messa
 owner's segment or tensors and writes directly into memory that the receiver has allocated.
 
 Both sides first prove that they know the generation's secret: each answers the other's random challenge with an HMAC. Each
-request and each reply's header carries an HMAC of its content and a message count under the connection's key, so that none
-can be forged, replayed or omitted. The bytes of the segments follow unencrypted. They are buffers of arrays and tensors,
-never a pickle; pickles are only sent in encrypted messages.
+request and each reply header ends with an HMAC, under the connection's key, of its content and a message count. A third party
+can therefore not forge, replay or omit a message. The bytes of the segments follow unencrypted. They are buffers of arrays
+and tensors, never a pickle; pickles are only sent in encrypted messages.
 
     server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
     client: size, request, HMAC         server: size, reply, HMAC, the requested bytes
 
 A request for bytes is b"F" with a range and a segment's path, or b"O" with a range and the name of data that the server
-forwards. b"R" with a reader's number and a path has no reply: it says that the reader no longer needs the data.
+forwards. The request b"R" with a reader's number and a path releases the data for this reader and has no reply.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROOF = 32
 SIZE = struct.Struct("!H")
 #: Seconds without any packet from the other host after which a transfer fails.
 LOST_S = 180
-#: Seconds between a waiting receiver's checks whether the run has failed.
+#: Seconds between two checks of a waiting receiver whether the run has failed.
 LOOK_S = 0.2
 #: Maximum bytes per system call, so that the receiver can check the run between calls.
 CHUNK = 8 << 20
@@ -106,8 +106,9 @@ class BulkConnection:
 
 
 def tune(sock: socket.socket) -> None:
-    """Sets the socket's options: no delay, keep-alive, timeouts. Leaves the buffer sizes to the kernel, which grows them as
-    needed, whereas sizes set here would be capped.
+    """Sets the socket's options: no delay, keep-alive, timeouts.
+
+    Leaves the buffer sizes to the kernel, which grows the buffers as needed; it would cap sizes set here.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
@@ -120,8 +121,9 @@ def tune(sock: socket.socket) -> None:
 
 
 def wake_every(sock: socket.socket, seconds: float) -> None:
-    """Sets the kernel's receive timeout. Python's timeout would make the socket non-blocking, and every receive would need one
-    more system call.
+    """Sets the kernel's receive timeout of a socket.
+
+    Python's timeout would make the socket non-blocking, and every receive would need one more system call.
     """
     floor_s = int(seconds)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", floor_s, int((seconds - floor_s) * 1e6)))
@@ -139,7 +141,7 @@ _OFFER_S = 0.5
 #: Maximum number of concurrent handshakes.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
-#: Maximum number of concurrent transfers of a process; further ones wait, which costs nothing because the network is busy.
+#: Maximum number of concurrent transfers of a process. Further transfers wait; the network is busy until then anyway.
 MOST_TRANSFERS = 8
 
 
@@ -158,8 +160,8 @@ class BulkServer:
         forwarded_data: Data that this process forwards.
 
     Attributes:
-        sent: Number of bytes of data sent. They are counted before they are sent, so that bytes that a receiver has are
-            always included.
+        sent: Number of bytes of data sent. Bytes are counted before they are sent, so that the number includes all bytes
+            that receivers have.
         refused: Number of connections that failed to authenticate.
     """
 
@@ -281,8 +283,8 @@ class BulkServer:
 
     @contextlib.contextmanager
     def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
-        """Sends the header of a reply whose data the block sends, and adds `count` to `sent`; waits while there are
-        `MOST_TRANSFERS` other transfers.
+        """Waits while `MOST_TRANSFERS` other transfers are running, adds `count` to `sent`, and sends the reply's header. The
+        block then sends the reply's data.
         """
         with self._turns:
             with self._lock:
@@ -306,7 +308,7 @@ class BulkServer:
             memory = self._lender.memory(path)
             with self._begin_transfer(link, count):
                 if memory is not None:
-                    # faster than sendfile, which passes one small page at a time: half the time between namespaces
+                    # takes half the time of sendfile between namespaces, because sendfile passes one small page at a time
                     link.sock.sendall(memoryview(memory)[start : start + count])
                     return
                 end = start + count
@@ -326,7 +328,7 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 class BulkClient:
-    """Connection to the `BulkServer` of a process on another host; for one thread.
+    """Connection of one thread to the `BulkServer` of a process on another host.
 
     Args:
         endpoint: The server's published endpoint.
@@ -334,7 +336,7 @@ class BulkClient:
         check: Called while waiting; raises when the run has failed.
 
     Attributes:
-        peer: The other process's name.
+        peer: Name of the other process.
         in_step: Whether the last reply was received completely, so that the next request may be sent.
         is_receiving: Whether the connection is receiving the data of a reply, or failed while it did.
 

@@ -1,5 +1,6 @@
-"""Collectives within a worker group, over torch.distributed: gloo on CPU, NCCL on GPUs. The process group is created when
-first used.
+"""Collectives within a worker group, over torch.distributed: gloo on CPU, NCCL on GPUs.
+
+The first collective creates the process group.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Collectives:
         self._ready = False
 
     def process_group(self) -> Any:
-        """Returns torch's default process group, and creates it in the first call; None for a single rank."""
+        """Returns torch's default process group, which the first call creates; returns None for a single rank."""
         if self.world_size == 1:
             return None
         if not self._ready:
@@ -50,7 +51,7 @@ class Collectives:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
-            # Ranks that have joined one by one have different incarnations, so neighbouring ranks use their first rank's.
+            # Ranks that join separately have different incarnations, so neighbouring ranks use that of their first rank.
             first_rank = self._first or 0
             name = (
                 self._spec.incarnation if self._first is None else context.member(self.group, first_rank)["incarnation"]
@@ -81,8 +82,9 @@ class Collectives:
         return tensor.div_(self.world_size) if op == "mean" else tensor
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Returns the ranks' objects in rank order. Sends them through the authenticated inboxes, because torch.distributed
-        would unpickle data from any sender.
+        """Returns the objects of all ranks in rank order.
+
+        Sends the objects through the authenticated inboxes, because torch.distributed would unpickle data from any sender.
         """
         from rlhpc.runtime.comm import p2p
 
@@ -104,19 +106,19 @@ class Collectives:
             dist.barrier()
 
 
-#: Seconds between checks whether the run has failed, while the rank that holds the store waits for a key.
+#: Seconds between two checks whether the run has failed, while the rank that stores the keys waits for one.
 _LOOK_S = 0.2
 #: torch keeps only the C++ part of a store; without a reference here, the Python object and its methods would be lost.
 _alive: list[ServiceStore] = []
 
 
 class ServiceStore(dist.Store):
-    """torch store of a process group, whose keys and values are in the service of one of its ranks.
+    """torch store of a process group; the service of one rank of the group stores the keys and values.
 
     Args:
         context: This process's context.
         group: Name of the worker group.
-        name: Name that distinguishes the stores of one holder.
+        name: Name that distinguishes several stores of one rank.
         timeout_s: Seconds to wait for a key that another rank sets.
         holder: Rank whose service stores the keys.
     """
@@ -128,7 +130,10 @@ class ServiceStore(dist.Store):
         _alive.append(self)
 
     def _request(self, op: bytes, key: str, *arguments: bytes, timeout: float | None = None) -> bytes:
-        """Executes an operation (`KeyValueStore.execute`, or "wait") in the holder's service; returns its result."""
+        """Executes an operation (`KeyValueStore.execute`, or "wait") in the service of the rank that stores the keys.
+
+        Returns the operation's result.
+        """
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
             return service.store.execute(op, self._full(key), *arguments)
@@ -137,7 +142,7 @@ class ServiceStore(dist.Store):
         return service.peers.request(endpoint, b"STORE", [op, self._full(key), *arguments], limit, purpose)[0]
 
     def _holder(self) -> str | None:
-        """Returns the endpoint of the process that holds the store; None if this process does."""
+        """Returns the endpoint of the process that stores the keys; None if this process stores them."""
         record = self._context.member(self._group, self._rank)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
@@ -198,5 +203,5 @@ class ServiceStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def clone(self) -> ServiceStore:
-        """Returns another handle on the same store, from which torch makes a subgroup's store."""
+        """Returns another handle of the same store; torch derives a subgroup's store from it."""
         return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)

@@ -1,4 +1,4 @@
-"""Context of a process of a run: its name, the registry, its service. Each process has one."""
+"""Context of a process of a run: the process's name, the registry and the process's service."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class GracefulLeave:
     """Graceful leave of a rank: the steps between the notice to leave and the rank's end.
 
-    The notice arrives on another thread or in a signal handler and must not wait for the main thread, so no method takes a
-    lock.
+    The notice arrives on another thread or in a signal handler, which must not wait for the main thread. Therefore no method
+    takes a lock.
 
     Attributes:
         has_notice: Whether the rank has received a notice to leave.
@@ -40,7 +40,7 @@ class GracefulLeave:
         self._first, self._stays = act, False
 
     def stay(self) -> None:
-        """Makes the rank report a notice to the driver, and take calls after it until `first` is called."""
+        """Makes the rank report a notice to the driver and still take calls, until `first` is called."""
         self._first, self._stays = self.announce, True
 
     @property
@@ -49,10 +49,10 @@ class GracefulLeave:
         return self.has_notice and not self._stays
 
     def tell(self) -> bool:
-        """Gives notice to leave. May be called more than once, for example by Slurm's signal and by the parent process.
+        """Notifies the rank that it has to leave. Slurm's signal and the parent process may both call this.
 
         Returns:
-            Whether the main thread first runs an action and then ends the rank. If not, the caller may end the rank at once.
+            True if the main thread ends the rank after an action; False if the caller may end the rank at once.
         """
         self.has_notice = True
         self._leaves = self._leaves or self._first is not None
@@ -67,12 +67,12 @@ class GracefulLeave:
             action()
 
 
-#: Seconds between a process's checks whether another process that it waits for has ended.
+#: Seconds between two checks whether the process that this one waits for has ended.
 _LOOK_S = 1.0
 
 
 def default_wait_deadline_s() -> float:
-    """Returns the seconds after which any wait gives up: `RLHPC_WAIT_DEADLINE_S`, by default 1800."""
+    """Returns the seconds after which a wait fails: `RLHPC_WAIT_DEADLINE_S`, by default 1800."""
     return float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
 
 
@@ -85,7 +85,7 @@ class Context:
         registry: The generation's registry.
         service: This process's data plane.
         check: Raises when the run has failed.
-        wait_deadline: Seconds after which any wait gives up.
+        wait_deadline: Seconds after which a wait fails.
         host: Host id of this process.
         graceful_leave: Graceful leave of this process.
         tell_driver: Sends the driver a note about a member, given its event, name and incarnation.
@@ -107,19 +107,19 @@ class Context:
         return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
 
     def group_size(self, group: str, timeout: float = 60.0) -> int:
-        """Returns the world size of a group; waits until it has been launched."""
+        """Returns the world size of a group; waits until the group has been launched."""
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 
     def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
-        """Waits until a rank has published its record; returns it: endpoints, node, pid, log files.
+        """Returns the record of a rank (endpoints, node, pid, log files); waits until the rank has published it.
 
-        Records are cached until the run's membership changes (`Service.epoch`). A record is read by opening its file, because
-        a network filesystem may answer other requests from a cache for up to a minute.
+        Records are cached until the run's membership changes (`Service.epoch`). This method opens the record's file instead
+        of checking whether it exists, because a network filesystem may answer such a check from a cache for up to a minute.
 
         Raises:
             RendezvousTimeout: The rank has not published its record within `timeout` seconds (default: 300); the message
-                names it.
+                names the rank.
             StaleGeneration: The generation's registry has been removed.
         """
         name = f"{group}-{rank}"
@@ -144,8 +144,9 @@ class Context:
             pause = min(pause * 1.5, 0.25)
 
     def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
-        """Returns whether the driver has recorded that a rank's group continues without it; waits up to `patience_s` seconds
-        for this record.
+        """Returns whether the driver has recorded that a group continues without this rank.
+
+        Waits up to `patience_s` seconds for this record.
         """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
@@ -161,7 +162,10 @@ class Context:
             time.sleep(0.02)
 
     def _look_after(self, name: str, record: dict[str, Any]) -> None:
-        """Tells the driver if a rank on this host has ended, because the driver may not notice. Checks once per second."""
+        """Notifies the driver if a rank on this host has ended, because the driver may not notice this.
+
+        Checks at most once per second.
+        """
         if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
             return
         self._looked[name] = time.monotonic()
@@ -179,13 +183,15 @@ def install(context: Context | None) -> None:
 
 
 def installed() -> Context | None:
-    """Returns this process's context; None if it has none."""
+    """Returns the context of this process; None if the process belongs to no run."""
     return _current
 
 
 def check_run(reason: str = "") -> None:
-    """Raises if this process's run has failed; does nothing outside a run. Called in waits without a deadline, with the wait's
-    `reason`, which is not used.
+    """Raises if this process's run has failed; does nothing outside a run. Waits without a deadline call this.
+
+    Args:
+        reason: Reason of the wait; not used.
     """
     del reason
     if _current is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: Fraction 1/32 of the device's memory may be used by messages in transit.
+#: Divisor of the device's memory: messages in transit may use 1/32 of it.
 _SHARE = 32
 #: Placeholders for torch's reference-counter file and event, which are not used: leases count the readers.
 _NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""

@@ -42,18 +42,19 @@ if TYPE_CHECKING:
 
 
 class _DeviceEvent(Protocol):
-    """Event in the order of a device's operations."""
+    """Event in the sequence of operations on a device."""
 
     @property
     def handle(self) -> bytes:
-        """Handle with which another process opens the event."""
+        """Handle of the event, with which another process can open it."""
 
     def record(self) -> None:
         """Records this event after all operations that this process has enqueued on the device so far."""
 
     def wait(self) -> None:
-        """Makes later operations of this process wait on the device for the event, whichever process recorded it. Does not
-        block the host.
+        """Makes the device wait for the event before it runs later operations of this process. Does not block the host.
+
+        The event may have been recorded by another process.
         """
 
     def done(self) -> bool:
@@ -87,10 +88,10 @@ class _Device(Protocol):
         """
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """Opens another process's memory; returns a uint8 tensor. The memory is closed when nothing refers to the tensor.
+        """Opens another process's memory; returns a uint8 tensor. The memory is closed when the tensor has no more references.
 
         Raises:
-            RuntimeError: This process cannot open it.
+            RuntimeError: This process cannot open the memory.
         """
 
     def empty(self, size: int) -> torch.Tensor:
@@ -109,7 +110,7 @@ class _Device(Protocol):
         """Opens another process's event.
 
         Raises:
-            RuntimeError: This process cannot open it.
+            RuntimeError: This process cannot open the event.
         """
 
 
@@ -135,7 +136,7 @@ def current_device() -> _Device | None:
 
 
 def address() -> str:
-    """Returns the address of the accelerator that this process computes on; empty if there is none."""
+    """Returns the address of the accelerator that this process computes on; empty if it uses no accelerator."""
     device = current_device()
     return "" if device is None else device.address
 
@@ -210,8 +211,10 @@ _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
 class NotReadable(Exception):
-    """Error: this process cannot read the buffer. Without a message, its accelerator is no peer of the sender's; with one, it
-    could not open the buffer.
+    """Error: this process cannot read the buffer.
+
+    Without a message, this process's accelerator is no peer of the sender's accelerator. With a message, opening the buffer
+    has failed.
     """
 
 
@@ -220,7 +223,7 @@ class _Opened:
         self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
 
 
-#: Path of a buffer -> its memory and event if this process created it, else None.
+#: Function that returns the memory and event for a buffer's path; None if another process created the buffer.
 _Local = Callable[[str], tuple[Any, _DeviceEvent] | None]
 
 
@@ -231,7 +234,7 @@ class DeviceMappings:
         local: See `DevicePool.local`.
 
     Attributes:
-        reading: Buffers with unfinished copies out of them, each with the reader's number.
+        reading: Buffers from which copies are not complete, each with the reader's number.
     """
 
     def __init__(self, local: _Local = lambda path: None) -> None:
@@ -320,7 +323,7 @@ class DeviceMappings:
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of buffers per process; without a free buffer a message's tensors are copied through the host.
+#: Maximum number of buffers per process. If no buffer is free, a message's tensors are copied through the host.
 _MAX_BUFFERS = 64
 _counter = itertools.count()
 
@@ -382,7 +385,7 @@ class DevicePool:
         Args:
             tensors: Tensors on this process's accelerator.
             readers: Number of readers.
-            holders: For each reader, the process whose end frees the buffer; see `shared_memory.ShmSegment`.
+            holders: Process of each reader; its end frees the buffer. See `shared_memory.ShmSegment`.
 
         Returns:
             Descriptor of the tensors; None if all buffers are in use or the budget is exhausted.
@@ -409,13 +412,14 @@ class DevicePool:
         return DeviceMessage(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a buffer whether it has not opened it yet; empty for an unknown buffer."""
+        """Returns for each reader whether it still has to open the buffer; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else awaited_readers(buffer.lease, buffer.readers)
 
     def local(self, path: str) -> tuple[Any, _DeviceEvent] | None:
-        """Returns memory and event of a buffer of this process, which cannot open its own exported handles; None if the buffer
-        is unknown.
+        """Returns memory and event of a buffer of this process; None if the buffer is unknown.
+
+        A process cannot open handles that it has exported itself.
         """
         buffer = self._buffers.get(path)
         return None if buffer is None else (buffer.memory, buffer.event)
@@ -444,7 +448,7 @@ class DevicePool:
         return host_copy
 
     def forget_process(self, process: str) -> None:
-        """Frees buffers for a process that has ended (`host.process_key`), and drops those that it alone was reading."""
+        """Frees buffers for a process that has ended (`host.process_key`), and drops buffers without other readers."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
@@ -454,7 +458,7 @@ class DevicePool:
                     self._drop(buffer)
 
     def park(self) -> int:
-        """Frees buffers that no reader uses; returns the bytes of the remaining ones."""
+        """Frees buffers that no reader uses; returns the size in bytes of the remaining buffers."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 if buffer.free():

@@ -9,8 +9,8 @@ the file descriptors. Therefore each process group that is created in a rank, by
 2. closes its listening socket as soon as this rank's connections are established;
 3. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
 
-gloo accepts the first connection with the right pair number, so a foreign process that connects before step 2 can take a
-rank's place; step 3 then fails, and the group is not used.
+gloo accepts the first connection with the right pair number. A foreign process that connects before step 2 can therefore take
+a rank's place. Step 3 then fails, and the group is not used.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _TAG = 0x7268_7063
 
 
 def guard() -> None:
-    """Makes all gloo groups that this process creates authenticate their connections, even if torch is not imported yet."""
+    """Makes all gloo groups of this process authenticate their connections. May be called before torch is imported."""
     wrap_gloo_constructor(_guard_constructor)
 
 
 def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
-    """Returns gloo's constructor wrapped in the three steps; every gloo group made in Python is created by it."""
+    """Returns gloo's constructor with the three steps added. Python creates every gloo group with this constructor."""
 
     @functools.wraps(make)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
         context = installed()
         if context is None or options or not isinstance(timeout, datetime.timedelta | None):
-            # this process is no rank of a run, or the caller has created the sockets itself
+            # this process is no rank of a run, or the caller has created the sockets
             make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
             return
         token = _meet(store, size)
@@ -94,7 +94,7 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
 
 
 def _meet(store: Any, size: int) -> bytes:
-    """Waits for all ranks of the group; returns a random token that they share, empty for a single rank."""
+    """Waits for all ranks of the group; returns a random token that all ranks share. The token is empty for a single rank."""
     if size == 1:
         return b""
     num_arrived = int(store.add("rlhpc/arrived", 1))
@@ -110,11 +110,11 @@ def _meet(store: Any, size: int) -> bytes:
 
 @contextmanager
 def _record_listeners() -> Iterator[list[int]]:
-    """Yields a list that contains, after the block, the sockets on which gloo's device listens; the block creates the device.
+    """Yields a list to which gloo's listening sockets are added at the end of the block; the block creates gloo's device.
 
-    Other threads may open sockets at the same time. gloo's are recognized by a new epoll that watches exactly one listening
-    socket and one pipe, all created within the block. A Python event loop watches a pair of sockets, and ZeroMQ's epoll is
-    older.
+    Other threads may open sockets at the same time. A socket of gloo is recognized by an epoll that watches exactly one
+    listening socket and one pipe, all three created within the block. A Python event loop watches a pair of sockets instead,
+    and ZeroMQ's epoll already exists.
     """
     listeners: list[int] = []
     earlier = _descriptors()
@@ -156,7 +156,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _close(descriptor: int) -> None:
-    """Closes gloo's listening socket and puts an idle eventfd in its descriptor, which gloo will close later.
+    """Closes gloo's listening socket and replaces it with an idle eventfd under the same descriptor. gloo closes it later.
 
     This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
     which would then end the process.)

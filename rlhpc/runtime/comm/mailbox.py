@@ -22,7 +22,7 @@ import numpy as np
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 _HEADER = 512
-# 64-bit counters at the start of a direction's header; the last two are 1 while a process sleeps on the first or the second
+# 64-bit counters at the start of each direction's header; the last two are 1 while a process sleeps on the first or second
 _WRITTEN, _CONSUMED, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_CONSUMED = range(6)
 _TEXT = 64  # offset of dtype and shape, as text
 #: Maximum seconds to poll before sleeping: polling keeps a core busy.
@@ -41,7 +41,9 @@ _NAP = _Timespec(0, _NAP_NS)
 
 
 def available() -> bool:
-    """Returns whether this machine makes stores visible in program order (x86-64), so that data arrives before its counter."""
+    """Returns whether this machine makes stores visible in program order (x86-64), so that a reader sees data before the
+    counter.
+    """
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -149,8 +151,9 @@ class Mailbox:
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
     def _wait(self, counters: memoryview, address: int, index: int, value: int, purpose: str) -> None:
-        """Waits until a counter has a value: polls, yields to other processes, then sleeps. Adapts the polling time to the
-        peer.
+        """Waits until a counter has a value: polls, yields to other processes, then sleeps.
+
+        Polls for a shorter time after a long wait, and for the full time again after a short wait.
         """
         started = now = time.perf_counter()
         poll_until = started + self._poll
@@ -166,7 +169,7 @@ class Mailbox:
             counter = counters[index]
             if counter == value:
                 break
-            # The kernel compares the counter again, so no wake-up is missed; one that is late anyway costs one nap.
+            # The kernel compares the counter again, so no wake-up is missed; a late wake-up costs at most one nap.
             _libc.syscall(
                 _SYS_FUTEX,
                 ctypes.c_void_p(address + 8 * index),
