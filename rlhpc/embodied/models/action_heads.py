@@ -47,14 +47,16 @@ class CategoricalHead(nn.Module):
         return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
     def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the most likely actions."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the most likely
+        actions.
+        """
         actions, logprobs, offset = [], [], 0
         for size in self.sizes:
-            slot_logits = logits[:, offset : offset + size]
-            index = (slot_logits if noise is None else slot_logits + noise[:, offset : offset + size]).argmax(
+            component_logits = logits[:, offset : offset + size]
+            index = (component_logits if noise is None else component_logits + noise[:, offset : offset + size]).argmax(
                 -1, keepdim=True
             )
-            logprobs.append(torch.log_softmax(slot_logits, -1).gather(-1, index))
+            logprobs.append(torch.log_softmax(component_logits, -1).gather(-1, index))
             actions.append(index)
             offset += size
         chunk_actions = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(
@@ -65,31 +67,31 @@ class CategoricalHead(nn.Module):
     def evaluate(
         self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         flat_actions, offset = actions.reshape(actions.shape[0], -1), 0
         logprobs, entropies = [], []
         for i, size in enumerate(self.sizes):
-            log_probs = torch.log_softmax(logits[:, offset : offset + size], -1)
-            logprobs.append(log_probs.gather(-1, flat_actions[:, i : i + 1]))
+            component_logprobs = torch.log_softmax(logits[:, offset : offset + size], -1)
+            logprobs.append(component_logprobs.gather(-1, flat_actions[:, i : i + 1]))
             if entropy:
-                entropies.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
+                entropies.append(-(component_logprobs.exp() * component_logprobs).sum(-1, keepdim=True))
             offset += size
         return self._at_level(logprobs, level), self._at_level(entropies, level) if entropy else None
 
     def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
-        if level == "chunk_level":  # explicit sum of the few columns
+        if level == "chunk_level":  # adds the few columns one by one
             column_sum = parts[0].squeeze(-1)
-            for level_term in parts[1:]:
-                column_sum = column_sum + level_term.squeeze(-1)
+            for column in parts[1:]:
+                column_sum = column_sum + column.squeeze(-1)
             return column_sum
         return at_level(torch.cat(parts, -1), level, self.chunk)
 
 
 class GaussianHead(nn.Module):
-    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as in CleanRL). Actions are `[B,
-    chunk, d]` float32.
+    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as in CleanRL). Actions are
+    `[B, chunk, d]` float32.
 
-    The environment clips actions to its bounds; log-probabilities are those of the unclipped actions.
+    The environment clips actions to its bounds; log-probabilities are computed from the unclipped actions.
     """
 
     def __init__(self, dim: int, log_std_init: float, chunk: int = 1) -> None:
@@ -103,7 +105,7 @@ class GaussianHead(nn.Module):
         return torch.randn((*shape, self.inputs), generator=generator)
 
     def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the mean."""
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = mean + self.log_std.exp() * noise
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
@@ -112,7 +114,7 @@ class GaussianHead(nn.Module):
     def evaluate(
         self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
         logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         if not entropy:
@@ -166,13 +168,15 @@ class BoundedHead(nn.Module):
         return torch.randn((*shape, self.dim), generator=generator)
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the deterministic actions."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the
+        deterministic actions.
+        """
         raise NotImplementedError
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         raise NotImplementedError
 
     def uniform(self, noise: Tensor) -> Tensor:
@@ -189,8 +193,8 @@ class BoundedHead(nn.Module):
 
 
 class SquashedGaussianHead(BoundedHead):
-    """Scaled tanh of a diagonal Gaussian (Haarnoja et al. 2018, as in CleanRL's SAC). The network outputs the mean and the
-    log-std, which is squashed into [-5, 2]. Arguments as in `BoundedHead`.
+    """Scaled tanh of a diagonal Gaussian (Haarnoja et al. 2018, as in CleanRL's SAC). The network outputs the mean and
+    the log-std, which is squashed into [-5, 2]. Takes the arguments of `BoundedHead`.
     """
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
@@ -198,7 +202,9 @@ class SquashedGaussianHead(BoundedHead):
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, tanh of the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes tanh of the
+        mean.
+        """
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         unit_actions = torch.tanh(mean + log_std.exp() * noise)
@@ -207,11 +213,11 @@ class SquashedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies of the Gaussian before tanh, at a
-        level.
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies of the Gaussian before tanh, both
+        at `level`.
         """
         mean, log_std = self._split(inputs)
-        # Half a float's precision off the bounds, where atanh is infinite.
+        # Keeps a small distance from the bounds, where atanh is infinite.
         unit_actions = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
         noise = (torch.atanh(unit_actions) - mean) * (-log_std).exp()
         logprobs = at_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
@@ -229,7 +235,7 @@ class SquashedGaussianHead(BoundedHead):
 class DeterministicHead(BoundedHead):
     """Scaled tanh of the network's output, with normal exploration noise (Fujimoto et al. 2018, as in CleanRL's TD3).
 
-    Log-probabilities are those of the noise, before actions are clipped to the bounds.
+    Log-probabilities are computed from the noise, before actions are clipped to the bounds.
 
     Args:
         space, chunk: Arguments of `BoundedHead`.
@@ -248,7 +254,9 @@ class DeterministicHead(BoundedHead):
         return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the deterministic actions."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the
+        deterministic actions.
+        """
         if noise is None:
             return self.within(torch.tanh(inputs)), at_level(
                 self._logprobs(torch.zeros_like(inputs)), level, self.chunk
@@ -258,7 +266,7 @@ class DeterministicHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
         if not entropy:
             return logprobs, None
@@ -271,10 +279,10 @@ class DeterministicHead(BoundedHead):
 
 class BoundedGaussianHead(BoundedHead):
     """Diagonal Gaussian around the scaled tanh of the network's output (Kostrikov et al. 2022, as in CORL's IQL). The
-    network outputs the mean before tanh, and the log-std relative to half the range, clamped to [-20, 2]. Arguments as in
-    `BoundedHead`.
+    network outputs the mean before tanh, and the log-std relative to half the range, clamped to [-20, 2]. Takes the
+    arguments of `BoundedHead`.
 
-    Log-probabilities are those of the Gaussian, before actions are clipped to the bounds.
+    Log-probabilities are computed from the Gaussian, before actions are clipped to the bounds.
     """
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
@@ -282,7 +290,7 @@ class BoundedGaussianHead(BoundedHead):
         self.inputs = 2 * self.dim
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
-        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise, the mean."""
+        """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
@@ -291,7 +299,7 @@ class BoundedGaussianHead(BoundedHead):
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of given actions and, if `entropy`, the entropies, at a level."""
+        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         mean, log_std = self._split(inputs)
         noise = (self.unit(actions) - mean) * (-log_std).exp()
         logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)

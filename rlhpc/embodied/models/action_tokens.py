@@ -39,11 +39,11 @@ BINS = 256
 
 
 class ActionTokens:
-    """Converter between actions in [−1, 1] and token ids, as in OpenVLA: 256 edges, and the middles of the 255 bins between
-    them.
+    """Converter between actions in [−1, 1] and token ids, as in OpenVLA: 256 edges bound 255 bins, and a token stands
+    for the middle of its bin.
 
     Args:
-        end: One past the last token id of the vocabulary.
+        end: End of the vocabulary's token ids, exclusive.
     """
 
     def __init__(self, end: int) -> None:
@@ -98,7 +98,7 @@ class TokenPolicy(Policy):
 
     @abstractmethod
     def _run_body(self, **inputs: Any) -> Any:
-        """Runs the model's body on one more token."""
+        """Runs the model's body with the keyword arguments of transformers."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class TokenPolicy(Policy):
         self.vlm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
-    # -- the passes -----------------------------------------------------------------------------------------------
+    # -- passes ---------------------------------------------------------------------------------------------------
 
     def _logp(self, hidden: Tensor) -> Tensor:
         """Returns log-probabilities over the bins, `[..., 256]`, in the order of token ids."""
@@ -157,9 +157,9 @@ class TokenPolicy(Policy):
         bins, logprobs, first_hidden = self._sample_tokens(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
-        leveled = at_level(logprobs, self.logprob_type, self.chunk)
+        level_logprobs = at_level(logprobs, self.logprob_type, self.chunk)
         return actions, {
-            "prev_logprobs": leveled,
+            "prev_logprobs": level_logprobs,
             "prev_values": self._values(first_hidden),
             "inputs": {"tokens": tokens},
         }
@@ -189,8 +189,8 @@ class TokenPolicy(Policy):
         return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first_hidden
 
     def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Chooses bins from hidden states `[B, n, width]`; returns the bins and their log-probs `[B, n]`. Without noise, it
-        takes the most likely bins.
+        """Chooses bins from hidden states `[B, n, width]`; returns the bins and their log-probs `[B, n]`. Without
+        noise, takes the most likely bins.
         """
         logp = self._logp(hidden)
         bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])

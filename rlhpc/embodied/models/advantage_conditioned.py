@@ -1,5 +1,6 @@
 """Advantage-conditioned policy: an extra input marks improvements (RECAP: Physical Intelligence 2025, "π*0.6: a VLA
-That Learns From Experience"). It is trained on all episodes, good and bad, and acts under the condition of an improvement.
+That Learns From Experience"). The policy is trained on all episodes, good and bad. When it acts, the extra input says
+"improvement".
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class ConditionedPolicy(Policy):
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        declared = {option.name for option in dataclasses.fields(ConditionedOptions)}
-        inner_options = {name: value for name, value in cfg.kwargs.items() if name not in declared}
-        outer_options = {name: value for name, value in cfg.kwargs.items() if name in declared}
+        option_names = {option.name for option in dataclasses.fields(ConditionedOptions)}
+        inner_options = {name: value for name, value in cfg.kwargs.items() if name not in option_names}
+        outer_options = {name: value for name, value in cfg.kwargs.items() if name in option_names}
         options = model_options(ConditionedOptions, changed(cfg, "kwargs", outer_options))
         self.unconditioned = options.unconditioned
         inner_cfg = changed(changed(cfg, "model_type", options.of), "kwargs", inner_options)
@@ -93,8 +94,8 @@ class ConditionedPolicy(Policy):
         return self.inner.start_shape
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. Randomly hides
-        labels, with torch's default generator.
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. A random
+        fraction of the labels is hidden; torch's default generator draws it.
         """
         improvement: Tensor = inputs[IMPROVEMENT]
         is_labeled = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
@@ -147,8 +148,8 @@ def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int
         steps: Number of rewards before the bootstrap value from `values`.
     """
     T = len(rewards)
-    following = np.concatenate([values, np.zeros(steps)])
-    advantage = gamma**steps * following[steps : steps + T] - values
+    padded_values = np.concatenate([values, np.zeros(steps)])
+    advantage = gamma**steps * padded_values[steps : steps + T] - values
     padded_rewards = np.concatenate([rewards, np.zeros(steps)])
     for k in range(min(steps, T)):
         advantage += gamma**k * padded_rewards[k : k + T]
@@ -156,8 +157,8 @@ def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int
 
 
 def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
-    """Returns the improvement labels of each episode, `[T, 1]` float32: 1 for advantages among the largest `fraction` of all,
-    −1 for others.
+    """Returns the improvement labels of each episode, `[T, 1]` float32: 1 for the largest `fraction` of all advantages,
+    and −1 for the other advantages.
     """
     threshold = np.quantile(np.concatenate(list(episode_advantages)), 1 - fraction)
     return [np.where(advantage > threshold, 1, -1).astype(np.float32)[:, None] for advantage in episode_advantages]
@@ -165,7 +166,7 @@ def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> l
 
 @torch.no_grad()
 def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device) -> list[np.ndarray]:
-    """Returns for each trajectory the improvement labels of its steps (`improvements`)."""
+    """Returns the improvement labels of the steps of each trajectory (`improvements`)."""
     algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
     model.to(device)
 

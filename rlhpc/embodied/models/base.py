@@ -19,7 +19,7 @@ from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, ma
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.env_references import to_plain
 
-#: Number of slots whose noise one generator draws; bounds the surplus rows drawn at either end of a rank's share.
+#: Number of slots whose noise one generator draws; limits the surplus noise drawn at both ends of a rank's slots.
 BLOCK = 16
 _Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
@@ -32,8 +32,8 @@ def _generator_of(*words: int) -> torch.Generator:
 
 
 def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tensor:
-    """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`. The noise of a slot does not depend on
-    the share.
+    """Draws the noise of one decision for `slots`, `[len(slots), ...]`. The noise of a slot does not depend on the
+    other slots.
 
     Args:
         sample: `Policy.sample_noise`.
@@ -59,7 +59,7 @@ def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decis
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """Builds a linear layer; with `orthogonal`, with orthogonal weights and zero bias, as usual for PPO."""
+    """Builds a linear layer. If `orthogonal` is true, its weights are orthogonal and its bias is 0, as usual for PPO."""
     linear_layer = nn.Linear(inputs, outputs)
     if orthogonal:
         nn.init.orthogonal_(linear_layer.weight, gain)
@@ -76,7 +76,7 @@ Obs = Tensor | dict[str, Tensor]
 
 def _disable_gradient(method: Method) -> Method:
     """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. If gradients are already
-    disabled, the wrapper does not change the grad mode, so that a traced program does not either.
+    disabled, the wrapper leaves the grad mode unchanged, so that a trace contains no change of the grad mode.
     """
 
     @functools.wraps(method)
@@ -108,7 +108,7 @@ class Policy(nn.Module):
     mixed_precision = False
     #: True if actions follow a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
-    #: True for success classifiers, which do not act: `bc_loss` gets `success [B]` for the observations after steps.
+    #: True for success classifiers. They do not act, and their `bc_loss` gets `success [B]` for the observations after steps.
     judges = False
     #: Normaliser of observations, if `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
@@ -157,7 +157,9 @@ class Policy(nn.Module):
 
     @property
     def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns, relative to the observation; here those of the chunk."""
+        """Offsets of the actions that behaviour cloning learns, relative to the observation; by default, the offsets of
+        the chunk's actions.
+        """
         return range(self.chunk)
 
     @abstractmethod
@@ -277,8 +279,8 @@ class Policy(nn.Module):
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
-        given `obs`.
+        """Returns the loss of behaviour cloning, `[B]`: by default the negative log-likelihood of `actions [B, chunk,
+        dim]` given `obs`.
 
         `is_pad [B, chunk]` marks actions beyond the end of the episode, which repeat its last action.
         """
@@ -292,8 +294,8 @@ class Policy(nn.Module):
         return values
 
     def _values(self, hidden: Tensor) -> Tensor:
-        """Returns the value head's outputs for hidden states, `[B]`, or `[B, value_width]` if the width is above 1; zeros
-        without a value head.
+        """Returns the value head's outputs for hidden states, `[B]`, or `[B, value_width]` if the width is above 1.
+        Without a value head, returns zeros.
         """
         if self.value_head is None:
             return torch.zeros(
@@ -362,4 +364,4 @@ class Guide:
         return corrected
 
     def _weight(self, t: Tensor) -> Tensor:
-        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.max_weight)  # infinite at t = 1
+        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.max_weight)  # the weight is infinite at t = 1

@@ -27,14 +27,15 @@ _SMALLEST = 5
 
 
 class ImagePolicy(Policy):
-    """Actor-critic for images `[B, H, W, C]` or `[B, C, H, W]`, of integers (scaled to [0, 1] by their range) or floats.
+    """Actor-critic for images `[B, H, W, C]` or `[B, C, H, W]`, of integers (scaled to [0, 1] by their range) or
+    floats.
 
-    In a dict of observations each image has a separate encoder, all other entries except texts are state vectors, and one
-    layer joins the features.
+    In a dict of observations each image has a separate encoder, all other entries except texts are state vectors, and
+    one layer joins the features.
 
     Args:
         cfg, observation_space, action_space: See `Policy`.
-        heads: Build actor and critic heads; False builds only the encoder for another policy.
+        heads: True builds actor and critic heads; False builds only the encoder, for another policy.
 
     Attributes:
         hidden: Width of the features that `see` returns.
@@ -137,9 +138,9 @@ class Residual(nn.Module):
 
 
 class ResNetPolicy(ImagePolicy):
-    """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution,
-    max pooling that halves the image, and two residual blocks. It uses no batch statistics, so that acting and training
-    agree. `actor.model.kwargs` are `ResnetOptions`.
+    """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): each entry of `channels` adds a
+    convolution, max pooling that halves the image, and two residual blocks. The network uses no batch statistics, so
+    that acting and training agree. `actor.model.kwargs` are `ResnetOptions`.
     """
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:

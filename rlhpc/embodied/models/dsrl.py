@@ -28,7 +28,8 @@ _KEY = "actor.model.kwargs.base"
 class DSRLPolicy(SACPolicy):
     """Actor and critics on noise, with the flow policy that maps noise to actions.
 
-    `actor.model.kwargs` are `DsrlOptions`. Checkpoints set `base_spec`, because they contain the flow's weights.
+    `actor.model.kwargs` are `DsrlOptions`. Checkpoints set `base_spec`, because their weights include the flow policy's
+    weights.
 
     Attributes:
         base: Frozen flow policy.
@@ -78,13 +79,13 @@ class DSRLPolicy(SACPolicy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Chooses actions (`Policy.predict_action_batch`); the log-probabilities are those of the noise."""
+        """Chooses actions (`Policy.predict_action_batch`); the log-probabilities are computed for the noise."""
         noise_actions, extras = super().predict_action_batch(obs, mode, noise)
         return self.executed(obs, noise_actions), extras
 
     def spec(self) -> dict[str, Any]:
-        """Returns the policy's description (`Policy.spec`) with the flow policy's, because its folder may not exist when it
-        is read.
+        """Returns the policy's description (`Policy.spec`). The description contains the flow policy's description,
+        because the flow policy's folder may be gone when a reader builds the policy.
         """
         spec = super().spec()
         model = dict(spec["model"])

@@ -7,7 +7,7 @@ marginals (Flow-SDE: Flow-GRPO, Liu et al. 2025; π_RL, Chen et al. 2025):
 
     x_{t−dt} ~ N(x_t − [v + σ²/(2t)·(x_t + (1 − t)·v)]·dt,  σ²·dt),    σ = noise_level·√(t / (1 − t)),
 
-with 1 − t at least 1/K. The log-probability of a chunk is that of all K steps given x_1.
+with 1 − t at least 1/K. The log-probability of a chunk is the sum over all K steps, given x_1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Flow:
         return x - drift * dt, math.sqrt(variance * dt)
 
     def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> Tensor:
-        """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last one is the actions.
+        """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last state holds the actions.
 
         Args:
             velocity: Velocity of the policy.
@@ -115,7 +115,9 @@ class FlowActing(Policy):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Chunk size and action width of the flow's states; the first `chunk` and `dim` of them are the policy's actions."""
+        """Chunk size and action width of the flow's states; their first `chunk` rows and `dim` columns are the policy's
+        actions.
+        """
         return self.chunk, self.dim
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
@@ -133,7 +135,7 @@ class FlowActing(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs["chain"]` are the states from
+        """Runs the training pass (`Policy.default_forward`); `inputs["chain"]` holds the states from
         `predict_action_batch`.
         """
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
@@ -225,7 +227,7 @@ class FlowActing(Policy):
 
 
 def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
-    """Returns the bounds `[dim]` of actions; −1 and 1 for unbounded components."""
+    """Returns the lower and upper bounds `[dim]` of actions. Unbounded components get the bounds −1 and 1."""
     is_bounded = np.isfinite(box.low) & np.isfinite(box.high)
     low, high = np.where(is_bounded, box.low, -1), np.where(is_bounded, box.high, 1)
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))

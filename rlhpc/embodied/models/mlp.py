@@ -37,7 +37,9 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
 
 
 def normalizes_observations(cfg: PolicyConfig) -> bool:
-    """Returns `actor.model.normalize_observations`; False for sections without the key (off-policy runs, older versions)."""
+    """Returns `actor.model.normalize_observations`; False if the section lacks the key (off-policy runs, older
+    versions).
+    """
     return bool(getattr(cfg, "normalize_observations", False))
 
 

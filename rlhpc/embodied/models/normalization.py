@@ -3,7 +3,7 @@
 {"<dataset>": {"action": {"q01": […], "q99": […], "min": […], "max": […], "mask": […]}, "proprio": {…}}, …}
 {"action": {"min": […], "max": […], "q01": […], …}, "observation.state": {…}, …}
 
-And openpi's `norm_stats.json`, for π0:
+The module also reads openpi's `norm_stats.json`, for π0:
 
 {"norm_stats": {"state": {"mean": […], "std": […], "q01": […], "q99": […]}, "actions": {…}}}
 """
@@ -47,24 +47,24 @@ class Scaling(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def with_gripper(self, gripper: bool) -> Scaling:
-        """Returns a copy of this scaling in which the last component is, or is not, a gripper."""
+        """Returns a copy of this scaling with another value of `gripper`."""
         return Scaling(self.low, self.high, self.mask, gripper=gripper)
 
     def scaled(self, values: Tensor) -> Tensor:
         """Converts values `[..., dim]` to [−1, 1] with clamping; components with an empty range become 0."""
         width = self.high - self.low
-        values_scaled = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
-        values_scaled = torch.where(self.mask, torch.where(width == 0, 0, values_scaled), values)
+        scaled_values = (2 * (values - self.low) / torch.where(width == 0, 1, width) - 1).clamp(-1, 1)
+        scaled_values = torch.where(self.mask, torch.where(width == 0, 0, scaled_values), values)
         if self.gripper:
-            values_scaled[..., -1] = ((1 - values[..., -1]) / 2).clamp(0, 1)
-        return values_scaled
+            scaled_values[..., -1] = ((1 - values[..., -1]) / 2).clamp(0, 1)
+        return scaled_values
 
     def unscaled(self, values: Tensor) -> Tensor:
         """Inverts `scaled`, without clamping."""
-        values_unscaled = torch.where(self.mask, self.low + (values + 1) / 2 * (self.high - self.low), values)
+        unscaled_values = torch.where(self.mask, self.low + (values + 1) / 2 * (self.high - self.low), values)
         if self.gripper:
-            values_unscaled[..., -1] = torch.where(values[..., -1] < 0.5, 1.0, -1.0)
-        return values_unscaled
+            unscaled_values[..., -1] = torch.where(values[..., -1] < 0.5, 1.0, -1.0)
+        return unscaled_values
 
 
 def read_statistics(path: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def scaling(
 
     Args:
         statistics: Statistics by dataset.
-        dataset: Name of the dataset; None takes the only one.
+        dataset: Name of the dataset; None takes the only dataset of `statistics`.
         part: "action" or "proprio".
         dim: Required number of components.
         normalisation: Key of `RANGES`; a dataset without quantiles is scaled by its bounds.
@@ -129,7 +129,7 @@ def scaling(
 BOUNDS = "bounds"
 #: Name of openpi's statistics file, in a released folder or its `assets/<name>`.
 NORM_STATS = "norm_stats.json"
-#: Statistics that each of openpi's normalisations needs.
+#: Statistics that openpi's normalisations need, by normalisation.
 _NORM_STATS = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99")}
 
 
@@ -224,7 +224,8 @@ _CLIP, _EPS = 10.0, 1e-8
 
 
 class ObservationNormaliser(nn.Module):
-    """Observation normaliser: (x − mean) / √(var + 1e-8), within ±10. Before the first update x stays unchanged.
+    """Observation normaliser: (x − mean) / √(var + 1e-8), within ±10. Before the first update, x stays unchanged except
+    for the clipping.
 
     Args:
         width: Number of values in an observation.
@@ -260,7 +261,8 @@ class ObservationNormaliser(nn.Module):
         """Updates the statistics with observations (Chan et al. 1979).
 
         Args:
-            moments: Moments of all slots of the run, in slot order, so that the result does not depend on the number of ranks.
+            moments: Moments of all slots of the run, in slot order. The result then does not depend on the number of
+                ranks.
         """
         count, offset_sums, squared_sums = moments.sum(0).split([1, len(self.mean), len(self.mean)])
         if not count.item():

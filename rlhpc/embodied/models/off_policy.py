@@ -18,8 +18,8 @@ from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.flat_parameters import Reduce
 
-#: Constants from CrossQ's code: update rate of the running statistics, term added to variances, number of first batches
-#: that are normalised by their own statistics only, and bounds of the correction.
+#: Constants from CrossQ's code: update rate of the running statistics, term added to variances, number of initial
+#: batches that only the batch statistics normalise, and bounds of the correction.
 _MOMENTUM, _EPS, WARM_UP, _R_MAX, _D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
@@ -132,8 +132,8 @@ def _flat_width(space: Any, model_type: str) -> int:
 
 
 def flatten(obs: Any) -> Tensor:
-    """Flattens observations to float rows `[B, D]`; concatenates several observations in the order of their names. Floating
-    dtypes are kept.
+    """Flattens observations to float rows `[B, D]`; concatenates several observations in the order of their names.
+    Floating-point tensors keep their dtype.
     """
     arrays = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.flatten(1) if array.is_floating_point() else array.flatten(1).float() for array in arrays]
@@ -141,14 +141,14 @@ def flatten(obs: Any) -> Tensor:
 
 
 class TwinCritic(nn.Module):
-    """Pair of Q-networks that share one wide first linear layer, half of it for each network. On a CPU this is faster than
-    batched matrix products.
+    """Pair of Q-networks that share one wide first linear layer; each network uses half of its outputs. On a CPU this
+    is faster than batched matrix products.
 
     Args:
         inputs: Total width of observation and action.
         hidden: Widths of the hidden layers.
         activation: Name of the activation.
-        layer_norm: Apply layer norm in every hidden layer (RLPD, Ball et al. 2023).
+        layer_norm: True applies layer norm in every hidden layer (RLPD, Ball et al. 2023).
     """
 
     def __init__(self, inputs: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
@@ -177,7 +177,7 @@ class ActorCritic(Policy):
     """Actor with twin Q-networks. The value of an observation is the smaller Q-value of the actor's deterministic action."""
 
     head: BoundedHead  # type: ignore[assignment]
-    has_head = False  # `Policy` builds none
+    has_head = False  # this class builds the head itself
     #: Name prefixes of the weights that acting needs.
     acts_with: tuple[str, ...] = ("actor.",)
 
@@ -216,7 +216,9 @@ class ActorCritic(Policy):
         return inputs if policy else None, self.critics(flat_obs, actions).amin(0)
 
     def executed(self, obs: Any, actions: Tensor) -> Tensor:
-        """Returns the actions `[B, chunk, dim]` that are executed for the actor's `actions`; here they are the same."""
+        """Returns the actions `[B, chunk, dim]` that the environment executes for the actor's `actions`; by default,
+        `actions`.
+        """
         del obs
         return actions
 
@@ -236,7 +238,9 @@ class SACPolicy(ActorCritic):
 
 
 class CrossQPolicy(SACPolicy):
-    """Actor and critics of CrossQ (Bhatt et al. 2024): SAC's, with batch renormalisation before each layer."""
+    """Actor and critics of CrossQ (Bhatt et al. 2024): networks as in SAC, with batch renormalisation before each
+    layer.
+    """
 
     def build_networks(
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]

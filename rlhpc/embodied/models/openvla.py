@@ -62,7 +62,7 @@ class OpenVLAPolicy(TokenPolicy):
         for submodule in self.vlm.modules():
             if isinstance(submodule, ViT):
                 submodule.freeze_unused()
-        if self.action_head is not None:  # it generates no tokens
+        if self.action_head is not None:  # an action head generates no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
         _load_extra_weights(self, self.source)
 
@@ -95,7 +95,7 @@ class OpenVLAPolicy(TokenPolicy):
         self.eye = _eye_of(config, settings, space, options.center_crop)
         blank_token = self.tokenizer.convert_tokens_to_ids(
             "▁"
-        )  # Llama's, which was there in training before the first action
+        )  # in training, Llama's blank token preceded the first action
         end = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
         self.inputs = VlmInputs(
             space,
@@ -110,8 +110,8 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def _scale(self, options: OpenVlaOptions) -> None:
-        """Sets the scaling from the statistics in `kwargs`, or from the model's. With `bounds`, or for a model without a
-        folder, the bounds of the action space stay in use.
+        """Sets the scaling from the statistics in `kwargs`, or from the model's statistics. With `bounds`, or for a
+        model without a folder, the bounds of the action space stay in use.
 
         Raises:
             ConfigError: A folder has no statistics, so its actions would be scaled differently than in training.
@@ -137,7 +137,7 @@ class OpenVLAPolicy(TokenPolicy):
         self.vlm.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
-    # -- the passes -----------------------------------------------------------------------------------------------
+    # -- passes ---------------------------------------------------------------------------------------------------
 
     def _embedded(self, obs: Any) -> tuple[Tensor, Tensor]:
         """Returns embeddings `[B, L, width]` of images, state and prompt, and their mask."""
@@ -182,7 +182,7 @@ class OpenVLAPolicy(TokenPolicy):
             position_ids=positions(mask),
             use_cache=False,
         )
-        # As in generated text, the hidden state before a position predicts it.
+        # As in generated text, the hidden state before a position predicts the token at the position.
         return outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +241,8 @@ class OpenVLAPolicy(TokenPolicy):
         """
         from safetensors.torch import save_file
 
-        if self.source is not None:  # the tokenizer, the image processor, and the code that its configuration names
+        if self.source is not None:
+            # Copies the tokenizer, the image processor, and the code that the model's configuration names.
             for file in self.source.iterdir():
                 if file.suffix in (".json", ".model", ".py", ".txt") and ".index." not in file.name:
                     shutil.copyfile(file, folder / file.name)
@@ -301,8 +302,8 @@ def _find_components(folder: Path | None) -> dict[str, Path]:
 
 
 def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the statistics that scale actions: those in `kwargs`, or the model's. They are empty with `bounds`, and for a
-    model without a folder and `norm_stats`.
+    """Returns the statistics that scale actions: the statistics in `kwargs`, or the model's. The result is empty with
+    `bounds`, and for a model without a folder and `norm_stats`.
 
     Args:
         options: `actor.model.kwargs`.
@@ -343,8 +344,8 @@ def check_folder(cfg: ModelConfig) -> None:
 def _load_components(
     files: dict[str, Path], width: int, dim: int, state: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
-    """Builds the action head and the projector, and loads their weights if there are files. The head is None if `dim` is 0,
-    the projector if `state` is 0.
+    """Builds the action head and the projector, and loads their weights from `files`. The head is None if `dim` is 0;
+    the projector is None if `state` is 0.
     """
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
@@ -382,7 +383,7 @@ def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: b
         config: Configuration of the model.
         settings: Settings of the model's image processor.
         space: Observation space; its images must be square unless the model stretches images.
-        crop: Crop to the central 90 % of the area, for models trained on random crops.
+        crop: True crops to the central 90 % of the area, for models trained on random crops.
 
     Raises:
         ConfigError: The vision transformers take different image sizes, or images would have to be cropped or padded.

@@ -38,8 +38,8 @@ def check_folder(cfg: ModelConfig) -> None:
 
 
 class Pi0Policy(FlowActing):
-    """Policy that predicts action chunks from images, an instruction and the robot's state. Log-probs are those of
-    `models.flow`, over the executed actions; values are computed from the vision-language model's last token.
+    """Policy that predicts action chunks from images, an instruction and the robot's state. Log-probs are computed as
+    in `models.flow`, over the executed actions; values are computed from the vision-language model's last token.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs` are `Pi0Options`. State and actions are normalised by the statistics, then padded.
@@ -92,8 +92,8 @@ class Pi0Policy(FlowActing):
             )
 
     def spec(self) -> dict[str, Any]:
-        """Returns the policy's description (`Policy.spec`) with the statistics, because their file may not exist when it is
-        read.
+        """Returns the policy's description (`Policy.spec`) with the statistics, because the statistics file may be gone
+        when a reader builds the policy.
         """
         spec = super().spec()
         statistics = BOUNDS if self.statistics is None else self.statistics
@@ -108,7 +108,7 @@ class Pi0Policy(FlowActing):
         return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalised(actions)
 
     def draw_times(self, rows: int) -> Tensor:
-        """Draws times from Beta(1.5, 1), more of them near the noise (Black et al. 2024, appendix B; openpi)."""
+        """Draws times from Beta(1.5, 1), most of them near 1, the noise (Black et al. 2024, appendix B; openpi)."""
         return torch.rand(rows) ** (1 / 1.5) * 0.999 + 0.001
 
     @property
@@ -135,7 +135,7 @@ class Pi0Policy(FlowActing):
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             outputs = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
-            cache.crop(-(x.shape[1] + 1))  # the state and the actions of this step; the next one sees the prefix only
+            cache.crop(-(x.shape[1] + 1))  # keeps only the prefix, without this step's state and actions
             return outputs.logits.float()
 
         return velocity if policy else None, self._values(prefix_outputs.last_hidden_state[:, -1]) if value else None

@@ -1,8 +1,8 @@
 """Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025).
 
-Parameters have the names in released weights: `vision_backbone.featurizer` (and `fused_featurizer`, whose features are
-concatenated with those of the first), `projector`, and `language_model`, a Llama. Classes have the names in released
-configurations.
+Parameters have the names in released weights: `vision_backbone.featurizer`, `projector`, and `language_model`, a Llama.
+A second vision transformer is `vision_backbone.fused_featurizer`; the features of both are concatenated. Classes have
+the names in released configurations.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class _ViTShape:
 
     Attributes:
         embed_dim, depth, num_heads, mlp_ratio, patch_size: Parameters of timm's model.
-        reg_tokens: Number of register tokens. With registers there is also a class token; neither has position embeddings.
-        scaled: Whether blocks have a layer scale.
-        pooled: Whether the weights contain an attention pool, which is unused here.
+        reg_tokens: Number of register tokens. With registers, the model also has a class token; registers and class
+            token have no position embeddings.
+        scaled: True if blocks have a layer scale.
+        pooled: True if the weights contain an attention pool, which this module does not use.
         mean, std: Channel statistics of the training images.
     """
 
@@ -148,8 +149,8 @@ class _PatchEmbed(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision transformer up to its second-to-last block, whose outputs are OpenVLA's features. Later layers are not
-    trained.
+    """Vision transformer up to its second-to-last block, whose outputs are OpenVLA's features. The layers behind it are
+    not trained.
 
     Args:
         shape: Architecture parameters.
@@ -172,7 +173,9 @@ class ViT(nn.Module):
         self.freeze_unused()
 
     def freeze_unused(self) -> None:
-        """Freezes the layers after the features, and adapters in them, which get no gradient and would only decay."""
+        """Freezes the layers behind the features, and the adapters in these layers. They get no gradient, so that
+        weight decay alone would change them.
+        """
         for unused_module in (self.blocks[-1], self.norm, self.attn_pool):
             if unused_module is not None:
                 unused_module.requires_grad_(False)
@@ -200,7 +203,8 @@ class OpenVLAConfig(PretrainedConfig):
         timm_overrides: Changes to the `_ViTShape` of each transformer; released models have none.
         text_config: Configuration of the Llama.
         pad_to_multiple_of: Number of padding tokens at the end of the Llama's vocabulary.
-        n_action_bins: Number of tokens, the last ones before the padding, that encode bins of an action component.
+        n_action_bins: Number of tokens that encode bins of an action component; they are the last tokens before the
+            padding.
         norm_stats: Action statistics of each training dataset.
     """
 
@@ -238,7 +242,7 @@ class OpenVLAConfig(PretrainedConfig):
         return [vit_shape(name, override) for name, override in zip(self.timm_model_ids, overrides, strict=True)]
 
 
-AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # otherwise AutoTokenizer does not recognise the folder
+AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # AutoTokenizer recognises only registered model types
 
 
 class _VisionBackbone(nn.Module):
@@ -257,8 +261,8 @@ class _VisionBackbone(nn.Module):
             self.width += self.fused_featurizer.embed_dim
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Converts images to features `[B, patches, width]`; images are `[B, 3, size, size]`, or `[B, 6, size, size]` with
-        three channels for each of two transformers.
+        """Converts images to features `[B, patches, width]`; images are `[B, 3, size, size]`, or `[B, 6, size, size]`
+        with three channels for each of the two transformers.
         """
         features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:

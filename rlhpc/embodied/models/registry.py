@@ -51,8 +51,8 @@ _FOLDER_CHECKS = {
     "openvla": "rlhpc.embodied.models.openvla:check_folder",
     "lerobot": "rlhpc.embodied.models.lerobot.checkpoint:check_folder",
 }
-#: Checks of policies that only another Python may be able to build: functions `(cfg, observation_space, action_space)`, by
-#: model type.
+#: Checks of policies that may need another Python interpreter: functions `(cfg, observation_space, action_space)`, by model
+#: type.
 _SPACE_CHECKS = {"lerobot": "rlhpc.embodied.models.lerobot.checkpoint:describe"}
 
 
@@ -75,15 +75,15 @@ def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
 
 
 def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
-    """Returns section `actor.model` for `build_model` on a device, with the dtype resolved (`policy_dtype`) and the adapters
-    of `actor.lora` added to the options.
+    """Returns section `actor.model` for `build_model` on a device. Resolves the dtype (`policy_dtype`) and adds the
+    adapters of `actor.lora` to the options.
     """
     from rlhpc.config.typed import changed, plain
     from rlhpc.runtime.devices import computes_bfloat16
 
     model, device_type = actor.model, device if isinstance(device, str) else device.type
     if policy_dtype(actor, computes_bfloat16(device_type)) == "bfloat16" != model.dtype:
-        model = changed(model, "dtype", "bfloat16")  # otherwise `auto` builds float32
+        model = changed(model, "dtype", "bfloat16")  # `build_model` would build float32 for `auto`
     if not actor.lora.rank:
         return model
     lora = actor.lora
@@ -129,7 +129,7 @@ def check_folder(cfg: PolicyConfig) -> None:
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
-    """Builds the policy as a check; returns None without building it if only ranks with a separate Python can.
+    """Builds the policy as a check; returns None without a build if only ranks with a separate Python can build it.
 
     Args:
         actor: Section `actor`.
@@ -147,7 +147,7 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
 
 
 def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:
-    """Builds the policy of a `Policy.spec`, with newly initialized weights.
+    """Builds the policy that a `Policy.spec` describes, with newly initialized weights.
 
     Args:
         spec: Result of `Policy.spec`.
@@ -205,10 +205,10 @@ def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 def load_policy(folder: Path, trust: Trust) -> Policy:
-    """Loads the policy of a folder, in eval mode, on the CPU.
+    """Loads a policy from a folder onto the CPU, in eval mode.
 
     Args:
-        folder: A checkpoint, or an export.
+        folder: Folder of a checkpoint or an export.
         trust: Trust settings for code that the folder names.
 
     Raises:

@@ -89,7 +89,7 @@ class Bytes:
     vocab_size = _TINY_WORDS
 
     def convert_tokens_to_ids(self, word: str) -> int | None:
-        """Returns None, because no word is a token."""
+        """Returns None, because the vocabulary contains no words."""
         del word
         return None
 
@@ -122,15 +122,16 @@ def without_weights() -> Iterator[None]:
 
 
 def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
-    """Loads a model; returns it, its tokenizer, and the settings of its image processor (a dict).
+    """Loads a model. Returns the model, its tokenizer, and the settings of its image processor (a dict).
 
     Args:
-        cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype, attn_implementation.
+        cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype,
+            attn_implementation.
         kind: "vla", "pi0" or "openvla".
-        chunk, dim, state: Chunk size, width of an action and width of the state, for a tiny model.
+        chunk, dim, state: Chunk size, width of an action and width of the state, used for a tiny model.
 
     Raises:
-        ConfigError: The model does not exist, cannot be loaded, or is of another kind.
+        ConfigError: The model does not exist, cannot be loaded, or is not a model of `kind`.
     """
     package = hugging_face()
     path = cfg.model_path or TINY
@@ -167,7 +168,7 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
         )
     try:
         settings = package.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path)[0]
-    except OSError:  # a folder with weights and tokenizer only
+    except OSError:  # the folder has weights and tokenizer only
         settings = {}
     return model, tokenizer, settings
 
@@ -186,7 +187,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_weights(path: str | None) -> None:
-    """Checks that a model's folder exists and has weights; accepts hub names and built-in models without a check.
+    """Checks that a model's folder exists and has weights; does not check hub names and built-in models.
 
     Raises:
         ConfigError: The folder or its files are missing; the message names them.
@@ -213,8 +214,8 @@ class Eye:
     Attributes:
         size: Height and width of the output, in pixels.
         means, stds: Sets of channel statistics; an image is normalised once with each set.
-        bicubic: Resize bicubically and round as Pillow does; otherwise bilinearly.
-        middle: Fraction of the area, around the centre, to which images are cropped after resizing; the crop is resized again.
+        bicubic: True resizes bicubically and rounds as Pillow does; False resizes bilinearly.
+        middle: Fraction of the area that a central crop keeps. The crop follows the resizing, and is resized again.
     """
 
     size: int
@@ -265,10 +266,10 @@ class VlmInputs:
         image: Id of the placeholder token that image features replace.
         image_tokens: Number of placeholder tokens per image.
         prompt: Prompt template with `{instruction}`.
-        image_first: Place images before the BOS token (PaliGemma); otherwise after it.
+        image_first: True places images before the BOS token (PaliGemma); False places images after the token.
         more: Number of further placeholder tokens after all images, for the state.
         end: Token ids after the prompt.
-        lower: Convert the instruction to lower case.
+        lower: True converts the instruction to lower case.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class VlmInputs:
 
 
 def image_tokens(vlm: Any, config: Any) -> int:
-    """Returns the number of tokens that the model makes of one image."""
+    """Returns the number of tokens that encode one image."""
     size = int(config.vision_config.image_size)
     dtype, device = next((parameter.dtype, parameter.device) for parameter in vlm.parameters())
     with torch.no_grad():

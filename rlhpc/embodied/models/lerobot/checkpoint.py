@@ -1,4 +1,5 @@
-"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, from its JSON files, without LeRobot.
+"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, read from its JSON files without the
+LeRobot package.
 
 config.json                {"type": "act", "input_features": {"observation.state": {"type": "STATE", "shape": [2]}}, …}
 model.safetensors          weights
@@ -45,9 +46,9 @@ class Described:
     """Description of a policy's folder, from its config.json.
 
     Attributes:
-        path: The folder.
+        path: Path of the folder.
         family: One of `FAMILIES`.
-        sources: Entry of the environment's observations for each input of the policy; None for images.
+        sources: Entry of the environment's observations that feeds each input of the policy; None for images.
         cameras: Camera of the environment for each image input: observation entry, and index within it.
         num_obs_steps: Number of observations that the policy takes, ending with the current one (`n_obs_steps`).
         config: Content of config.json.
@@ -67,7 +68,8 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
     """Reads a folder and checks it against an environment and the configuration.
 
     Raises:
-        ConfigError: The folder has no policy, or one of an unsupported family or another task; or an option is unknown.
+        ConfigError: The folder has no policy, the policy's family is not supported, the policy was made for another
+            task, or an option is unknown.
     """
     path, config = _read(cfg.model_path)
     family = str(config["type"])
@@ -147,8 +149,9 @@ def pictures_of(space: Any, num_obs_steps: int) -> dict[str, Any]:
 
 
 def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]]:
-    """Returns the cameras of an environment by name, each as observation entry and index within it. An entry with several
-    images, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as in `Described.num_obs_steps`.
+    """Returns the cameras of an environment by name, each as observation entry and index within it. An entry with
+    several images, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …. `num_steps` is the number of observations that the
+    policy takes.
     """
     cameras: dict[str, tuple[str, int]] = {}
     for key, box in pictures_of(space, num_steps).items():

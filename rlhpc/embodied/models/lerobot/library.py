@@ -21,8 +21,9 @@ def load(described: Described, vlm: str | None = None) -> Any:
     """Loads the policy of a folder, with its weights, on the CPU.
 
     Args:
-        described: The folder.
-        vlm: Folder used instead of the vision-language model that the configuration names, for everything but weights.
+        described: Description of the folder.
+        vlm: Folder that replaces the vision-language model that the configuration names; the weights come from the
+            policy's folder.
 
     Raises:
         ConfigError: LeRobot is not installed, or cannot load the policy.
@@ -35,27 +36,27 @@ def load(described: Described, vlm: str | None = None) -> Any:
 
     try:
         config = PreTrainedConfig.from_pretrained(described.path)
-        # The folder has the weights: none are downloaded.
+        # The folder has all weights, so nothing is downloaded.
         overrides = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
         overrides |= {"vlm_model_name": vlm} if vlm else {}
-        pi = described.family in ("pi0", "pi05")
-        if pi:  # bfloat16 loses small steps
+        is_pi = described.family in ("pi0", "pi05")
+        if is_pi:  # bfloat16 would round small optimizer steps away
             overrides |= {"dtype": "float32", "compile_model": False}
         saved_values = {name: getattr(config, name) for name in overrides if hasattr(config, name)}
         for name in saved_values:
             setattr(config, name, overrides[name])
-        if pi:
+        if is_pi:
             from rlhpc.embodied.models.lerobot import openpi
 
             openpi.provide()
             policy = openpi.load(get_policy_class(described.family), config, described.path / MODEL)
         else:
             policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
-    except Exception as error:  # whatever its parsers and networks raise
+    except Exception as error:  # LeRobot's parsers and networks raise many types of errors
         raise ConfigError(
             f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    for name, saved_value in saved_values.items():  # `save_pretrained` writes the folder's values
+    for name, saved_value in saved_values.items():  # so that `save_pretrained` writes the folder's values
         setattr(policy.config, name, saved_value)
     return policy
 
@@ -64,7 +65,7 @@ class Processors:
     """Pre- and postprocessor of a policy, which normalise by the statistics of the folder or of a dataset.
 
     Args:
-        described: The folder.
+        described: Description of the folder.
         config: Configuration of the policy.
         statistics: A LeRobot dataset's folder, or its stats.json; None takes the policy folder's statistics.
         vlm: See `load`.
@@ -127,7 +128,7 @@ class Processors:
             }
         try:
             preprocessor, postprocessor = make_pre_post_processors(self._config, **kwargs)
-        except Exception as error:  # whatever its steps raise
+        except Exception as error:  # the processors' steps raise many types of errors
             raise ConfigError(
                 f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
                 f"{type(error).__name__}: {first_line(error)}"
@@ -137,7 +138,7 @@ class Processors:
 
 
 def _tokenizer_of(folder: Path) -> str | None:
-    """Returns the name of the tokenizer in a folder's preprocessor; None if there is none."""
+    """Returns the name of the tokenizer in a folder's preprocessor; None if the preprocessor has no tokenizer."""
     try:
         steps = read_json((folder / "policy_preprocessor.json").read_bytes())["steps"]
         return next((step["config"]["tokenizer_name"] for step in steps if "tokenizer_name" in step["config"]), None)

@@ -1,14 +1,16 @@
 """PaliGemma and Gemma with the changes of openpi's PyTorch models, for LeRobot's π0 and π0.5.
 
-LeRobot 0.4.4 requires a transformers with files replaced by openpi's (`transformers_replace`), and refuses any other. The
-changes are small, and this module repeats them over the installed transformers, for LeRobot's two modules alone:
+LeRobot 0.4.4 requires a copy of transformers in which openpi's files replace some files (`transformers_replace`), and
+refuses any other. The changes are small. This module applies them to the installed transformers, but only in LeRobot's
+modules of π0 and π0.5:
 
-- Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a gate(c)
-  on the block's output. It also returns the gate, which is None without a condition.
-- Gemma does not scale its inputs by √width, nor PaliGemma its pictures by 1/√width: LeRobot scales the words itself.
-- Cached keys and values are not extended where `use_cache` is false.
+- Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a
+  gate(c) on the block's output. The norm also returns the gate, which is None without a condition.
+- Gemma does not scale its inputs by √width, and PaliGemma does not scale its image features by 1/√width, because
+  LeRobot scales the text embeddings itself.
+- A pass with `use_cache=False` does not extend the cached keys and values.
 
-Its conversions for bfloat16 are left out: weights are float32 here (`library.load`).
+The module omits openpi's conversions for bfloat16, because `library.load` loads float32 weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer, GemmaForCausalLM, GemmaModel, GemmaRMSNorm
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaForConditionalGeneration, PaliGemmaModel
 
-#: Versions whose sources were read for this (envs/lerobot.txt).
+#: Versions against whose sources this module was checked (envs/lerobot.txt).
 VERIFIED = {"lerobot": "0.4", "transformers": "4.57"}
 
 _CHECK = "transformers.models.siglip.check"
@@ -63,7 +65,7 @@ class AdaptedNorm(nn.Module):
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
-    """Returns x plus the block's output y, which is multiplied by the gate if there is one."""
+    """Returns x plus the block's output y, multiplied by the gate unless the gate is None."""
     return x + y if gate is None else x + y * gate
 
 
@@ -160,11 +162,11 @@ def provide() -> None:
 
 
 def load(kind: Any, config: Any, weights: Path) -> Any:
-    """Loads a π0 or π0.5 with the weights of a file. LeRobot's `from_pretrained` would keep random weights where they
-    do not fit.
+    """Loads a π0 or π0.5 with the weights of a file. LeRobot's `from_pretrained` would silently keep random values for
+    weights that do not fit.
 
     Args:
-        kind: LeRobot's class of policies.
+        kind: Policy class of LeRobot.
         config: Configuration of the policy.
         weights: Safetensors file, whose names may lack the prefix `model.`.
 
@@ -176,9 +178,9 @@ def load(kind: Any, config: Any, weights: Path) -> Any:
     state = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in state.items()}
     missing, unexpected = policy.load_state_dict(state, strict=False)
     parameters = policy.state_dict()
-    loaded = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
+    loaded_pointers = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
     # Token embeddings and LM head are tied, so a file may have only one of them.
-    mismatches = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded)]
+    mismatches = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded_pointers)]
     if mismatches:
         raise ValueError(
             f"{weights.name} and its configuration do not fit: {', '.join(mismatches[:3])} ({len(mismatches)} in all)"

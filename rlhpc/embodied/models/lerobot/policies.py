@@ -28,7 +28,7 @@ from rlhpc.runtime.errors import ConfigError
 class LerobotPolicy(Policy):
     """Policy of LeRobot's library. A subclass implements acting and the value head's input.
 
-    `actor.model`: `model_path`, `num_action_chunks` (how many of the predicted actions are played), `add_value_head`;
+    `actor.model`: `model_path`, `num_action_chunks` (number of predicted actions that are executed), `add_value_head`;
     `kwargs` are `LerobotOptions`.
 
     Attributes:
@@ -55,8 +55,8 @@ class LerobotPolicy(Policy):
 
     @property
     def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): all that the network predicts, which
-        start at its oldest observation.
+        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): the offsets of all actions that the
+        network predicts, beginning at its oldest observation.
         """
         return range(self.before, self.before + int(getattr(self.inner.config, FAMILIES[self.described.family])))
 
@@ -68,13 +68,13 @@ class LerobotPolicy(Policy):
     # -- inputs ---------------------------------------------------------------------------------------------------
 
     def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
-        """Converts observations, and actions if given, to the inputs of LeRobot's networks: by name, normalised, one image
-        per camera.
+        """Converts observations, and actions if given, to the inputs of LeRobot's networks: normalised, by name, with
+        one image per camera.
 
         Args:
             obs: Observations of the environment; `[B, num_obs_steps, ...]` if the network takes several steps.
             actions: `[B, imitated, dim]`, in the environment's units.
-            is_pad: `[B, imitated]`, true for actions outside the episode; by default all are inside.
+            is_pad: `[B, imitated]`, true for actions outside the episode; by default, all actions are inside.
         """
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         batch: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class LerobotPolicy(Policy):
         return self.processors.before(batch)
 
     def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the batch, with a time axis added to observations if the network needs one."""
+        """Returns the batch. A subclass adds a time axis to observations if its network needs the axis."""
         return batch
 
     def _numbers(self, part: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class LerobotPolicy(Policy):
         finally:
             self.inner.train(was_training)
 
-    # -- learning and files ---------------------------------------------------------------------------------------
+    # -- training and export --------------------------------------------------------------------------------------
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, which is a mean over the rows, repeated
@@ -138,7 +138,7 @@ class LerobotPolicy(Policy):
 class ActPolicy(LerobotPolicy):
     """ACT policy of LeRobot; the value head takes the mean of the encoder's outputs for the observation.
 
-    `actor.model` as for all LeRobot policies, and `log_std_init`.
+    `actor.model` takes the keys of `LerobotPolicy`, and `log_std_init`.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -179,8 +179,9 @@ class ActPolicy(LerobotPolicy):
 
 
 class DenoisingPolicy(LerobotPolicy):
-    """Policy that denoises actions step by step. The states form a chain `[B, K + 1, *state_shape]`; a chunk's
-    log-probability is that of the chain, restricted to the executed actions. Evaluation denoises deterministically.
+    """Policy that denoises actions step by step. The states form a chain `[B, K + 1, *state_shape]`. The
+    log-probability of a chunk is the log-probability of the chain, restricted to the executed actions. Evaluation
+    denoises deterministically.
 
     Attributes:
         steps: K, number of denoising steps.
@@ -207,7 +208,7 @@ class DenoisingPolicy(LerobotPolicy):
 
     @abstractmethod
     def noise_entropy(self) -> float:
-        """Returns the entropy of the noise of all steps, per component of a state; it is a constant."""
+        """Returns the entropy of the noise of all steps, per component of a state; the entropy is constant."""
 
     @abstractmethod
     def denoise(self, encoded: Any, x: Tensor) -> Tensor:
@@ -274,7 +275,9 @@ class DenoisingPolicy(LerobotPolicy):
         return at_level(self._played(each), self.logprob_type, self.chunk)
 
     def _played(self, each: Tensor) -> Tensor:
-        """Returns the executed actions, from the current one on; the prediction begins at the oldest observation."""
+        """Returns the executed actions, which begin at the current observation; the prediction begins at the oldest
+        one.
+        """
         return each[:, -self.before : self.chunk - self.before, : self.dim]
 
 
@@ -284,7 +287,7 @@ _LOG_2PI = math.log(2 * math.pi)
 class DiffusionPolicy(DenoisingPolicy):
     """Diffusion Policy of LeRobot; the value head takes the denoising network's conditioning on the observation.
 
-    `actor.model` as for all LeRobot policies; `kwargs` are `LerobotDiffusionOptions`.
+    `actor.model` takes the keys of `LerobotPolicy`; `kwargs` are `LerobotDiffusionOptions`.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -349,7 +352,7 @@ class DiffusionPolicy(DenoisingPolicy):
             return batch
         return {name: tensor[:, None] if name.startswith("observation.") else tensor for name, tensor in batch.items()}
 
-    # -- acting and learning --------------------------------------------------------------------------------------
+    # -- acting and training --------------------------------------------------------------------------------------
 
     def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Returns the denoising network's conditioning `[B, width]` as encoding and as the value head's input
@@ -392,7 +395,7 @@ class DiffusionPolicy(DenoisingPolicy):
 class LeRobotFlowPolicy(DenoisingPolicy):
     """Flow policy of LeRobot whose configuration has `chunk_size` and `max_action_dim`; subclasses encode observations.
 
-    `actor.model` as for all LeRobot policies; `kwargs` are `LerobotFlowOptions`.
+    `actor.model` takes the keys of `LerobotPolicy`; `kwargs` are `LerobotFlowOptions`.
     """
 
     #: Key of K in the folder's config.json.
@@ -468,7 +471,7 @@ class PiPolicy(LeRobotFlowPolicy):
         token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
         prefix_embeddings, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), token_ids, token_mask)
         paligemma_with_expert = model.paligemma_with_expert
-        # As in `sample_actions`, whose other steps compute no gradient.
+        # As in `sample_actions`, which computes no gradients in its other steps.
         paligemma_with_expert.paligemma.language_model.config._attn_implementation = "eager"
         (prefix_hidden, _), cache = paligemma_with_expert.forward(
             attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
@@ -528,9 +531,9 @@ _KINDS: dict[str, type[LerobotPolicy]] = {
 
 
 def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) -> LerobotPolicy:
-    """Builds the policy in the folder `actor.model.model_path`, which may be of any supported family.
+    """Builds the policy in the folder `actor.model.model_path`, of any supported family.
 
     Raises:
-        ConfigError: The policy cannot be loaded, or is for another task.
+        ConfigError: The policy cannot be loaded, or was made for another task.
     """
     return _KINDS[describe(cfg, observation_space, action_space).family](cfg, observation_space, action_space)
