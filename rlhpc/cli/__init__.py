@@ -76,7 +76,7 @@ def build_parser() -> TopParser:
         clean,
     ):
         module.add_commands(parser.subparsers)
-    parser.commands["completion"].set_defaults(parser=parser)  # the parser for which it writes a script
+    parser.commands["completion"].set_defaults(parser=parser)  # the parser that the shell script completes
 
     def help_(args: argparse.Namespace) -> int:
         parser.check_command([args.command or "help"])
@@ -91,7 +91,9 @@ def build_parser() -> TopParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line; overrides may stand anywhere, also after an option, where argparse does not accept them."""
+    """Parses a command line; overrides may stand anywhere, even after an option, where
+    argparse alone does not accept them.
+    """
     parser = build_parser()
     arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     for word in arguments:

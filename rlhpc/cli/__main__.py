@@ -1,4 +1,4 @@
-"""`python -m rlhpc.cli`: the command, for environments in which the script of that name is not on the path."""
+"""Entry point `python -m rlhpc.cli`, for environments whose PATH does not contain the script `rlhpc`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LATEST = "latest"
 
 
 def is_run(paths: RunPaths) -> bool:
-    """Returns whether a run has begun in that folder."""
+    """Returns whether the folder contains a run that has begun."""
     return any(marker.exists() for marker in (paths.config, paths.submit, paths.checkpoints, paths.registry))
 
 
@@ -24,18 +24,18 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     """Returns the run that the user names by its folder, or by its configuration file and overrides.
 
     Raises:
-        ConfigError: The run does not exist; the message names its neighbours.
+        ConfigError: The run does not exist; the message lists the runs in the same folder.
     """
     location = expand_home(text).absolute()
     root = location
     if location.is_file() or overrides:
         from rlhpc.runs.configuration import load_config
 
-        folder = location.is_dir()
-        cfg = load_config(RunPaths(location).config if folder else location, overrides, check=False)
+        is_folder = location.is_dir()
+        cfg = load_config(RunPaths(location).config if is_folder else location, overrides, check=False)
         overridden_keys = {override.partition("=")[0].strip() for override in overrides}
-        run_dir = location.parent if folder and "runner.run_dir" not in overridden_keys else cfg.runner.run_dir
-        name = location.name if folder and "runner.name" not in overridden_keys else cfg.runner.name
+        run_dir = location.parent if is_folder and "runner.run_dir" not in overridden_keys else cfg.runner.run_dir
+        name = location.name if is_folder and "runner.name" not in overridden_keys else cfg.runner.name
         root = RunPaths.of(run_dir, name).root
     paths = RunPaths(root)
     if is_run(paths):
@@ -50,8 +50,9 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
 
 
 def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
-    """Returns the checkpoint named by --checkpoint, or by --run (and overrides) and --step; with --run, `--checkpoint best`
-    means `--step best`.
+    """Returns the checkpoint that the command line names: by --checkpoint, or by --run (with overrides) and --step.
+
+    With --run, `--checkpoint best` means `--step best`.
     """
     step = args.step
     if args.checkpoint == BEST and args.run:
@@ -96,7 +97,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
 
 
 def _best(paths: RunPaths) -> Path:
-    """Returns the best checkpoint of a run, under its own name.
+    """Returns the folder of a run's best checkpoint, `global_step_<N>`.
 
     Raises:
         CheckpointError: The run has no best checkpoint.
@@ -110,7 +111,7 @@ def _best(paths: RunPaths) -> Path:
 
 
 def require_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises an error for an option that is set to a number below 1.
+    """Refuses options with a number below 1.
 
     Raises:
         ConfigError: Names the first such option.
@@ -122,7 +123,7 @@ def require_positive(args: argparse.Namespace, *names: str) -> None:
 
 
 def describe_saved(paths: RunPaths, total: int, folder: object) -> str:
-    """Describes the progress that a run has saved, of `total` steps, in a folder as the text names it."""
+    """Formats the last saved step of a run, out of `total` steps, and the folder of its checkpoints."""
     steps = [step for step, _ in paths.complete_steps()]
     return f"saved up to step {steps[-1]} of {total} in {folder}" if steps else "nothing is saved yet"
 
@@ -136,23 +137,23 @@ def require_driver(paths: RunPaths) -> Path:
     from rlhpc.jobs.state import states
     from rlhpc.runtime.joining import DriverConnection
 
-    join_point = DriverConnection(paths.registry)
+    connection = DriverConnection(paths.registry)
     try:
-        # A driver whose ranks are all on its host listens only there; from other hosts, files and Slurm show its state.
-        if not (join_point.lives() if join_point.is_reachable else states([paths])[0][1].state == "running"):
+        # If all ranks are on the driver's host, the driver listens only there; other hosts see its state in files and Slurm.
+        if not (connection.lives() if connection.is_reachable else states([paths])[0][1].state == "running"):
             raise ConfigError(
                 f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
             )
-        return join_point.registry.root
+        return connection.registry.root
     finally:
-        join_point.close()
+        connection.close()
 
 
 def check_file(option: str, path: Path) -> Path:
     """Returns the path of a file that a command will write.
 
     Raises:
-        ConfigError: It is a folder, or no file could be created there.
+        ConfigError: The path is a folder, or no file could be created there.
     """
     if path.is_dir():
         raise ConfigError(f"{option} is {path}, a folder; name a file in it")
@@ -163,7 +164,7 @@ def check_folder(option: str, path: Path) -> Path:
     """Returns the path of a folder that a command will create or fill.
 
     Raises:
-        ConfigError: It is a file, or the folder could not be created.
+        ConfigError: The path is a file, or the folder could not be created.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{option} is {path}, a file; name a folder")

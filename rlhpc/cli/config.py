@@ -115,7 +115,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verdict(text: str, name: str) -> str:
-    """Returns whether the result is valid in rlhpc, by the checks of every command."""
+    """Describes whether rlhpc accepts the translated configuration, by the checks that every command makes."""
     import tempfile
 
     from rlhpc.runs.configuration import load_config

@@ -1,4 +1,4 @@
-"""`data`: datasets of trajectories."""
+"""`data`: inspects, merges, splits and converts datasets of trajectories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLES = (
 
 
 def format_options(args: argparse.Namespace) -> Any:
-    """Returns the format of a dataset to write, from `FORMAT`.
+    """Returns the options for writing a dataset, from the arguments in `FORMAT`.
 
     Raises:
         ConfigError: The frame rate is below 1.

@@ -1,4 +1,4 @@
-"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which trains them from an expert."""
+"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which clones an expert."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _source(
 ) -> tuple[Path | None, Path, Trust | None]:
     """Returns the checkpoint, the configuration file, and the code that a checkpoint's configuration may import.
 
-    The last is None for a configuration that the user names.
+    The third value is None for a configuration file that the user names, which may import any code.
 
     Args:
         alternative: Option that replaces the checkpoint, which is then None; "" without such an option.
@@ -80,7 +80,9 @@ def _source(
 
 
 def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
-    """Returns whether code that the checkpoint names may be imported: the user allows it, or a run of the user wrote it."""
+    """Returns whether code that the checkpoint names may be imported: the user allows it, or a run of the
+    user wrote the checkpoint.
+    """
     from rlhpc.checkpoint.trusted_digests import is_trusted
 
     return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_trusted(checkpoint))
@@ -100,9 +102,8 @@ def _eval(args: argparse.Namespace) -> int:
     cfg = load_config(config, args.overrides, training=False, trust=trust)
     if suite_overrides := list(cfg.workflow.suites.get(suite, ())):
         if trust is not None and not trust.everything:
-            without_variables(
-                {"suites": suite_overrides}, trust, str(config)
-            )  # they come from the checkpoint, not from the user
+            # These overrides come from the checkpoint, not from the user.
+            without_variables({"suites": suite_overrides}, trust, str(config))
         cfg = load_config(config, [*suite_overrides, *args.overrides], training=False, trust=trust)
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
@@ -126,7 +127,7 @@ def _model_overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
-    """Evaluates the original model, without a checkpoint."""
+    """Evaluates the language model that a configuration names, without a checkpoint."""
     from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import task_type_of
@@ -187,7 +188,7 @@ def _record(args: argparse.Namespace) -> int:
     from rlhpc.embodied.python_env import call_where_importable
 
     source = str(checkpoint or args.expert)
-    recorded = call_where_importable(
+    record_summary = call_where_importable(
         source,
         record_episodes,
         source,
@@ -201,10 +202,10 @@ def _record(args: argparse.Namespace) -> int:
         trust_code=_trusts(args, checkpoint),
         options=options,
     )
-    success = f", success_once {recorded['success_once']:.1%}" if "success_once" in recorded else ""
+    success = f", success_once {record_summary['success_once']:.1%}" if "success_once" in record_summary else ""
     print(
-        f"{recorded['episodes']} of {recorded['played']} episodes of {recorded['env_id']} ({recorded['steps']} steps, "
-        f"mean return {recorded['return_mean']:.2f}{success}) → {args.output}"
+        f"{record_summary['episodes']} of {record_summary['played']} episodes of {record_summary['env_id']} "
+        f"({record_summary['steps']} steps, mean return {record_summary['return_mean']:.2f}{success}) → {args.output}"
     )
     return 0
 

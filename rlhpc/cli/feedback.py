@@ -23,7 +23,7 @@ _ANSWER_S = 15.0
 def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _number(args.reward)
-    num_asked, errors = 0, list[str]()
+    num_unaware, errors = 0, list[str]()
     for name, scorer in _scorers(paths).items():
         try:
             reason = _give(scorer, args.completion, reward)
@@ -35,9 +35,9 @@ def _feedback(args: argparse.Namespace) -> int:
             return 0
         if reason:
             raise ConfigError(f"{name}: {reason}")
-        num_asked += 1
+        num_unaware += 1
     answer_text = (
-        f"none of {num_asked} rollout ranks awaits a reward for it" if num_asked else "no rollout rank answered"
+        f"none of {num_unaware} rollout ranks awaits a reward for it" if num_unaware else "no rollout rank answered"
     )
     raise ConfigError(
         f"{args.completion}: {answer_text}; it may be of an earlier start of the run, or its time is over "
@@ -56,7 +56,7 @@ def _number(text: str) -> float:
 
 
 def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
-    """Returns rollout rank → address at which it accepts rewards.
+    """Returns, for each rollout rank, the addresses at which the rank accepts rewards.
 
     Raises:
         ConfigError: The run accepts no delayed rewards.
@@ -71,8 +71,10 @@ def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
 
 
 def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
-    """Sends a reward to a rollout rank. Returns the reason if the rank refuses it, "" if it does not know the completion,
-    None if it accepts.
+    """Sends a reward to a rollout rank.
+
+    Returns:
+        None if the rank accepts the reward, "" if the rank does not know the completion, otherwise the reason for refusal.
     """
     from rlhpc.runtime.host import host_id
 
@@ -85,7 +87,7 @@ def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
         {"Authorization": f"Bearer {scorer['key']}", "Content-Type": "application/json"},
     )
     try:
-        # without a site's proxy
+        # No proxy: the address is inside the cluster.
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:

@@ -57,7 +57,10 @@ class RuleJob:
     log: Path | None = None
 
     def read_line(self, line: str, folder: Path) -> bool:
-        """Stores the wildcards or the log path (below `folder`) from a line of the job's block; returns whether it has one."""
+        """Stores the wildcards or the log path (below `folder`) from a line of the job's block.
+
+        Returns whether the line has wildcards or a log path.
+        """
         if match := _LOG.match(line):
             self.log = folder / match[1].rstrip(",")
             return True
@@ -117,7 +120,7 @@ class WorkflowLog:
             self._end_block()
             self._block, self._failing = RuleJob(match[1]), True
         elif match := _FINISHED.match(line):
-            self._end_block()  # a short job's end may follow its beginning at once
+            self._end_block()  # the end of a short job may directly follow its start
             self._count(match[1], -1)
         elif match := _WAITS.match(line):
             self.waiting = match[1]
@@ -166,7 +169,7 @@ class Track:
 
 
 def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
-    """Returns the last complete row of a metrics file, from its last `size` bytes; empty without a row."""
+    """Returns the last complete row of a metrics file, read from its last `size` bytes; {} without such a row."""
     try:
         with path.open("rb") as file:
             file_size = file.seek(0, 2)
@@ -292,7 +295,7 @@ class WorkflowFollower:
 
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
-    """Returns the first error, and the file that contains it: the log of a failed rule, otherwise Snakemake's."""
+    """Returns the error of a failed workflow, and the file with the error: a failed rule's log, otherwise Snakemake's log."""
     for file in (*(job.log for job in log.failed if job.log is not None), path):
         with contextlib.suppress(OSError):
             if log_text := file.read_text(errors="replace").strip():

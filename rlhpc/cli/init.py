@@ -79,7 +79,10 @@ _BASE = "| `configs/base/` | what it starts from |\n"
 
 
 def _templates() -> dict[str, Path]:
-    """Returns name → folder of the example projects with their own code; folders have only the files of their own."""
+    """Returns name → folder of the example projects, which have code of a user.
+
+    A folder holds only the files that are specific to the project.
+    """
     folder = share.path("examples", "projects")
     return {
         file.parent.parent.relative_to(folder).as_posix(): file.parent.parent
@@ -125,21 +128,21 @@ def project_files(name: str, config: str) -> dict[str, str]:
         names = [*templates, *configs]
         raise ConfigError(f"--config is {config!r}; {meant(config, names)}allowed: {', '.join(names)}")
     template: dict[str, str] = {}
-    main = f"configs/{config}.yaml"
+    run_config = f"configs/{config}.yaml"
     if folder := templates.get(config):
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
         template = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
-        main = yaml.safe_load(template[_RUN])["run"]
-    files = _read_chain(main, template)
-    base = _BASE if any(name.startswith("configs/base/") for name in files) else ""
+        run_config = yaml.safe_load(template[_RUN])["run"]
+    files = _read_chain(run_config, template)
+    base_row = _BASE if any(name.startswith("configs/base/") for name in files) else ""
     for path in sorted(share.path("profiles").rglob("*.yaml")):
         snakefile_text = path.read_text().replace("snakefile: workflow/Snakefile", "snakefile: Snakefile")
         files[path.relative_to(share.root()).as_posix()] = snakefile_text
     files |= {
         "configs/site/mycluster.yaml": share.path("configs", "site", "example.yaml").read_text(),
-        _RUN: f"# What may also be given with --config.\nrun: {main}\n",
+        _RUN: f"# What may also be given with --config.\nrun: {run_config}\n",
         "Snakefile": _SNAKEFILE,
-        "README.md": _README.replace("{name}", name).replace("{config}", main).replace("{base}", base),
+        "README.md": _README.replace("{name}", name).replace("{config}", run_config).replace("{base}", base_row),
         ".gitignore": "runs/\nmodels/\n.snakemake/\n__pycache__/\n",
         **template,
     }
@@ -227,9 +230,9 @@ def _init(args: argparse.Namespace) -> int:
     files = project_files(folder.name, args.config)
     _check_free(folder, files)
     _write(folder, files)
-    path = "export PYTHONPATH=$PWD && " if any(name.endswith(".py") for name in files) else ""
+    export_text = "export PYTHONPATH=$PWD && " if any(name.endswith(".py") for name in files) else ""
     print(f"{folder}: {len(files)} files; README.md says what they are")
-    print(f"next: cd {shlex.quote(args.folder)} && {path}rlhpc run {yaml.safe_load(files[_RUN])['run']}")
+    print(f"next: cd {shlex.quote(args.folder)} && {export_text}rlhpc run {yaml.safe_load(files[_RUN])['run']}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`join`: adds a rank to a running run, from any allocation that reaches it."""
+"""`join`: adds a rank to a running run, from any allocation that can connect to its driver."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _join(args: argparse.Namespace) -> int:
     if accelerators > num_visible:
         raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
-    leaving = LeaveEvent()
+    leave_event = LeaveEvent()
     for number in _REASONS:
-        signal.signal(number, lambda signum, _: leaving.because(_REASONS[signum]))
+        signal.signal(number, lambda signum, _: leave_event.because(_REASONS[signum]))
     request, ending = join_request(args.group, threads, accelerators), Ending(paths)
-    stay(paths.registry, request, leaving, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
+    stay(paths.registry, request, leave_event, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
     return 0
 
 

@@ -70,13 +70,14 @@ class TopParser(_Parser):
         return "\n".join(lines) + "\n"
 
     def suggestion(self, word: str) -> str:
-        """Returns a hint at the intended command for a command that does not exist."""
+        """Returns a hint at the command most similar to a word that is no command; "" if no command is similar."""
         matches = difflib.get_close_matches(word, self.commands, 1, 0.5)
         return f"; did you mean rlhpc {matches[0]}?" if matches else ""
 
     def check_command(self, words: Sequence[str]) -> None:
-        """Raises an error for a command that does not exist, and names the nearest one (argparse lists all of them in one
-        long line).
+        """Ends with an error for a command that does not exist, with a hint at the most similar command.
+
+        argparse alone would list all commands in one long line.
         """
         if words and not words[0].startswith("-") and words[0] not in self.commands:
             self.error(f"there is no command {words[0]!r}{self.suggestion(words[0])}")
@@ -105,12 +106,12 @@ def _documentation() -> str:
 
 
 def argument(*names: str, **options: Any) -> _Argument:
-    """Declares an argument of a command, as `argparse.ArgumentParser.add_argument` takes it."""
+    """Declares an argument of a command, with the parameters of `argparse.ArgumentParser.add_argument`."""
     return names, options
 
 
 def words(**positionals: str) -> list[_Argument]:
-    """Declares the positional arguments: those of the command, by name with their help, and overrides."""
+    """Declares positional arguments of a command, by name with their help texts, followed by the overrides."""
     return [
         *(argument(name, help=help_text) for name, help_text in positionals.items()),
         argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES),

@@ -1,4 +1,4 @@
-"""`replay`: replay buffers of off-policy runs."""
+"""`replay`: inspects, merges and splits replay buffers of off-policy runs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _registration_folder(text: str) -> Path:
-    """Returns the folder in which a run, or a command with a folder, waits for robots."""
+    """Returns the folder in which robots register: in a run's registry, or the named folder if a command waits there."""
     from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS
@@ -108,11 +108,11 @@ def _serve(args: argparse.Namespace) -> int:
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
     bounds = {name: above_0(name, value) for name, value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
-    core = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
+    robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
     try:
-        RobotServer(core, bounds, tell).serve(key, connection, args.patience)
+        RobotServer(robot, bounds, tell).serve(key, connection, args.patience)
     finally:
-        core.close()
+        robot.close()
     return 0
 
 

@@ -41,7 +41,7 @@ _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml -- --forcerun report",
 )
 _POLL_S = 0.3
-#: Ends the processes of a workflow after an interrupt; returns the exit code.
+#: Function that ends the processes of a workflow after an interrupt, and returns the exit code.
 Stop = Callable[["subprocess.Popen[bytes]", KeyboardInterrupt], int]
 #: Seconds that a driver may take to save after Ctrl-C.
 _SAVE_S = 600.0
@@ -77,11 +77,11 @@ def find_profile(name: str) -> str:
         return str(local_profile)
     if packaged.is_dir():
         return str(packaged)
-    homes = [
+    config_homes = [
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
     ]
-    if any((expand_home(config_home) / "snakemake" / name).is_dir() for config_home in homes if config_home):
+    if any((expand_home(config_home) / "snakemake" / name).is_dir() for config_home in config_homes if config_home):
         return name  # Snakemake finds it there
     profile_names = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
@@ -114,7 +114,7 @@ def snakemake_command(args: argparse.Namespace) -> list[str]:
 def same_command(args: argparse.Namespace) -> str:
     """Returns the command line that repeats this command.
 
-    Under make it names the program by its path, because the user's PATH may not contain rlhpc.
+    Under make, the command line names the program by its path, because the user's PATH may not contain rlhpc.
     """
     script = Path(sys.argv[0])
     is_under_make = os.environ.get("MAKELEVEL") and script.name == "rlhpc" and script.is_file()
@@ -241,8 +241,10 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
 
 
 def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
-    """Runs Snakemake, displays its progress, and returns its exit code; after an interrupt, returns that of `stop` as an
-    `InterruptedCode`.
+    """Runs Snakemake and displays its progress.
+
+    Returns:
+        Snakemake's exit code; after an interrupt, the exit code of `stop` as an `InterruptedCode`.
     """
     from rlhpc.metrics.logger import quiet_terminal
 
@@ -261,14 +263,18 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
 
 
 def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
-    """Prints the first error, and how to continue; returns the exit code, which is 2 if the workflow refused the user's
-    input.
+    """Prints the error of a failed workflow and the command that continues it.
+
+    Returns:
+        The exit code, which is 2 if the workflow refused the user's input.
     """
     from rlhpc.cli.follow import real_error
 
     if code < 0:
-        name = signal.Signals(-code).name
-        say(f"Snakemake was killed by {name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}")
+        signal_name = signal.Signals(-code).name
+        say(
+            f"Snakemake was killed by {signal_name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}"
+        )
         return 128 - code
     error_text, error_log = real_error(log, path)
     print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
@@ -316,7 +322,7 @@ def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, sec
     ]
 
 
-# -- ending early -----------------------------------------------------------------------------------------------------
+# -- interrupts -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -384,12 +390,12 @@ def _tell_saved(track: Track, hurried: bool) -> None:
 
 
 def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the local drivers of all tracks concurrently, because each may need long to save; returns the messages."""
+    """Ends the local drivers of all tracks concurrently, because each save may take long; returns the messages."""
     pool = ThreadPoolExecutor(16)
     try:
         messages_by_track = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for them
+        pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for the drivers
     track_messages = zip(tracks.values(), messages_by_track, strict=True)
     return [
         f"{track.name}: {message}" if len(tracks) > 1 else message
@@ -399,12 +405,12 @@ def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
 
 
 def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-    """Sends Ctrl-C to Snakemake and the commands that it runs, then stronger signals."""
-    for signum, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
+    """Sends SIGINT to Snakemake and its commands; sends SIGTERM and then SIGKILL if they do not end."""
+    for signum, timeout_s in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(timeout_s)
             return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -412,7 +418,11 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the run's driver if it is a process of this machine, and returns the messages; a job of the cluster continues."""
+    """Ends the run's driver if the driver is a process of this machine; a job of the cluster continues.
+
+    Returns:
+        A message for each process that was ended.
+    """
     from rlhpc.jobs.segment import SegmentJournal
     from rlhpc.jobs.shared_files import read_json_file
     from rlhpc.jobs.submit import cancel

@@ -1,4 +1,4 @@
-"""Commands on a sweep instead of a run: lookup, plan, progress display, status, and cancellation."""
+"""Sweep operations of the commands: lookup, plan, progress display, status and cancellation."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
         A sentence for every job that was ended.
 
     Raises:
-        RlhpcError: A job could not be ended; all others were.
+        RlhpcError: A job could not be ended; all other jobs have been ended.
     """
     from rlhpc.jobs.cancel import cancel, require_ownership
     from rlhpc.jobs.state import find_runs
@@ -89,7 +89,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
             errors.append(error)
             return []
 
-    with ThreadPoolExecutor(16) as pool:  # each waits until its run has saved
+    with ThreadPoolExecutor(16) as pool:  # each call waits until its run has saved
         for sentences in pool.map(end, runs):
             messages += sentences
     if errors:
@@ -140,7 +140,7 @@ def _jobs_of(run: SweepRun) -> Counter[str]:
 
 
 def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
-    """Formats the node hours and GPU hours of the training jobs, if each takes its complete walltime."""
+    """Formats the maximum node hours and GPU hours of the training jobs: each job may use its complete walltime."""
     from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0

@@ -1,6 +1,6 @@
-"""Configuration keys that are read only under a condition: without it, their values have no effect.
+"""Configuration keys that are read only under a condition; otherwise their values have no effect.
 
-Each task type has one table of them (`conditions`); keys that match no row are always read.
+Each task type has one table of conditions (`conditions`). A key that matches no row is always read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlhpc.runtime.text import short_repr
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on configuration keys: a row of a task type's table.
+    """Condition under which configuration keys are read: a row of a task type's table.
 
     Attributes:
         keys: Dotted keys, or patterns of them (`actor.fsdp.*`).
-        holds: Whether a run with this configuration reads them.
-        reason: When they are read, for messages.
+        holds: Returns whether a run with this configuration reads the keys.
+        reason: Text of the condition, for messages.
     """
 
     keys: tuple[str, ...]
@@ -33,7 +33,7 @@ class Condition:
     reason: str
 
     def names(self, key: str) -> bool:
-        """Returns whether the row is about a key."""
+        """Returns whether a pattern of the row matches a key."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys)
 
 
@@ -42,9 +42,9 @@ class UnusedKey:
     """Key that the user has set and that nothing reads.
 
     Attributes:
-        key, value: As they stand in the configuration.
+        key, value: Key and value in the configuration.
         source: The file or override that set it.
-        reason: When it is read.
+        reason: Text of the condition under which the key is read.
     """
 
     key: str
@@ -57,8 +57,9 @@ class UnusedKey:
 
 
 def is_none_of(key: str, *words: str) -> Callable[[Any], bool]:
-    """Returns a condition: the key's value is none of these built-in names; case does not matter. The condition lists names
-    that do not read the key, because a plugin's name may read anything.
+    """Returns a condition that the value of `key` is none of the given built-in names, regardless of case.
+
+    The given names do not read the conditional keys. All other names may read them, because a plugin may read any key.
     """
     return lambda cfg: str(select(cfg, key)).lower() not in words
 
@@ -86,12 +87,14 @@ def unused_keys(
 
 
 def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that the user's own file and the overrides set, with the source of each. Files named under `defaults`
-    are templates, site files describe clusters, and a saved configuration of a run sets every key: none of these count.
+    """Returns key → source of the keys that the user's file or an override sets.
+
+    Keys from other sources are omitted: files under `defaults` are templates, site files describe clusters, and a run's saved
+    configuration sets every key.
 
     Args:
         layers: The configuration.
-        path: The user's file, as the layers call it.
+        path: Name of the user's file in the layers.
         content: Content of that file.
     """
     runner = content.get("runner")

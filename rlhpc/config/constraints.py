@@ -63,24 +63,24 @@ __all__ = [
     "null_numbers",
 ]
 
-#: Makes the error for a key and the rule that it breaks.
+#: Function that builds the error for a key and the rule that its value breaks.
 Fail = Callable[[str, str], ConfigError]
 
 
 def check_choice(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
-    """Raises an error if a value is not one of a few words; case does not matter.
+    """Refuses a value that is not an allowed word; case does not matter.
 
     Raises:
-        ConfigError: The value is another word; the message names the nearest and all allowed words.
+        ConfigError: The value is not allowed; the message names the most similar word and all allowed words.
     """
     check_name(key, value.lower(), allowed, fail)
 
 
 def check_name(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
-    """Raises an error if a name that the user has chosen is not allowed; case matters.
+    """Refuses a user-chosen name that is not allowed; case matters.
 
     Raises:
-        ConfigError: The name is not allowed; the message names the nearest and all allowed names.
+        ConfigError: The name is not allowed; the message names the most similar name and all allowed names.
     """
     allowed = list(allowed)
     if value not in allowed:
@@ -91,8 +91,8 @@ def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
     """Raises an error for the first broken rule.
 
     Args:
-        rules: Whether a rule is broken, its key, and its text.
-        fail: Makes the error.
+        rules: For each rule, True if it is broken, its key, and its text.
+        fail: Function that builds the error.
 
     Raises:
         ConfigError: A rule is broken.
@@ -102,12 +102,12 @@ def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
             raise fail(key, rule)
 
 
-#: Greatest integer that every reader of a configuration can tell from its neighbours.
+#: Largest integer that every reader of a configuration represents exactly, including readers that use floats.
 LARGEST = 2**53
 
 
 def null_numbers(keys: Mapping[str, ConfigKey]) -> dict[str, int]:
-    """Returns the number that null stands for, by key."""
+    """Returns key → number that null means there."""
     return {
         path: int(key.range.also[0])
         for path, key in keys.items()
@@ -116,7 +116,7 @@ def null_numbers(keys: Mapping[str, ConfigKey]) -> dict[str, int]:
 
 
 def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
-    """Raises an error for a number outside its range; null is allowed where the schema allows it.
+    """Refuses numbers outside their ranges; null is allowed if the schema allows it.
 
     Raises:
         ConfigError: Names the first number outside its range.
@@ -131,7 +131,7 @@ def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None
 
 
 def check_choices(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
-    """Raises an error for a word that is not among the choices of its key.
+    """Refuses a word that is not among the choices of its key.
 
     Raises:
         ConfigError: Names the first such word.
@@ -143,9 +143,9 @@ def check_choices(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> Non
 
 
 def values_at(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
-    """Yields each value at a key with its full key; for `list[].name`, those of all elements."""
-    section, is_list, name = key.partition("[].")
-    if not is_list:
+    """Yields the full key and the value at a key; for `list[].name`, one pair for each element of the list."""
+    section, separator, name = key.partition("[].")
+    if not separator:
         yield key, select(cfg, key)
         return
     for index, element in enumerate(select(cfg, section) or ()):

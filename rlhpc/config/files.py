@@ -51,8 +51,9 @@ def source_name(config: ConfigSource) -> str:
 
 
 def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Reads a file and, before it, the files it names under `defaults:`. Returns pairs of source and content; scalars keep
-    their text.
+    """Reads a file and, before it, the files that it names under `defaults:`.
+
+    Scalars keep their text.
 
     Args:
         config: YAML file, or a mapping in place of its content, whose `defaults` are relative to the working directory.
@@ -61,6 +62,9 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
     Raises:
         ConfigError: A file cannot be read, is not a mapping of sections, or files include each other; the message names the
             including file.
+
+    Returns:
+        Pairs of source and content.
     """
     if isinstance(config, Mapping):
         name = source_name(config)
@@ -104,7 +108,7 @@ def _resolve_defaults(
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:
-    """Reads the mapping in one file; `includer` begins the messages about an included file."""
+    """Reads the mapping in one file; messages about an included file begin with `includer`."""
     try:
         if path.is_dir():
             raise ConfigError(f"{includer}{path} is a folder; give a .yaml file in it")
@@ -129,11 +133,11 @@ def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = Uniq
 
     Args:
         path: The file.
-        includer: Begins the message where the file cannot be opened.
+        includer: Beginning of the message if the file cannot be opened.
         loader: `WrittenScalars` keeps the text of numbers and booleans.
 
     Raises:
-        ConfigError: It cannot be read, or is not YAML; the message names the position.
+        ConfigError: The file cannot be read, or is not YAML; the message names the position.
     """
     try:
         return read_yaml_file(path, loader)

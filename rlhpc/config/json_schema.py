@@ -1,8 +1,8 @@
-"""JSON schema of configuration files (draft 2020-12), by which editors complete and check YAML.
+"""JSON schema of configuration files (draft 2020-12), for completion and checks in editors.
 
-It follows the loader: unknown keys are refused, null stands where a key takes it, a text with `${…}` may stand for any value,
-and names that plugins can add are open. YAML 1.2 reads `1_000` and `yes` as texts, the loader as a number and a boolean: texts
-of these forms are accepted.
+The schema follows the loader: it refuses unknown keys, allows null if a key allows null, and allows a text with `${…}` for any
+value. Names that plugins can add are not restricted. YAML 1.2 reads `1_000` and `yes` as texts, but the loader reads a number
+and a boolean; the schema accepts texts of these forms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhpc.config.sweep import SWEEP, SweepConfig
 from rlhpc.runtime.key_metadata import Range
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-#: Name under which the schema of site files is written.
+#: Name of the schema of site files.
 SITE = "site"
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 _TEXTS = {
@@ -33,9 +33,10 @@ Schema = dict[str, Any]
 
 
 def task_type_schema(task_types: Sequence[SchemaKeys]) -> Schema:
-    """Returns the schema of the configuration files of one task type, or of several, of which `runner.task_type` picks one.
+    """Returns the schema of configuration files of one or several task types; `runner.task_type` selects among several.
 
-    A file without `runner.task_type` may be of any of them: it may be a part of another file (`defaults`).
+    A file without `runner.task_type` may have the keys of any of the task types, because another file may include it
+    (`defaults`).
     """
     sections = _Sections()
     references = {keys.schema.name: sections.root(keys.schema.name, keys.schema.root, keys.tree) for keys in task_types}
@@ -62,7 +63,7 @@ def task_type_schema(task_types: Sequence[SchemaKeys]) -> Schema:
 
 
 def _task_type(names: Iterable[str]) -> Schema:
-    """Returns the schema of `runner.task_type`: a name, or the import path of a task type, whose keys are unknown here."""
+    """Returns the schema of `runner.task_type`: a name, or the import path of a task type with unknown keys."""
     return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": r":|\$\{"}]}
 
 
@@ -75,7 +76,7 @@ def site_schema() -> Schema:
 
 
 class _Sections:
-    """Schemas of sections, each of which stands once in `$defs`.
+    """Collection of section schemas; `$defs` contains each schema once.
 
     Attributes:
         definitions: Name → schema.
@@ -99,21 +100,25 @@ class _Sections:
         return self._define(name, schema)
 
     def _define(self, name: str, schema: Schema) -> Schema:
-        """Returns a reference to a definition, which is added under this name, or a numbered one if another schema has it."""
+        """Adds a definition and returns a reference to it; numbers the name if another schema already has this name."""
         suffix = 1
         while self.definitions.setdefault(label := f"{name}{suffix if suffix > 1 else ''}", schema) != schema:
             suffix += 1
         return {"$ref": f"#/$defs/{label}"}
 
     def _properties(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
-        """Returns the schema of a section; the keys below it are in the tree under the prefix."""
+        """Returns the schema of a section, whose keys begin with `prefix` in `tree`."""
         properties = {name: self._key(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
         schema = {"type": "object", "properties": properties, "additionalProperties": False}
-        holders = [key for name in fields_of(cls) if (key := tree[f"{prefix}{name}"]).options]
-        return schema | ({"allOf": [rule for key in holders for rule in self._option_rules(key)]} if holders else {})
+        keys_with_options = [key for name in fields_of(cls) if (key := tree[f"{prefix}{name}"]).options]
+        return schema | (
+            {"allOf": [rule for key in keys_with_options for rule in self._option_rules(key)]}
+            if keys_with_options
+            else {}
+        )
 
     def _option_rules(self, key: ConfigKey) -> list[Schema]:
-        """Returns a rule for each component that declares its options: which of them `kwargs` may have."""
+        """Returns a rule for each component that declares options; the rule lists the keys that `kwargs` may have."""
         assert key.options is not None
         rules = []
         for name, options in key.option_keys().items():
@@ -145,7 +150,7 @@ class _Sections:
 
 
 def describe(key: ConfigKey) -> str:
-    """Formats the docstring of a key with its range and its default."""
+    """Formats the docstring of a key with its range, and states whether the key is required."""
     sentences = [key.doc]
     if key.range is not None and key.range.short():
         sentences.append(f"Range: {key.range.short()}.")
@@ -155,7 +160,7 @@ def describe(key: ConfigKey) -> str:
 
 
 def _value(key: ConfigKey) -> Schema:
-    """Returns the schema of a value; a value of any type has an empty one."""
+    """Returns the schema of a key's value; {} if the key allows any type."""
     value_type, is_nullable = without_null(key.type)
     union = [option for option in typing.get_args(key.type) if option is not type(None)] if value_type is Any else []
     if value_type is Any and not union:
@@ -205,7 +210,7 @@ def _any_of(options: Sequence[Schema]) -> Schema:
 
 
 def _bounds(value_range: Range | None) -> Schema:
-    """Returns the bounds of a range in the words of JSON schema."""
+    """Returns the bounds of a range as keywords of JSON schema."""
     if value_range is None:
         return {}
     bounds = {

@@ -1,5 +1,5 @@
-"""Configuration loading: from files and overrides to one read-only, typed configuration. Every mistake is reported in one
-message.
+"""Configuration loading: reads files and overrides into one typed configuration. An error message names the mistake's source,
+key, value and allowed values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import short_repr
 from rlhpc.runtime.trust import Trust
 
-#: Sections of a file in which an earlier version saved a run's configuration, with the keys of all task types.
+#: Sections of a run's configuration as an earlier version saved it, with the keys of all task types.
 _ONCE_SAVED = frozenset(
     ("cluster", "runner", "algorithm", "env", "rollout", "actor", "data", "demos", "reward", "workflow")
 )
-#: Keys of section `runner` that every saved configuration has, and hardly one that was written by hand.
+#: Keys of section `runner` that every saved configuration has; a hand-written file rarely has all of them.
 ALWAYS_SAVED = frozenset(
     ("run_dir", "max_epochs", "resume_dir", "save_reserve_s", "rendezvous_timeout_s", "step_timeout_s")
 )
@@ -46,20 +46,20 @@ TASK = "runner.task_type"
 
 
 class TaskTypeInfo(SchemaKeys, Protocol):
-    """Facts about a task type that reading a configuration needs."""
+    """Facts about a task type that are needed to read its configurations."""
 
     @property
     def by_path(self) -> Mapping[str, ConfigKey]:
-        """Each key by path, with its range."""
+        """Path → key, with the key's range."""
 
     def explain_foreign_key(self, key: str) -> str:
-        """Returns the complaint about a key that another task type has; empty if none has it."""
+        """Returns the message about a key of another task type; "" if no task type has the key."""
 
     def missing(self, cfg: Any) -> list[str]:
         """Returns the required keys that are not set."""
 
 
-#: Finds the task type for a name and the file or override that set it; the name is None if it was not set.
+#: Function that returns the task type for a name, and for the file or override that set the name; None if nothing set it.
 TaskTypeFinder = Callable[[str | None, str], TaskTypeInfo]
 
 
@@ -79,10 +79,10 @@ def read_layers(
     name = source_name(config)
     env_references.watch()
     files, overrides = _drop_sweep(read_files(config, trust), overrides, name)
-    task, origin = read_task_type(files, overrides)
+    task_type_name, task_source = read_task_type(files, overrides)
     if trust is not None:
-        trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
-    task_type = find(task, origin)
+        trust.check({"runner": {"task_type": task_type_name}}, task_source)  # before its modules are imported
+    task_type = find(task_type_name, task_source)
     layers = ConfigLayers(task_type.schema, task_type.explain_foreign_key, null_numbers(task_type.by_path))
     for source, content in files:
         layers.add(
@@ -135,27 +135,27 @@ def _drop_removed_keys(content: Any, schema: Schema) -> Any:
 
 
 def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
-    """Returns `runner.task_type`, which decides which keys exist, and the source that set it.
+    """Returns `runner.task_type`, which determines the valid keys, and the source that set it.
 
     Raises:
-        ConfigError: It is not a text.
+        ConfigError: The value is not a text.
     """
-    task, origin = None, files[-1][0] if files else ""
+    task_type_name, task_source = None, files[-1][0] if files else ""
     for source, content in files:
         runner = content.get("runner") if isinstance(content, dict) else None
         if isinstance(runner, dict) and "task_type" in runner:
-            task, origin = runner["task_type"], source
+            task_type_name, task_source = runner["task_type"], source
     for override_text in overrides:
         if override_text.partition("=")[0].strip() == TASK:
-            task, origin = parse_override(override_text)[1], f"override {short_repr(override_text)}"
-    task = typed_value(task, str)
-    if task is not None and not isinstance(task, str):
-        raise ConfigError(f"{origin}: {TASK} is {short_repr(task)}; it must be the name of a task type")
-    return task, origin
+            task_type_name, task_source = parse_override(override_text)[1], f"override {short_repr(override_text)}"
+    task_type_name = typed_value(task_type_name, str)
+    if task_type_name is not None and not isinstance(task_type_name, str):
+        raise ConfigError(f"{task_source}: {TASK} is {short_repr(task_type_name)}; it must be the name of a task type")
+    return task_type_name, task_source
 
 
 def check_complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -> None:
-    """Raises an error for missing required values and for `${...}` references that cannot be resolved.
+    """Refuses missing required values and `${...}` references that cannot be resolved.
 
     Raises:
         ConfigError: Names the first of them.
@@ -179,8 +179,8 @@ def check_complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -
 def config_to_yaml(cfg: object) -> str:
     """Formats the resolved configuration as YAML; `load_config` reads it back to the same configuration.
 
-    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a restarted run reads them
-    from its own environment.
+    References to environment variables (`${oc.env:…}`) are not resolved: the values may be secrets, and a restarted run
+    reads its own environment.
     """
     content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
     return dump_yaml(content, sort_keys=False)

@@ -1,4 +1,4 @@
-"""Merging of configuration layers: each key is checked, and its source is recorded."""
+"""Merging of configuration layers: checks each key, and records its source."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ConfigLayers:
         return _nest(parent.split("."), components)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
-        """Checks for unknown keys, naming the nearest valid one, and for values that are not of the form of their key."""
+        """Refuses unknown keys, with a hint at the most similar key, and values whose form does not fit their key."""
         fields = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(

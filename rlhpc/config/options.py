@@ -1,7 +1,7 @@
-"""Options of a component: the `kwargs` beside its name, checked against the component's declaration.
+"""Options of a component: section `kwargs` next to the component's name, checked against the component's declaration.
 
-A component declares its options as a dataclass, with ranges and choices in the annotations as sections have them, or as the
-parameters of its class or function.
+A component declares its options as a dataclass, with ranges and choices in the annotations, or as the parameters of its class
+or function.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ Option = TypeVar("Option")
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """Options of a component without any."""
+    """Empty options, for a component that has no options."""
 
 
 def read_options(declaration: type[Options], values: object, key: str, component: str) -> Options:
-    """Returns section `kwargs` as the component's dataclass of options (arguments: `check_options`).
+    """Returns section `kwargs` as the component's dataclass of options. The arguments are those of `check_options`.
 
     Raises:
-        ConfigError: As `check_options`, or the dataclass raises a ValueError whose message begins with the option's name.
+        ConfigError: `check_options` refuses an option, or the dataclass raises a ValueError, whose message must begin with
+            the option's name.
     """
     try:
         return declaration(**check_options(declaration, values, key, component))
@@ -55,16 +56,17 @@ def check_options(
     """Checks options against the parameters of a dataclass, a class or a function.
 
     Args:
-        declaration: What takes the options. Annotations of types, `Range` and `Choices` are checked; other types are not.
+        declaration: Dataclass, class or function that takes the options. Values are checked against its annotations: types
+            of YAML, `Range` and `Choices`.
         values: Section `kwargs`.
         key: Dotted key of the section.
-        component: The component in messages, such as "the mlp".
+        component: Name of the component in messages, such as "the mlp".
         num_positional: Number of leading parameters that are not options.
-        fail: Makes the error, if its message is to say where the key stands.
+        fail: Function that builds the error, for messages that name the source of the key.
 
     Returns:
-        The options by today's names, without OmegaConf's types; words with `Choices` in lower case, as their case does not
-        matter.
+        The options by their current names, without OmegaConf's types. Words with `Choices` are in lower case, because their
+        case does not matter.
 
     Raises:
         ConfigError: An option is unknown, missing, of another type or out of range.
@@ -117,7 +119,7 @@ def check_components(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> 
 
 
 def as_list(option: Option | list[Option]) -> list[Option]:
-    """Returns the different values of an option that is one value or a list, in the order given."""
+    """Returns the distinct values of an option, which is one value or a list, in their order."""
     return list(dict.fromkeys(option)) if isinstance(option, list) else [option]
 
 
@@ -131,7 +133,7 @@ def _annotations_of(declaration: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _broken_rule(value: Any, annotation: Any) -> str:
-    """Formats the rule that a value breaks; empty if it breaks none."""
+    """Formats the rule that a value breaks; "" if the value breaks no rule."""
     metadata: Sequence[Any] = ()
     if typing.get_origin(annotation) is Annotated:
         annotation, *metadata = typing.get_args(annotation)
@@ -169,7 +171,7 @@ def _words_of(kind: Any) -> str:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Returns whether a value of YAML is of a type; true for types that YAML does not have."""
+    """Returns whether a YAML value has a type; True for types that YAML does not have."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_is_of(value, option) for option in arguments)

@@ -18,8 +18,10 @@ _UNDIVIDED = frozenset({"local", "deepspeed"})
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of a mesh of ranks. Rank r has the coordinates of r in the row-major order of (replicate, shard, context, tensor);
-    the `context × tensor` neighbours of a *block* train on the same samples.
+    """Sizes of a mesh of ranks.
+
+    The coordinates of rank r are those of index r in the row-major order of (replicate, shard, context, tensor). A *block* is
+    `context × tensor` consecutive ranks, which train on the same samples.
 
     Attributes:
         replicate, shard, context, tensor: Their product is the number of ranks.
@@ -39,10 +41,10 @@ class MeshSizes:
         Args:
             parallel: The section.
             ranks: Ranks of the group.
-            key: What messages call the section.
+            key: Name of the section in messages.
 
         Raises:
-            ConfigError: They do not fit the ranks, or each other.
+            ConfigError: The sizes do not fit the number of ranks, or each other.
         """
         sizes = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
         for name, size in {**sizes, "shard": parallel.shard}.items():
@@ -77,20 +79,20 @@ class MeshSizes:
 
     @property
     def block(self) -> int:
-        """Ranks that see the same samples."""
+        """Number of ranks in a block, which train on the same samples."""
         return self.context * self.tensor
 
     @property
     def data(self) -> int:
-        """Number of blocks, over which samples are divided."""
+        """Number of blocks; samples are divided over the blocks."""
         return self.replicate * self.shard
 
     def data_of(self, rank: int) -> int:
-        """Returns the block of a rank: its *data coordinate*, by which samples are distributed."""
+        """Returns the index of a rank's block: its *data coordinate*, which determines its samples."""
         return rank // self.block
 
     def lane_of(self, rank: int) -> int:
-        """Returns the position of a rank in its block; position 0 counts for the block in sums over all ranks."""
+        """Returns the position of a rank in its block. In sums over all ranks, only position 0 of each block counts."""
         return rank % self.block
 
     def first_of(self, data: int) -> int:
@@ -106,7 +108,7 @@ class MeshSizes:
 
     @property
     def plain(self) -> bool:
-        """True if all ranks only divide samples evenly, as backends without a mesh do."""
+        """True if the mesh only divides samples evenly over ranks, like a backend without a mesh."""
         return self.replicate == self.block == self.expert == 1
 
 
@@ -126,10 +128,10 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
     """Returns the mesh sizes of a section for a number of ranks.
 
     Args:
-        section: `actor`, or another of its form.
-        ranks: Ranks of its group.
-        key: What messages call it.
-        layers: True if it may train a model whose layers can be divided.
+        section: Section `actor`, or another section with these keys.
+        ranks: Number of ranks of the group.
+        key: Name of the section in messages.
+        layers: True if the section may train a model whose layers can be divided.
 
     Raises:
         ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
@@ -143,7 +145,7 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
 
 
 def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
-    """Formats the message about sizes by which a backend does not divide."""
+    """Formats the message about mesh sizes that a backend does not support."""
     dims = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
         f"{key}.parallel.{dims[0]} is {getattr(sizes, dims[0])}: only {key}.training_backend=fsdp divides a model so; "
@@ -152,7 +154,7 @@ def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
 
 
 def policy_undivided(key: str, sizes: MeshSizes) -> str:
-    """Formats the message about sizes for a module whose layers have no parallel plan."""
+    """Formats the message about mesh sizes that a module without a parallel plan does not support."""
     dim = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (
         f"{key}.parallel.{dim}({getattr(sizes, dim)}) is for language models, whose layers transformers has plans for; "

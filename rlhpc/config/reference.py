@@ -41,7 +41,7 @@ class _Row(NamedTuple):
 
 
 def default_text(value: Any) -> str:
-    """Formats a default as a configuration has it; `required` if the user must set the key."""
+    """Formats a default as it is written in a configuration; `required` if the user must set the key."""
     if value == MISSING:
         return "required"
     return "`null`" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
@@ -61,7 +61,7 @@ def _sections(cls: type, prefix: str, keys: Mapping[str, ConfigKey]) -> dict[str
         row = _row(key)
         if prefix or element is None:
             rows.append(row)
-        else:  # a list of sections that is in none
+        else:  # a list of sections at the top level
             sections[f"{key.path}[]"][1].insert(0, row)
     return sections
 
@@ -75,7 +75,7 @@ def _row(key: ConfigKey) -> _Row:
 
 
 def _option_holders(schemas: Mapping[str, SchemaKeys]) -> list[ConfigKey]:
-    """Returns the first key of each table of options."""
+    """Returns, for each table of component options, the first key that uses the table."""
     holders = {
         key.options: key
         for keys in reversed(list(schemas.values()))
@@ -93,7 +93,7 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
         schemas: Name of each task type → its keys.
 
     Raises:
-        ConfigError: No task type has the key; the message names the nearest.
+        ConfigError: No task type has the key; the message names the most similar key.
     """
     path = _canonical(path, {name for keys in schemas.values() for name in keys.tree})
     keys = {name: keys.tree[path] for name, keys in schemas.items() if path in keys.tree}
@@ -117,7 +117,7 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
 
 
 def _grouped(path: str, keys: Mapping[str, ConfigKey]) -> str:
-    """Formats a key once for all names of `keys` that have the same one."""
+    """Formats each distinct key once, with the names in `keys` to which it belongs."""
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
         names_by_text.setdefault(_describe(key), []).append(name)
@@ -125,7 +125,7 @@ def _grouped(path: str, keys: Mapping[str, ConfigKey]) -> str:
 
 
 def _canonical(path: str, paths: Collection[str]) -> str:
-    """Returns a key as the tree writes it: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
+    """Returns a key in the notation of the tree: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
     path_without_indices = re.sub(r"\[\w*\]", "", path)
     return next((candidate for candidate in paths if candidate.replace("[]", "") == path_without_indices), path)
 
@@ -163,20 +163,21 @@ def _describe(key: ConfigKey) -> str:
 
 
 def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -> str:
-    """Formats the docstring of a section and its keys: the beginning of each docstring, and the task types that have the key,
-    where not all have it.
+    """Formats the docstring of a section and its keys.
+
+    A key has the beginning of its docstring and, if some task types lack the key, the task types that have it.
     """
-    owners: dict[str, list[str]] = {}
+    task_types_by_key: dict[str, list[str]] = {}
     for task_type, tree in trees.items():
         for name in _names_in(path, tree):
-            owners.setdefault(name, []).append(task_type)
+            task_types_by_key.setdefault(name, []).append(task_type)
     first_section = next(iter(trees.values()))[path]
     lines = [
         f"{path} ({', '.join(trees)})",
         *textwrap.wrap(first_section.doc, 98, initial_indent="  ", subsequent_indent="  "),
     ]
-    width = max(map(len, owners)) + 2
-    for name, task_types in owners.items():
+    width = max(map(len, task_types_by_key)) + 2
+    for name, task_types in task_types_by_key.items():
         doc = trees[task_types[0]][f"{path}.{name}"].doc
         task_types_text = "" if len(task_types) == len(trees) else f" ({', '.join(task_types)})"
         doc_text = textwrap.shorten(doc, max(98 - width - len(task_types_text), 40), placeholder=" …")
@@ -185,12 +186,12 @@ def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -
 
 
 def _head(section: str) -> str:
-    """Returns the part of the file that a section belongs to: `data` for `data.eval[]`."""
+    """Returns the top-level section of a section: `data` for `data.eval[]`."""
     return section.split(".")[0].split("[")[0]
 
 
 def render(schemas: Mapping[str, SchemaKeys], other_files: Mapping[str, type]) -> str:
-    """Formats the page.
+    """Formats the reference page of all configuration keys, in Markdown.
 
     Args:
         schemas: Name of each task type → its keys.

@@ -112,8 +112,8 @@ class ConfigKey:
         choices: Allowed words; empty if any value is allowed.
         registry: Registry, as `module:NAME`, whose names the value or each element of a list may have; empty without one.
         options: Declarations of the component options in this key; None if the key has none.
-        is_free: True if it may change when a run continues.
-        is_evaluations: True if it only affects evaluations.
+        is_free: True if the value may change when a run continues.
+        is_evaluations: True if the value only affects evaluations.
     """
 
     path: str
@@ -133,7 +133,7 @@ class ConfigKey:
 
     @property
     def doc(self) -> str:
-        """Docstring under the field, in one line; for a section without one, that of its dataclass."""
+        """Docstring under the field, in one line; for a section without it, the docstring of the section's dataclass."""
         field_doc = docs_of(self.section).get(self.name, "")
         return field_doc if field_doc or not self.is_section else " ".join((self.type.__doc__ or "").split())
 
@@ -144,7 +144,7 @@ class ConfigKey:
         return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
     def names(self) -> list[str]:
-        """Returns the names in its registry, built-in ones first; the value may also be an import path."""
+        """Returns the names in the key's registry, built-in names first; the value may also be an import path."""
         return import_attribute(self.registry, self.path).choices()[:-1] if self.registry else []
 
     def options_of(self, name: str) -> type | None:
@@ -165,12 +165,12 @@ class ConfigKey:
 
     @property
     def is_internal(self) -> bool:
-        """True if rlhpc sets the key itself; messages then do not suggest it."""
+        """True if rlhpc itself sets the key; messages do not suggest such keys."""
         return bool(self.section.__dataclass_fields__[self.name].metadata.get(INTERNAL))
 
     @property
     def is_section(self) -> bool:
-        """True if it is a section with keys."""
+        """True if the key is a section."""
         return is_section(self.type)
 
     @property
@@ -199,11 +199,11 @@ def keys_of(root: type) -> Mapping[str, ConfigKey]:
 def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
     """Yields the keys and sections below a section.
 
-    A section's resume rules hold for all its keys. A list of sections changes as one value: its keys have its rules only.
+    A section's resume rules hold for all its keys. A list of sections changes as one value, so its keys have only its rules.
     """
     for name, (field_type, metadata) in _annotations_of(cls).items():
         is_element = "[]" in prefix
-        marks = (
+        resume_rules = (
             *inherited,
             *(annotation for annotation in metadata if isinstance(annotation, OnResume) and not is_element),
         )
@@ -216,17 +216,17 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
             next((annotation for annotation in metadata if isinstance(annotation, Choices)), ()),
             next((annotation.registry for annotation in metadata if isinstance(annotation, Registered)), ""),
             next((annotation for annotation in metadata if isinstance(annotation, OptionsOf)), None),
-            FREE in marks,
-            EVALUATION in marks,
+            FREE in resume_rules,
+            EVALUATION in resume_rules,
         )
         if is_section(field_type):
-            yield from _tree(field_type, f"{path}.", marks)
+            yield from _tree(field_type, f"{path}.", resume_rules)
         elif (element := element_of(field_type)) is not None:
-            yield from _tree(element, f"{path}[].", marks)
+            yield from _tree(element, f"{path}[].", resume_rules)
 
 
 def element_of(value_type: Any) -> type | None:
-    """Returns the dataclass of a list's elements; None if they are not sections."""
+    """Returns the dataclass of a list's elements; None if the elements are not sections."""
     element = typing.get_args(value_type)[0] if typing.get_origin(value_type) is list else None
     return element if is_section(element) else None
 
@@ -327,16 +327,16 @@ class Schema:
         return "another type" if key_type is None else words_of(key_type)
 
     def __contains__(self, path: str) -> bool:
-        """Returns whether a key or section exists; `path` as for `type_of`."""
+        """Returns whether a key or section exists; `path` has the form that `type_of` accepts."""
         return self.type_of(path) is not None
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
         """Returns a hint with the key most similar to an unknown key below `prefix`; empty if no key is similar."""
         allowed = list(allowed)
         key = _ALSO_KNOWN_AS.get(key, key)
-        near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
-        if near:
-            return f"did you mean {prefix}{near[0]}? "
+        similar_names = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
+        if similar_names:
+            return f"did you mean {prefix}{similar_names[0]}? "
         similar_keys = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
         similar_keys = similar_keys or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
         return f"did you mean {similar_keys[0]}? " if similar_keys else ""

@@ -1,4 +1,4 @@
-"""Site files: values that a cluster fills in for configurations."""
+"""Site files: a cluster's values for keys that configurations leave open."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class SiteConfig:
 
 
 def site_folders() -> list[Path]:
-    """Returns the folders in which a site is searched by name: below the working directory, this project, the user's and the
-    system's.
+    """Returns the folders that are searched for a site by name.
+
+    They are in the working directory, in rlhpc, in the user's configuration folder and in the system's configuration folders.
     """
     config_home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
@@ -69,10 +70,10 @@ def find_site(name: str) -> Path:
 
 
 def load_site(name: str) -> DictConfig:
-    """Returns the section `cluster` of a site file, typed.
+    """Returns section `cluster` of a site file, typed.
 
     Raises:
-        ConfigError: There is no such site, or its file has a key that site files cannot have.
+        ConfigError: The site does not exist, or its file has a key that site files cannot have.
     """
     cluster: DictConfig = _read_site(find_site(name)).cfg.cluster
     return cluster
@@ -99,8 +100,9 @@ def _read_site(path: Path) -> ConfigLayers:
 
 
 def apply_site(layers: ConfigLayers, path: Path) -> None:
-    """Fills in values that a configuration leaves open; the site's node groups that the configuration does not have are
-    ignored.
+    """Fills in values that a configuration leaves open.
+
+    Node groups of the site that the configuration does not have are ignored.
 
     Raises:
         ConfigError: The site file has a key that site files cannot have.
@@ -115,11 +117,11 @@ def apply_site(layers: ConfigLayers, path: Path) -> None:
             OmegaConf.update(cfg, key, site_value, merge=False)
             layers.sources[key] = source
     groups = "cluster.node_groups"
-    by_label = {
+    site_values_by_label = {
         str(group.label): {key: group[key] for key in keys}
         for group, keys in zip(site.cfg.cluster.node_groups, site.element_keys.get(groups, []), strict=True)
     }
     for group, keys in zip(cfg.cluster.node_groups, layers.element_keys.get(groups, []), strict=True):
-        for key, site_value in by_label.get(str(group.label), {}).items():
+        for key, site_value in site_values_by_label.get(str(group.label), {}).items():
             if key not in keys:  # a 0 or {} that the run sets has precedence, too
                 group[key] = site_value

@@ -1,4 +1,4 @@
-"""Sweeps: the runs that section `sweep` of a file describes. A run's name depends only on its own values."""
+"""Sweeps: the runs that section `sweep` of a file describes. The name of a run depends only on the run's values."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def _label(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the end of each key, long enough to distinguish it from the other varied keys, with its value."""
+    """Yields each value with the end of its key, which is long enough to identify the key among the varied keys."""
     for key, value in values.items():
         key_parts = key.split(".")
         for count in range(1, len(key_parts) + 1):
@@ -334,7 +334,7 @@ def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """Formats a value for a name, without characters that are not allowed in file names."""
+    """Formats a value for a run's name; characters that are not allowed in file names become `_`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", _format_value(value)).strip("_") or "empty"
 
 

@@ -17,29 +17,30 @@ Section = TypeVar("Section")
 
 
 def typed(section_type: type[Section], cfg: object) -> Section:
-    """Returns a configuration of a task type, or a section of it, under its type, without a check.
+    """Casts a configuration or a section to its dataclass for type checkers; checks nothing at run time.
 
     Args:
-        section_type: The dataclass that it was checked against.
+        section_type: Dataclass against which the mapping was checked.
         cfg: The OmegaConf mapping.
     """
     return cast(Section, cfg)
 
 
 def untouched(section_type: type) -> DictConfig:
-    """Returns the mapping of a section in which nothing has been set; the caller owns it.
+    """Returns a new mapping of a section, with defaults only.
 
-    OmegaConf takes 50 ms to create that of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
+    OmegaConf needs 50 ms to create the mapping of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
     """
-    template, packed = _template_of(section_type)
-    copy: DictConfig = template.copy() if packed is None else pickle.loads(packed)
+    template, pickle_bytes = _template_of(section_type)
+    copy: DictConfig = template.copy() if pickle_bytes is None else pickle.loads(pickle_bytes)
     return copy
 
 
 @functools.lru_cache(maxsize=64)
 def _template_of(section_type: type) -> tuple[DictConfig, bytes | None]:
-    """Returns the mapping of a class and its pickle. The pickle is None if the class cannot be imported by its name, such as a
-    class defined in a function.
+    """Returns the mapping of a class and its pickle.
+
+    The pickle is None if the class cannot be imported by its name, such as a class defined in a function.
     """
     template: DictConfig = OmegaConf.structured(section_type)
     try:
@@ -49,7 +50,7 @@ def _template_of(section_type: type) -> tuple[DictConfig, bytes | None]:
 
 
 def mapping(section: object) -> DictConfig:
-    """Returns a configuration or section as the mapping that it is at run time, for access by key."""
+    """Returns a configuration or section as its OmegaConf mapping, for access by key."""
     return cast(DictConfig, section)
 
 

@@ -18,7 +18,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML loader that refuses repeated keys, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
+    """YAML loader that refuses repeated keys, reads `1e-3` as a number, and reads `02:00:00`, `1:0` and dates as texts."""
 
 
 _NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
@@ -135,7 +135,7 @@ def plain_value(value: Any, key: str) -> Any:
     """Returns a value as mappings, lists, texts, numbers, booleans and None.
 
     Paths become texts, tuples become lists, and numbers of NumPy or PyTorch become Python numbers. References of an OmegaConf
-    node to the environment stay as they are written.
+    node to environment variables are not resolved.
 
     Args:
         value: Value of a configuration key, or a mapping of sections.
@@ -146,7 +146,7 @@ def plain_value(value: Any, key: str) -> Any:
     """
     value = env_references.to_plain(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # of NumPy or PyTorch
+        value = value.item()  # a scalar of NumPy or PyTorch
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

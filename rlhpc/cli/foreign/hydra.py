@@ -1,8 +1,8 @@
-"""Hydra configurations: merges the files of a `defaults:` list and resolves their references.
+"""Reader of Hydra configurations: merges the files of a `defaults:` list and resolves their references.
 
 It supports only features of training configurations: groups with a package (`env/cube@env.train`), `_self_`, relative
-references, and the arithmetic that RLinf adds. It never reads environment variables: a reference to one stays as written, in
-the form of rlhpc's own configurations. (The search path is the exception, because it only locates files.)
+references, and the arithmetic that RLinf adds. References to environment variables stay as written, in the form of
+rlhpc's own configurations. (Only the search path reads variables, because it only locates files.)
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
 def _search_path(content: Mapping[str, Any]) -> list[Path]:
     """Returns the folders of `hydra.searchpath` that exist on this machine."""
     section = content.get("hydra")
-    listed = section.get("searchpath") if isinstance(section, dict) else None
+    search_paths = section.get("searchpath") if isinstance(section, dict) else None
     folders = []
-    for folder_text in listed if isinstance(listed, list) else ():
+    for folder_text in search_paths if isinstance(search_paths, list) else ():
         name = re.sub(
             r"\$\{oc\.env:(\w+)\}", lambda m: os.environ.get(m[1], ""), str(folder_text).removeprefix("file://")
         )
@@ -117,7 +117,7 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
 
 
 def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[str]]]:
-    """Returns pairs of file without suffix and package, for an entry of `defaults:`."""
+    """Returns (file without suffix, keys of the package) pairs for an entry of `defaults:`."""
     if isinstance(entry, dict) and len(entry) == 1:
         key, option = next(iter(entry.items()))
         if str(key).startswith(("override ", "hydra/")) or option is None:
@@ -141,7 +141,7 @@ def _package(package: str, group: str) -> list[str]:
 
 
 def _find(name: str, path: Path, search: list[Path]) -> Path:
-    """Returns the file of a group: next to the file that names it, in a folder above that, or on the search path."""
+    """Returns the file of a group: next to the file that names the group, on the search path, or up to two folders above."""
     folders = [path.parent, *search, *list(path.parent.parents)[:2]]
     for folder in folders:
         if (file := (folder / f"{name.removesuffix('.yaml')}.yaml").resolve()).is_file():
@@ -153,12 +153,12 @@ def _find(name: str, path: Path, search: list[Path]) -> Path:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    common = {
+    merged_sections = {
         key: _merge(below[key], value)
         for key, value in above.items()
         if isinstance(value, dict) and isinstance(below.get(key), dict)
     }
-    return {**below, **above, **common}
+    return {**below, **above, **merged_sections}
 
 
 def _resolve(tree: dict[str, Any], composed: Composed) -> None:

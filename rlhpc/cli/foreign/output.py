@@ -17,13 +17,12 @@ _WIDTH = 110
 
 
 def format_config(translation: Translation, source: str, project: str) -> str:
-    """Formats the configuration file; a comment at each key names the foreign key that it comes from, unless that has the
-    same name.
+    """Formats the configuration file. A comment at each key names the foreign keys of its value, unless the name is the same.
 
     Args:
         translation: The translation.
         source: Original file.
-        project: Project whose format it has.
+        project: Name of the foreign project.
     """
     lines = [
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
@@ -47,12 +46,12 @@ def format_config(translation: Translation, source: str, project: str) -> str:
 
 
 def format_report(translation: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
-    """Formats a report of every key: its translation, or the reason why it is omitted.
+    """Formats a report of every key: its translation, or the reason for its omission.
 
     Args:
         translation: The translation.
         source: Original file.
-        project: Project whose format it has.
+        project: Name of the foreign project.
         files: All files that were read.
         verdict: Result of the checks of `rlhpc plan`.
     """
@@ -80,18 +79,18 @@ def format_report(translation: Translation, source: str, project: str, files: Se
 
 
 def _default(translated_config: Translation, key: str, project: str) -> str:
-    """Returns the comment at a value that comes only from the foreign project's defaults."""
+    """Returns the comment for a value that comes only from the foreign project's defaults; "" for other values."""
     keys = translated_config.defaults.get(key, ())
     return f"{project}'s default of {', '.join(keys)}" if keys and not translated_config.origin[key] else ""
 
 
 def _origin(names: Sequence[str]) -> str:
-    """Formats the foreign keys, as far as they fit on a line; the report lists all."""
+    """Formats up to three foreign keys, and the number of further keys; the report lists all keys."""
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 class _Leaf(NamedTuple):
-    """Value with the comment behind it."""
+    """Value with the comment that follows it."""
 
     value: Any
     comment: str

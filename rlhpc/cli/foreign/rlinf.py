@@ -1,7 +1,7 @@
 """Translation of RLinf's configurations of embodied PPO, GRPO and SAC, and of language models, into rlhpc's.
 
 The tables have one row for each key of rlhpc; `rlinf_unsupported` lists RLinf's keys without a counterpart, with the reasons.
-The meaning of RLinf's keys was read in its code; where a key does less than its name suggests, the reason says so.
+The meaning of RLinf's keys follows its code. If a key does less than its name suggests, the reason says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def translate(composed: Composed, source: str) -> Translation:
     """Translates a composed configuration.
 
     Raises:
-        ConfigError: It is not an RLinf configuration, or its task type has no counterpart in rlhpc.
+        ConfigError: The file is not an RLinf configuration, or its task type has no counterpart in rlhpc.
     """
     leaves = composed.leaves
     task, loss = str(leaves.get("runner.task_type")), str(leaves.get("algorithm.loss_type"))
@@ -90,7 +90,7 @@ def _logger_options(read: Reading) -> Any:
 
 def _steps(read: Reading) -> Any:
     steps, epochs = int(read("runner.max_steps", -1)), int(read("runner.max_epochs", 1))
-    if read.leaves["runner.task_type"] == "embodied":  # an epoch is one step there
+    if read.leaves["runner.task_type"] == "embodied":  # one step is an epoch of RLinf
         return epochs if steps < 0 else min(steps, epochs)
     read.omit("runner.max_epochs", "it counts passes over the data, rlhpc counts steps: set runner.max_steps yourself")
     return steps if steps >= 0 else UNSET
@@ -104,7 +104,7 @@ def _resume(read: Reading) -> Any:
 
 
 def _placement(read: Reading) -> Any:
-    """Returns the components by rlhpc's names."""
+    """Returns the placement of the components that the run has in rlhpc; records the reason for each omitted component."""
     components_of_run = {"actor", "rollout"}
     if read.leaves["runner.task_type"] != "reasoning":
         components_of_run.add("env")
@@ -116,9 +116,9 @@ def _placement(read: Reading) -> Any:
         listed_names = [name.strip() for name in components.split(",")]
         for name in listed_names:
             if name not in components_of_run:
-                elsewhere = _OTHER_COMPONENTS.get(name)
-                reason = elsewhere or f"rlhpc has no component {name} in such a run"
-                read.omit(f"cluster.component_placement.{names}", reason, elsewhere is None)
+                known_reason = _OTHER_COMPONENTS.get(name)
+                reason = known_reason or f"rlhpc has no component {name} in such a run"
+                read.omit(f"cluster.component_placement.{names}", reason, known_reason is None)
         if component_names := ",".join(name for name in listed_names if name in components_of_run):
             if placement_key:
                 placement.setdefault(component_names, {})[placement_key] = ranks
@@ -134,7 +134,7 @@ _OTHER_COMPONENTS = {
 
 
 def _accelerators(read: Reading) -> Any:
-    """Returns the number of accelerators of a node, if the placement counts them."""
+    """Returns the number of accelerators of a node, from the highest rank in the placement."""
     ranges = ",".join(map(str, read.below("cluster.component_placement").values())).split(",")
     ranks = [int(n) for rank_range in ranges for n in re.findall(r"\d+", rank_range.partition(":")[0])]
     return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else UNSET

@@ -1,6 +1,6 @@
 """Defaults of RLinf for keys that a configuration omits.
 
-Read in RLinf's code at commit `REVISION`; the comments name the files. Keys that RLinf requires have no entry.
+The values come from RLinf's code at commit `REVISION`; the comments name the files. Keys that RLinf requires have no entry.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRAINED: dict[str, Any] = {
     "fsdp_config.reshard_after_forward": True,
     "enable_dp_load_balance": False,  # workers/actor/fsdp_actor_worker.py, ma_megatron_actor_worker.py
 }
-#: Defaults of their learning rate schedules: Megatron's trainer reads the first keys, FSDP's the second.
+#: Defaults of the learning rate schedules: keys that Megatron's trainer reads, and keys that FSDP's trainer reads.
 _MEGATRON = {"lr_sched.lr_decay_style": "constant", "lr_sched.lr_warmup_iters": 0}  # config.py, validate_megatron_cfg
 _FSDP = {"optim.lr_scheduler": "constant", "optim.lr_warmup_steps": -1}  # fsdp_model_manager.py, build_lr_scheduler
 _LANGUAGE: dict[str, Any] = {

@@ -19,7 +19,7 @@ def optimizer_rows(group: str) -> Rows:
 
 
 def adapter_rows() -> Rows:
-    """Returns the rows of LoRA adapters; RLinf sets `lora_alpha` to the rank (models/__init__.py), so their scale is 1."""
+    """Returns the rows of LoRA adapters, whose scale is 1: RLinf sets `lora_alpha` to the rank (models/__init__.py)."""
 
     def rank(read: Reading) -> Any:
         return int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else UNSET
@@ -28,8 +28,9 @@ def adapter_rows() -> Rows:
 
 
 def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
-    """Returns a rule that translates the value of `key` by `values_by_name`; an unknown value stays unchanged, because a
-    component may be registered under that name.
+    """Returns a rule that translates the value of `key` by `values_by_name`.
+
+    The rule returns an unknown value unchanged, because a plugin may register a component under this name.
     """
 
     def rule(read: Reading) -> Any:
@@ -62,7 +63,7 @@ def _is_grpo(read: Reading) -> bool:
     return read.leaves.get("algorithm.adv_type") in ("grpo", "raw", "reinpp")
 
 
-# Environments and rollouts.
+# -- environments and rollouts ------------------------------------------------------------------------------------------
 
 
 def _decisions(read: Reading) -> int:
@@ -82,8 +83,9 @@ def _has_rollout_parts(read: Reading) -> bool:
 
 
 def _slots(read: Reading) -> int:
-    """Returns the number of env slots. Without rollout parts a slot plays one episode per rollout, and further rollout epochs
-    become further slots.
+    """Returns the number of env slots.
+
+    Without rollout parts, a slot plays one episode per rollout, and each further rollout epoch of RLinf adds slots.
     """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not _has_rollout_parts(read) and (rounds := _rounds(read)) > 1:
@@ -223,7 +225,7 @@ ENVIRONMENTS: Rows = [
 ]
 
 
-# PPO and GRPO.
+# -- PPO and GRPO -------------------------------------------------------------------------------------------------------
 
 
 def _embodied_normalization(read: Reading) -> str:
@@ -248,7 +250,7 @@ def _value_clip(read: Reading) -> Any:
 
 
 def _without_use(read: Reading) -> Any:
-    """Omits keys that have no effect in this configuration but may have one in another."""
+    """Omits keys that have no effect in this configuration but may have an effect in another one."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.omit("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
@@ -284,7 +286,7 @@ PPO: Rows = [
 ]
 
 
-# SAC.
+# -- SAC ----------------------------------------------------------------------------------------------------------------
 
 
 def _ratio(read: Reading) -> float:
@@ -310,7 +312,7 @@ SAC: Rows = [
 ]
 
 
-# The policy of embodied runs.
+# -- policies -----------------------------------------------------------------------------------------------------------
 
 
 def _model_type(read: Reading) -> str:
@@ -394,8 +396,8 @@ POLICY: Rows = [
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
-#: Further keys of PPO and GRPO. In SAC, environments always reset automatically, and policies take no text and learn their
-#: standard deviation.
+#: Additional keys of PPO and GRPO. In SAC, environments always reset automatically, and policies take no text and learn
+#: their standard deviation.
 VLA: Rows = [
     ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else UNSET),
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),

@@ -34,7 +34,7 @@ def _clip(side: str) -> Rule:
 
 
 def _dtype(key: str, fallback: str) -> Rule:
-    """Returns a rule for a dtype; `fallback` replaces float16, which needs loss scaling that rlhpc does not have."""
+    """Returns a rule for a dtype; `fallback` replaces float16, because rlhpc does not scale the loss."""
 
     def rule(read: Reading) -> Any:
         name = DTYPES.get(str(read(key, "bf16")).lower().removesuffix("-mixed"), "bfloat16")
@@ -129,7 +129,7 @@ def _language_normalization(read: Reading) -> str:
 
 
 def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
-    """Returns a rule that reads the key of the group's trainer in RLinf: Megatron or FSDP."""
+    """Returns a rule that reads the key of RLinf's trainer for the group: Megatron or FSDP."""
     megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
 
     def rule(read: Reading) -> Any:
@@ -186,7 +186,7 @@ def _optimizer(group: str) -> Rule:
 
 
 def _trained(group: str) -> Rows:
-    """Returns the rows of a group that is trained: `actor` or `critic`."""
+    """Returns the rows of a trained group, `actor` or `critic`."""
     return [
         (f"{group}.training_backend", _trainer(group)),
         (f"{group}.max_tokens_per_micro_batch", _pass_tokens),

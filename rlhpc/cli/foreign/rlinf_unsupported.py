@@ -329,7 +329,7 @@ LANGUAGE = [
     ),
 ]
 
-#: Unsupported keys of language models with a critic; keys unsupported in the actor's section are so in the critic's, too.
+#: Unsupported keys of language models with a critic; unsupported keys of the actor are unsupported in the critic, too.
 CRITIC = [
     UnsupportedKeys("critic.use_critic_model", "its place in cluster.component_placement says it", True),
     UnsupportedKeys("critic.seed", "runner.seed is for all groups", True),

@@ -1,4 +1,4 @@
-"""Translation rules of a foreign configuration: they read its keys, and record the outcome for each."""
+"""Translation rules for foreign configurations: each rule reads foreign keys, and the outcome of each key is recorded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ UNSET = object()
 
 
 class Reading:
-    """Foreign configuration during its translation: it records which keys were read, and the reasons for omitted keys.
+    """Foreign configuration during its translation, with a record of the keys that were read and of the omitted keys.
 
     Attributes:
-        leaves: Dotted key → value; for a key that the configuration omits, the foreign project's default, if it has one.
+        leaves: Dotted key → value. Keys that the configuration omits have the foreign project's default, if one exists.
         defaults: Dotted key → the foreign project's default.
-        written: The keys that the configuration has.
-        reasons: Key → (reason why it is omitted, True if training differs because of it).
+        written: Keys that the configuration sets.
+        reasons: Omitted key → (reason, True if training differs because of the omission).
     """
 
     def __init__(self, leaves: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -29,20 +29,20 @@ class Reading:
         self.read_keys: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """Returns a value; if the key is missing or null, the foreign project's default, or else `default`."""
+        """Returns the value of a key; for a missing key or null, the foreign project's default, otherwise `default`."""
         if key in self.leaves:
             self.read_keys.add(key)
         value = self.leaves.get(key)
         return self.defaults.get(key, default) if value is None or value == "None" else value
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """Returns all values below a key, by the remainders of their names."""
+        """Returns all values below a key, by the rest of their dotted keys."""
         values = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
         self.read_keys |= set(values)
         return {key[len(prefix) + 1 :]: value for key, value in values.items()}
 
     def omit(self, key: str, reason: str, changes_training: bool = True) -> Any:
-        """Records why a key is omitted; returns `UNSET`, so that a rule can end with it."""
+        """Records the reason for omitting a key. Returns `UNSET`, so that a rule can return the result of this call."""
         if key in self.written:
             self.reasons[key] = (reason, changes_training)
         return UNSET
@@ -51,7 +51,7 @@ class Reading:
 Rule = Callable[[Reading], Any]
 
 
-#: (our key, their key or a rule).
+#: Pairs of a key of rlhpc, and a foreign key or a rule.
 Rows = list[tuple[str, str | Rule]]
 
 
@@ -61,8 +61,8 @@ class UnsupportedKeys:
 
     Attributes:
         keys: Patterns, separated by spaces.
-        reason: Why they have none.
-        harmless: Values whose omission changes nothing; or True if the key never changes the training.
+        reason: Reason why no counterpart exists.
+        harmless: Values that can be omitted without a change of training; True if this holds for all values.
     """
 
     keys: str
@@ -77,10 +77,10 @@ class Translation:
     Attributes:
         task_type: Task type, in words.
         ours: Key of rlhpc → value, in the order of the file.
-        origin: Key of rlhpc → the foreign keys that it was computed from.
-        defaults: Key of rlhpc → omitted foreign keys whose defaults it was computed from.
-        omitted: Foreign key → (reason why it, or a part of it, is omitted; True if training differs because of it).
-        foreign: Foreign key → value, all of them.
+        origin: Key of rlhpc → foreign keys from which its value was computed.
+        defaults: Key of rlhpc → missing foreign keys from whose defaults its value was computed.
+        omitted: Foreign key → (reason for a complete or partial omission, True if training differs because of it).
+        foreign: Foreign key → value, for all foreign keys.
     """
 
     task_type: str
@@ -109,9 +109,9 @@ def apply_rules(
     Args:
         task_type: Task type, in words.
         leaves: The foreign configuration.
-        rules: (key of rlhpc, foreign key whose value is copied, or a rule). A row without a key of rlhpc only records
-            why foreign keys are omitted.
-        unsupported: Keys without a counterpart; the first pattern that fits gives the reason.
+        rules: Rows of a key of rlhpc, and a rule or a foreign key whose value is copied. A row without a key of rlhpc only
+            records omitted foreign keys.
+        unsupported: Keys without a counterpart; the first matching pattern gives the reason.
         defaults: Values that the foreign project uses for omitted keys.
     """
     read, translation = Reading(leaves, defaults), Translation(task_type, foreign=dict(leaves))
