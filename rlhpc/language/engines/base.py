@@ -42,7 +42,7 @@ class SamplingParams:
 @former_members(seen="images")
 @dataclass(frozen=True)
 class Request:
-    """Request for one response. Its tokens depend only on model, prompt, sampling and `seed`, not on other requests."""
+    """Request for one response, which depends only on model, prompt, sampling and `seed`, not on other requests."""
 
     id: int
     prompt_ids: tuple[int, ...]
@@ -62,8 +62,8 @@ class Completion:
         logprobs: Log-prob of each token, after temperature and before top-p and top-k.
         versions: Version of the weights that sampled each token.
         finish_reason: `stop`, `length`, or `abort`.
-        experts: `[tokens, choices]` int16, the routers' choices for each token of prompt and response when the model last
-            read it; the model never reads the last token. None if not requested.
+        experts: `[tokens, choices]` int16, the routers' latest choices for each token of prompt and response except the last
+            one, which the model never reads. None if not requested.
     """
 
     id: int
@@ -75,7 +75,7 @@ class Completion:
 
 
 class RolloutBackend(abc.ABC):
-    """Base class of generation engines, which run in the process of a rollout rank. It is not thread-safe.
+    """Base class of generation engines, which run in the process of a rollout rank. Engines are not thread-safe.
 
     Requests can be added at any time. Each `step` advances the running requests and returns those that ended, in any order, so
     that the caller does not wait for the slowest. The weights may change between two steps: running requests continue with
@@ -162,7 +162,7 @@ class RolloutBackend(abc.ABC):
         """Shuts the engine down."""
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends those of the given requests that still run, without completions (`can_drop`)."""
+        """Ends the given requests that still run, and returns no completions of them (`can_drop`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot end single requests")
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
@@ -183,7 +183,8 @@ class RolloutBackend(abc.ABC):
     def wants(self) -> Mapping[str, Sequence[Box]] | None:
         """Returns the slices of each tensor that this rank needs, by the tensors' names in the model's files.
 
-        Tensors of which it needs nothing are omitted. Returns None without `takes_shards`: it needs complete tensors.
+        Tensors that this rank does not need are omitted. Returns None without `takes_shards`, because the engine then needs
+        complete tensors.
         """
         return None
 
@@ -195,7 +196,7 @@ class RolloutBackend(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} takes complete tensors")
 
     def held(self, name: str) -> torch.Tensor | None:
-        """Returns the current tensor of that name.
+        """Returns the current tensor called `name`.
 
         Returns None if the engine stores it in another form or dtype than received, or does not return weights.
         """
@@ -221,7 +222,7 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    """Returns a method that raises NotImplementedError; an LLM judge's engine, for example, needs few of the methods."""
+    """Returns a method that raises NotImplementedError, for engines that lack it, such as the engine of an LLM judge."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no method {name}")

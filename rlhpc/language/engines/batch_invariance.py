@@ -35,7 +35,7 @@ def _blocks(length: int) -> int:
 class KVCache:
     """KV cache of all layers, `[rows, heads, columns, width]` each.
 
-    Each row begins at column 0. When a row is added or removed, no other row is copied, except the one that replaces a removed
+    Each row begins at column 0. Adding or removing a row copies no other row, except the last row that replaces a removed
     row. Values after a row's end are finite and get attention weight zero.
 
     Attributes:
@@ -84,8 +84,8 @@ class KVCache:
         for tensor, source_tensor in zip((*self.keys, *self.values), prefilled, strict=True):
             tensor[first_row:end_row].zero_()
             target_row = first_row
-            for sequence, copies in groupby(source):
-                count, length = len(list(copies)), lengths[sequence]
+            for sequence, equal_sources in groupby(source):
+                count, length = len(list(equal_sources)), lengths[sequence]
                 tensor[target_row : target_row + count, :, :length] = source_tensor[
                     0, :, starts[sequence] : starts[sequence] + length
                 ]
@@ -142,8 +142,8 @@ class KVCache:
 def decoding_cache(store: KVCache) -> Any:
     """Wraps `store` as a transformers cache for decoding one token of each row in `store.present`.
 
-    If `store.only` is set, layers return that row's keys and values. Otherwise they return all rows, and the attention
-    function selects the columns of each row.
+    If `store.only` is set, layers return the keys and values of row `store.only`. Otherwise layers return all rows, and the
+    attention function selects the columns of each row.
     """
     from transformers.cache_utils import Cache, DynamicLayer
 
@@ -175,7 +175,7 @@ def decoding_cache(store: KVCache) -> Any:
 
 
 def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the moves (from, to) that fill the places of removed rows with the last rows."""
+    """Returns the moves (from, to) that replace removed rows by the last rows."""
     leaving_rows = set(leaving)
     num_remaining = rows - len(leaving_rows)
     freed_rows = [row for row in sorted(leaving_rows) if row < num_remaining]
@@ -185,11 +185,11 @@ def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]
 
 #: Name under which the functions are registered with transformers.
 NAME = "rlhpc_batch_invariant"
-#: Tokens are padded to a multiple of this, because vectorized functions compute a remainder differently.
+#: Multiple to which the number of tokens is padded, because vectorized functions compute a remainder differently.
 TILE = 32
-#: Rows of a matrix product are padded to multiples of this.
+#: Multiple to which the rows of a matrix product are padded.
 _PRODUCT_TILE = 8
-#: Alignment in bytes with which libraries use the same kernel.
+#: Alignment in bytes at which libraries use the same kernel for all rows.
 _ALIGNED = 64
 #: Layer types of configurations that this attention supports.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -234,7 +234,7 @@ class Decoding:
         self._groups: dict[int | None, list[_Group]] = {}
 
     def groups(self, window: int | None) -> list[_Group]:
-        """Returns the rows grouped by the columns that attention reads, for a sliding window or None."""
+        """Returns groups of rows for which attention reads the same columns; `window` is the sliding window or None."""
         if window not in self._groups:
             self._groups[window] = list(self._grouped(window))
         return self._groups[window]
@@ -259,7 +259,7 @@ class Decoding:
             yield _Group(selection, begin, end, mask[:, None, None])
 
 
-#: Shapes of the current pass: lengths of concatenated sequences (prefill), or `Decoding`; None for rectangles.
+#: Shapes of the current pass: lengths of concatenated sequences (prefill), or `Decoding`; None for equal lengths.
 _present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", default=None)
 
 
@@ -274,7 +274,7 @@ def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
 
 
 class DecodingLinear(nn.Linear):
-    """Linear layer that in decoding computes only `product_rows` rows; the other rows are padding."""
+    """Linear layer that computes only the first `product_rows` rows in decoding, because the other rows are padding."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes `[rows, …, outputs]` from `[rows, …, inputs]`; rows that are not computed are zero."""
@@ -301,7 +301,7 @@ def _attend(
     Args:
         module: The layer's attention module.
         query: `[1, heads, T, d]` in a prefill, `[rows, heads, 1, d]` in decoding.
-        key, value: Keys and values of the same tokens; in decoding, those of the cache.
+        key, value: Keys and values of the same tokens in a prefill, of the whole cache in decoding.
         attention_mask: Always None, because transformers builds no mask for functions that it does not know.
         scaling: Factor of the attention logits; None means 1/√d.
         dropout: Unused in generation.
@@ -407,7 +407,8 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 def can_join(model: Any, context: int) -> bool:
     """Returns whether the configuration of a causal model permits the attention of this module.
 
-    It does not if tokens interact other than through this attention, or if positions depend on a batch's longest sequence.
+    The result is false if tokens interact other than through this attention, or if positions depend on a batch's longest
+    sequence.
 
     Args:
         model: Model of transformers.

@@ -142,7 +142,7 @@ class WeightUpdateError(RlhpcError):
 
 
 class EngineBase(RolloutBackend):
-    """Base class of the engines, which checks requests and tracks which are unfinished.
+    """Base class of the engines hf and vllm, which checks requests and tracks unfinished ones.
 
     Completions of other requests that end during `generate` are returned by the next `step`. A subclass sets `context` and
     `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
@@ -179,13 +179,13 @@ class EngineBase(RolloutBackend):
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues all of the requests, or none if one is invalid; see `RolloutBackend.add`."""
-        batch = list(requests)
-        ids = [request.id for request in batch]
+        new_requests = list(requests)
+        ids = [request.id for request in new_requests]
         if len(set(ids)) < len(ids) or not self._active_ids.isdisjoint(ids):
             raise ValueError("two requests under way have the same id")
-        for request in batch:
+        for request in new_requests:
             self._check(request)
-        self._queue(batch)
+        self._queue(new_requests)
         self._active_ids.update(ids)
 
     def _check(self, request: Request) -> None:
@@ -249,7 +249,7 @@ class EngineBase(RolloutBackend):
             self._active_ids -= running_ids
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end meanwhile."""
+        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in the call."""
         self.add(requests)
         completions: dict[int, Completion | None] = {request.id: None for request in requests}
         num_missing, other_completions = len(completions), []

@@ -1,4 +1,4 @@
-"""Engine on transformers' models, for any of them and any machine."""
+"""Generation engine hf, which runs causal models of transformers on CPUs and accelerators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def uniforms(request: Request, count: int) -> np.ndarray:
-    """Returns the request's random numbers in [0, 1), one per token. They depend only on its seed."""
+    """Returns a request's random numbers in [0, 1), one per token. The numbers depend only on the request's seed."""
     generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
     return generator.random(count)
 
@@ -55,8 +55,8 @@ class Rows:
 def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Samples one token for each row.
 
-    The token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
-    one per entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
+    The cumulative probability exceeds the row's random number first at the sampled token, so a row needs one random number
+    per token, not one per entry of the vocabulary. The sum is float64, because float32 loses the tail of a large vocabulary.
 
     Args:
         logits: `[N, V]`.
@@ -65,7 +65,7 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Token ids `[N]` and their log-probs `[N]` after temperature, before top-p and top-k; rows of temperature 0 get
-        those of temperature 1.
+        the log-probs of temperature 1.
     """
     logits = logits.float()
     if rows.scaled:
@@ -76,7 +76,7 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
         return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
     mass = logprobs.double().exp_()
     if rows.filtered:
-        # The vocabulary's order is restored: a row samples the same whether or not another one is filtered.
+        # The mask keeps the vocabulary's order, so a row samples the same token whether or not other rows are filtered.
         mass = mass.masked_fill_(~_allowed_mask(mass, rows), 0.0)
     tokens = _pick(mass.cumsum_(dim=-1), noise)
     if rows.any_greedy:
@@ -85,11 +85,16 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _allowed_mask(mass: Tensor, rows: Rows) -> Tensor:
-    """Returns the mask of top-k and nucleus: tokens before which the sum is less than top_p, at least one."""
-    ordered, token_order = torch.sort(mass, dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
-    cumulative = ordered.cumsum(dim=-1)
-    is_allowed = (ordered > 0.0) & ((cumulative - ordered < rows.top_p * cumulative[:, -1:]) | (rows.top_p == 1.0))
+    """Returns the mask `[N, V]` of the tokens that top-k and top-p allow.
+
+    Top-p allows a token if the more likely tokens have less than the fraction `top_p` of the mass, and so at least one token.
+    """
+    sorted_mass, token_order = torch.sort(mass, dim=-1, descending=True, stable=True)
+    sorted_mass = sorted_mass.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
+    cumulative_mass = sorted_mass.cumsum(dim=-1)
+    is_allowed = (sorted_mass > 0.0) & (
+        (cumulative_mass - sorted_mass < rows.top_p * cumulative_mass[:, -1:]) | (rows.top_p == 1.0)
+    )
     return torch.zeros_like(is_allowed).scatter_(1, token_order, is_allowed)
 
 
@@ -102,18 +107,18 @@ def _pick(sums: Tensor, noise: Tensor) -> Tensor:
 
 
 class SequenceTable:
-    """Table of the running rows as arrays on the host, so that a step over many rows is a few array operations.
+    """Table of the running rows as arrays on the host, so that a step over many rows needs few array operations.
 
     Args:
         max_rows: Maximum number of rows.
-        vocabulary: Token ids are below this.
+        vocabulary: Size of the vocabulary; token ids are smaller.
         end_ids: Tokens that end every response.
-        stop_texts: Finds the texts that end some responses.
+        stop_texts: Detector of the texts that end responses (`SamplingParams.stop`).
     """
 
     def __init__(self, max_rows: int, vocabulary: int, end_ids: frozenset[int], stop_texts: StopTexts) -> None:
         self.requests: list[Request] = []
-        #: Routers' choices for the tokens read in each row, part by part.
+        #: Routers' choices `[tokens, choices]` for the tokens that the model read in each row, one array per forward pass.
         self.experts: list[list[np.ndarray]] = []
         self._vocabulary = vocabulary
         self._end_ids = end_ids
@@ -123,7 +128,7 @@ class SequenceTable:
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
         self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
         self._noise = np.zeros((max_rows, 64), dtype=np.float64)
-        #: Sets of end tokens, with their line in `_ends`; a row has the number of its set. There are at most as many as rows.
+        #: Row of `_ends`, a mask over the vocabulary, for each set of end tokens; at most `max_rows` sets.
         self._end_sets: dict[tuple[int, ...], int] = {}
         self._ends = np.zeros((0, vocabulary), dtype=bool)
 
@@ -131,7 +136,7 @@ class SequenceTable:
         return len(self.requests)
 
     def add(self, request: Request, limit: int) -> None:
-        """Adds a last row, of at most `limit` tokens."""
+        """Appends a row for a request, with a response of at most `limit` tokens."""
         row = len(self.requests)
         self.requests.append(request)
         self.experts.append([])
@@ -145,7 +150,7 @@ class SequenceTable:
         self._end_set[row] = self._end_set_number(request.sampling.stop_token_ids, row)
 
     def _end_set_number(self, ends: tuple[int, ...], rows: int) -> int:
-        """Returns the number of a set of end tokens; a new set takes an unused number, or replaces a set without rows."""
+        """Returns the number of a set of end tokens; a new set replaces a set that no row uses, or gets a new number."""
         if ends in self._end_sets:
             return self._end_sets[ends]
         used_numbers = set(self._end_set[:rows].tolist())
@@ -168,7 +173,7 @@ class SequenceTable:
         return np.asarray(self._noise[rows, self._count[rows]])
 
     def record(self, begin: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[int, str]]:
-        """Records the tokens sampled by rows from `begin` on; returns the rows that end with them, and the finish reasons."""
+        """Records the tokens sampled by rows from `begin` on; returns the rows that end, with their finish reasons."""
         rows = np.arange(begin, len(self.requests))
         columns = self._count[rows]
         self._tokens[rows, columns], self._logprobs[rows, columns], self._versions[rows, columns] = (
@@ -201,7 +206,7 @@ class SequenceTable:
         )
 
     def move(self, moves: Iterable[tuple[int, int]], num_rows: int) -> None:
-        """Moves rows into the places of others, (from, to), and keeps the first `num_rows`."""
+        """Moves rows (from, to), then keeps only the first `num_rows` rows."""
         for source, target in moves:
             self.requests[target], self.experts[target] = self.requests[source], self.experts[source]
             for column in self._records():
@@ -225,22 +230,23 @@ class SequenceTable:
         )
 
 
-#: Fraction of the rows that must be free before waiting requests are admitted, so that prefills come in batches.
+#: Denominator of the fraction of rows that must be free to admit waiting requests, so that prefills come in batches.
 _ADMISSION_FRACTION = 8
 
 
 class HFRollout(EngineBase):
     """Continuous batching over a transformers model's `forward`.
 
-    It does not use `generate`, which takes a fixed batch and ends with its slowest sequence; there, no request can join, no
-    weights can change, and rows have no separate random numbers. Here the next request replaces a row that ends, and each step
-    is one `forward` of all rows with a cache that is never copied (`KVCache`).
+    The engine does not use transformers' `generate`, which takes a fixed batch and ends with the slowest sequence. During
+    `generate`, no request can join, the weights cannot change, and rows have no separate random numbers. In this engine, the
+    next request replaces a row that ends, and each step is one `forward` of all rows with a cache that is never copied
+    (`KVCache`).
 
-    Tokens and log-probs of a request depend, bit for bit, only on its prompt, seed, sampling parameters and the weights:
-    not on other running requests, the time of its arrival, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
-    type with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
-    sequence, whose cache is then recomputed in one pass. On an accelerator it holds as far as its libraries compute a row of a
-    shape identically wherever it sits, and attention whatever the longest row is; they do not guarantee it.
+    Tokens and log-probs of a request depend, bit for bit, only on the request's prompt, seed, sampling parameters and the
+    weights: not on other running requests, the time of arrival, or `rollout.max_batch_size` (`Forward`). This holds on CPUs of
+    one type with the same number of threads and the same libraries, unless an update or `offload` interrupts a sequence: the
+    engine then recomputes the sequence's cache in one pass. On an accelerator this also requires that a row's results depend
+    neither on the row's index nor on the length of the longest row, which the libraries of accelerators do not guarantee.
 
     Args:
         cfg: The run's configuration.
@@ -350,7 +356,7 @@ class HFRollout(EngineBase):
         for request in requests:
             digests = () if request.images is None else request.images.digests
             requests_by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
-        ordered = [request for prompt_requests in requests_by_prompt.values() for request in prompt_requests]
+        grouped_requests = [request for prompt_requests in requests_by_prompt.values() for request in prompt_requests]
         source = [index for index, prompt_requests in enumerate(requests_by_prompt.values()) for _ in prompt_requests]
         first_requests = [prompt_requests[0] for prompt_requests in requests_by_prompt.values()]
         logits = self._forward.prefill(
@@ -359,14 +365,14 @@ class HFRollout(EngineBase):
             [first_request.images for first_request in first_requests],
         )
         first_row = len(self._sequences)
-        for request, prompt_index in zip(ordered, source, strict=True):
+        for request, prompt_index in zip(grouped_requests, source, strict=True):
             self._sequences.add(request, self._limit(request))
             self._sequences.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
-        sampling = Rows(ordered, self.vocabulary, self._device)
+        sampling = Rows(grouped_requests, self.vocabulary, self._device)
         return self._draw(first_row, logits[torch.tensor(source, device=self._device)], sampling)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
-        """Samples a token for each row from `begin` on; returns and removes the rows that end with it."""
+        """Samples a token for each row from `begin` on; removes the rows that end, and returns their completions."""
         sequences = self._sequences
         noise = torch.from_numpy(sequences.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
@@ -392,7 +398,7 @@ class HFRollout(EngineBase):
         self._last_tokens = self._last_tokens[:remaining]
 
     def _decode(self) -> list[Completion]:
-        """Samples one token for each row."""
+        """Samples the next token of each row; returns the completions of the rows that end."""
         logits = self._forward.decode(self._last_tokens)
         for row_experts, last_experts in zip(self._sequences.experts, self._forward.experts, strict=False):
             row_experts.append(last_experts)
@@ -402,14 +408,14 @@ class HFRollout(EngineBase):
 
     def _recompute_kv_cache(self) -> None:
         """Recomputes the cache of prompts and responses so far with the current weights."""
-        ledger = self._sequences
+        table = self._sequences
         self._kv.clear()
         self._stale = False
         # The last token of each row is the next step's input.
-        sequences = [(*request.prompt_ids, *ledger.response(row)[:-1]) for row, request in enumerate(ledger.requests)]
+        sequences = [(*request.prompt_ids, *table.response(row)[:-1]) for row, request in enumerate(table.requests)]
         if sequences:
-            self._forward.prefill(sequences, range(len(sequences)), [request.images for request in ledger.requests])
-            ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
+            self._forward.prefill(sequences, range(len(sequences)), [request.images for request in table.requests])
+            table.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
 
     def _drop(self, ids: Collection[int]) -> None:
         self._waiting = deque(request for request in self._waiting if request.id not in ids)
@@ -470,8 +476,9 @@ class HFRollout(EngineBase):
         return self._sent_tensors.get(name)
 
     def offload(self) -> None:
-        """Frees the accelerator (`RolloutBackend.offload`): moves weights to the host; running requests are recomputed
-        afterwards.
+        """Frees the cache and moves the weights to the host; see `RolloutBackend.offload`.
+
+        The next step recomputes the cache of running requests.
         """
         self._forward.free()
         self._stale = True
@@ -485,7 +492,7 @@ class HFRollout(EngineBase):
             self._model.to(self._device)
 
     def close(self) -> None:
-        """Ends the engine (`RolloutBackend.close`)."""
+        """Shuts the engine down; see `RolloutBackend.close`."""
         self._abort()
         self._forward.free()
         self._model = None
@@ -511,7 +518,7 @@ def context_length(config: Any, options: EngineOptions) -> int:
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Raises ConfigError for recurrent layers, whose states do not permit batches of rows of different lengths."""
+    """Raises ConfigError for models with recurrent layers, because their states exclude batches of unequal row lengths."""
     types = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",

@@ -34,8 +34,9 @@ class Forward:
     """Prefill and decoding of all rows jointly if the model permits batch invariance, otherwise row by row.
 
     On CPUs, the choice of shapes makes results bitwise identical (`batch_invariance`); the constructor verifies this by
-    comparing rows alone and in a batch. Libraries of accelerators guarantee less: there, a decoding pass always computes the
-    maximum number of rows, and a prefill one sequence, so that a row's results could depend only on its index.
+    comparing rows alone and in a batch. Libraries of accelerators guarantee less. On accelerators, a decoding pass always
+    computes the maximum number of rows, and a prefill computes one sequence, so that a row's results can depend only on the
+    row's index.
 
     Args:
         model: Model of transformers; changed in place.
@@ -47,7 +48,7 @@ class Forward:
     Attributes:
         kv: KV cache of the rows.
         batched: Whether rows are computed jointly.
-        routing: Routers whose choices are recorded; None if not requested.
+        routing: Routers that are recorded; None if not requested.
         experts: Router choices of the last call, `[tokens, choices]` int16 for each sequence (prefill) or row (decoding).
     """
 
@@ -113,9 +114,9 @@ class Forward:
             span_images = images[span.start]
             position_ids = None if span_images is None else span_images.positions(lengths[0])
             logits.append(self._prefill(span_sequences, span_images, position_ids))
-            part_source = [index - span.start for index in source if span.start <= index < span.stop]
+            span_source = [index - span.start for index in source if span.start <= index < span.stop]
             shifts = [0] * len(span_sequences) if position_ids is None else [int(position_ids.max()) + 1 - lengths[0]]
-            self.kv.append(self._filled.layers, lengths, part_source, shifts)
+            self.kv.append(self._filled.layers, lengths, span_source, shifts)
         self._filled = None
         return torch.cat(logits)
 
@@ -178,7 +179,7 @@ class Forward:
 
     @contextmanager
     def _recorded_routing(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Adds the routers' choices within the block to `experts`, split into sequences of these lengths."""
+        """Records the routers' choices within the block and appends them to `experts`, one array per sequence."""
         if self.routing is None:
             yield
             return
@@ -247,7 +248,7 @@ def _pad(values: Tensor, count: int) -> Tensor:
 def _limit_activation_rows(model: nn.Module) -> None:
     """Makes activation functions process few rows at a time, so that torch divides no row among threads.
 
-    At the boundary between two threads, results differ in rounding.
+    Torch rounds elements at the boundary between two threads differently.
     """
     from transformers.activations import ACT2CLS
 

@@ -2,8 +2,8 @@
 
 Each rank's engine holds a part of the model, and all ranks compute the same step at the same time, because their kernels wait
 for each other. Therefore all ranks must get the same requests in the same order and make the same steps. The leader broadcasts
-each command before it runs it. Sampled tokens are determined by weights, requests and seeds, so that they are not sent; only
-a checksum is compared.
+each command before running it. Weights, requests and seeds determine the sampled tokens, so the leader sends only a checksum
+of them, which the other ranks compare with their own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineLink(Protocol):
         """Waits for the commands of rank 0; called by the other ranks."""
 
     def handle_failure(self, error: BaseException) -> None:
-        """Returns after a failed joint computation if all ranks of the engine still run; otherwise waits to be terminated."""
+        """Returns if all ranks of the engine still run after a failed computation; otherwise waits for termination."""
 
 
 class EngineDivergenceError(RlhpcError):
@@ -99,9 +99,9 @@ class Leader(RolloutBackend):
 
     def add(self, requests: Iterable[Request]) -> None:
         """Adds requests; see `RolloutBackend.add`."""
-        batch = list(requests)
-        self._engine.add(batch)
-        self._queued_commands.append((_ADD, batch))
+        new_requests = list(requests)
+        self._engine.add(new_requests)
+        self._queued_commands.append((_ADD, new_requests))
 
     def step(self) -> list[Completion]:
         """Advances all ranks; see `RolloutBackend.step`."""
@@ -227,7 +227,7 @@ class FollowerEngine:
 
 @contextmanager
 def _joint_computation(link: EngineLink) -> Iterator[None]:
-    """Passes errors of the block to `link.handle_failure`, since they may only follow from the end of another rank."""
+    """Passes errors within the block to `link.handle_failure`, because another rank's end may be their cause."""
     try:
         yield
     except (RuntimeError, RlhpcError) as error:

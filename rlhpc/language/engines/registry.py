@@ -27,7 +27,7 @@ ENGINES: Registry[EngineFactory] = Registry(
 def make_rollout(
     cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
-    """Builds the engine of `rollout.rollout_backend`.
+    """Builds the engine that `rollout.rollout_backend` names.
 
     Args:
         cfg: The run's configuration; sections `rollout` and `actor.model` are read.

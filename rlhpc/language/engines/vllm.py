@@ -49,9 +49,9 @@ class Adapters:
     """LoRA adapters of one engine.
 
     Args:
-        rank, alpha: `actor.lora`.
+        rank, alpha: Options of `actor.lora`.
         shapes: Shapes of the base model's weights, by name.
-        policies: Names of several policies, each with separate adapters.
+        policies: Names of the policies, each with separate adapters; empty for a single policy.
 
     Raises:
         ConfigError: vLLM has no kernels for such adapters.
@@ -72,7 +72,7 @@ class Adapters:
         self._names = frozenset[str]()
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of the engine."""
+        """Returns the engine's arguments for LoRA."""
         return {
             "enable_lora": True,
             "max_loras": max(1, len(self._policies)),
@@ -89,7 +89,7 @@ class Adapters:
         return LoRARequest(name, policy + 1, "nowhere: the weights come from the actor")
 
     def fitting(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Checks and copies an update's tensors.
+        """Checks an update's tensors and returns copies of them on the host.
 
         Raises:
             WeightUpdateError: A tensor is unknown, duplicate or missing; the message names it.
@@ -120,10 +120,10 @@ class Adapters:
         )
         if missing_names or not tensors:
             raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
-        if missing_layers := [
+        if missing_policies := [
             policy for policy in self._policies if not any(name.startswith(f"{policy}/") for name in tensors)
         ]:
-            raise WeightUpdateError(f"a weight update left out the adapters of policy {missing_layers[0]}")
+            raise WeightUpdateError(f"a weight update left out the adapters of policy {missing_policies[0]}")
         self._names = frozenset(tensors)
         return tensors
 
@@ -144,19 +144,18 @@ def _other_factor(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
-#: Name of the request for a text's log-probs.
+#: Name of the request that `score` submits.
 _PROBE = "probe"
 
 
 @dataclass
 class _RunningRequest:
-    """Running request.
+    """Running request with the response so far.
 
     Attributes:
-        request: The request itself.
-        token_ids, logprobs: The response as far as vLLM has returned it.
-        marks: (number of tokens, version) at each update during the request: the tokens up to there are of that
-            version.
+        request: The request of the caller.
+        token_ids, logprobs: Tokens that vLLM has returned so far, and their log-probs.
+        marks: (number of tokens, version) at each update during the request: `version` sampled the tokens up to this number.
     """
 
     request: Request
@@ -165,7 +164,7 @@ class _RunningRequest:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def completion(self, version: int, reason: str) -> Completion:
-        """Returns the completion; tokens after the last update are of `version`."""
+        """Returns the completion; `version` sampled the tokens after the last update."""
         versions: list[int] = []
         for tokens, version_until in (*self.marks, (len(self.token_ids), version)):
             versions += [version_until] * (tokens - len(versions))
@@ -210,7 +209,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         model = _on_meta(config, options)
         self._needed, self._optional, self._aliases = tensors_of(model)
         if self._optional.keys() - {alias for names in self._aliases.values() for alias in names}:
-            # An update need not bring the model's buffers, so they are read, even if all weights come later.
+            # An update may omit the model's buffers, so the engine reads them from the files, even if all weights come later.
             engine_kwargs = {**options.engine_kwargs}
             if engine_kwargs.get("load_format") == "dummy":
                 del engine_kwargs["load_format"]
@@ -272,7 +271,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         if self._adapters is not None:
             arguments |= self._adapters.arguments()
         if self._experts and not self._on_cpu:
-            # The only kernel that uses experts as they are loaded; the others shuffle them.
+            # Other kernels shuffle the loaded expert weights, which a weight update cannot do.
             arguments["moe_backend"] = "triton"
         return arguments
 
@@ -312,7 +311,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
             if request.images is not None:
                 prompt = image_prompt(request.prompt_ids, request.images)
-            if self._options.keeps_cache:  # no keys and values of requests before an update
+            if self._options.keeps_cache:  # excludes keys and values that were computed before an update
                 prompt["cache_salt"] = str(self.version)
             self._engine.add_request(name, prompt, parameters, lora_request=self._lora_request(sampling.policy))
             self._running[name] = _RunningRequest(request)
@@ -332,12 +331,12 @@ class VLLMRollout(VLLMProcess, EngineBase):
             running.token_ids += sequence.token_ids
             running.logprobs += sequence.logprobs.logprobs
             finish_reason = str(sequence.finish_reason) if output.finished else ""
-            stop_ids = running.request.sampling.stop
+            stop_texts = running.request.sampling.stop
             if (
-                stop_ids
+                stop_texts
                 and finish_reason != "stop"
                 and sequence.token_ids
-                and self._stop_texts.is_complete(running.token_ids, stop_ids)
+                and self._stop_texts.is_complete(running.token_ids, stop_texts)
             ):
                 if not finish_reason:
                     self._engine.abort_request([output.request_id])
@@ -380,12 +379,12 @@ class VLLMRollout(VLLMProcess, EngineBase):
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, Tensor]], *, complete: bool = True
     ) -> None:
-        """Loads new weights (`RolloutBackend.update_weights`).
+        """Loads new weights; see `RolloutBackend.update_weights`.
 
-        vLLM loads them layer by layer into the tensors of its kernels, and retains the source tensors until a layer is
-        complete: a tensor may be dropped, but not written to, before the update is over. Running requests lose their cache,
-        and prefill prompt and response so far when the next step schedules them; or, with
-        `rollout.keep_cache_on_update`, keep it.
+        vLLM loads tensors layer by layer into the tensors of its kernels, and retains the source tensors until a layer is
+        complete. Therefore the caller may drop a tensor, but not write to a tensor, before the update is over. Running
+        requests keep their cache with `rollout.keep_cache_on_update`. Otherwise the next step that schedules a request
+        prefills its prompt and response so far.
         """
         self._begin_load(version)
         if self._adapters is not None:
@@ -413,9 +412,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._broken_update = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
 
     def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
-        (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
+        (load_counts,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
         with COST.measuring():
-            require_all_loaded(loaded, self._expected, version)
+            require_all_loaded(load_counts, self._expected, version)
         self._finish_load(version)
 
     def _lora_request(self, policy: int) -> Any:
@@ -423,14 +422,14 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return None if self._adapters is None else self._adapters.request(policy)
 
     def _reset_kv_cache(self) -> None:
-        """Drops the KV cache: running requests are prefilled again, with the current weights."""
+        """Drops the KV cache, so that vLLM prefills running requests again with the current weights."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _finish_load(self, version: int) -> None:
         """Finishes an update whose tensors are all loaded: resets caches and sets the version."""
         if not self._options.keeps_cache:
             self._reset_kv_cache()
-        if self._has_images:  # computed with the old weights
+        if self._has_images:  # the old weights computed the cached image features
             self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._iter_running():
             running.marks.append((len(token_ids), self.version))
@@ -464,7 +463,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
                     return [float(row[0]) for row in logprobs]
 
     def offload(self) -> None:
-        """Frees the accelerator (`RolloutBackend.offload`); the CPU build has none.
+        """Frees the accelerator's memory, except in the CPU build; see `RolloutBackend.offload`.
 
         If updates contain only adapters, the base model's weights are kept on the host.
         """
@@ -475,14 +474,14 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 self._update_error = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def reload(self) -> None:
-        """Reverses `offload` (`RolloutBackend.reload`); running requests are prefilled again."""
+        """Reverses `offload`; see `RolloutBackend.reload`. vLLM prefills running requests again."""
         super().reload()
         if self._slept:
             self._reset_kv_cache()
             self._slept = False
 
     def close(self) -> None:
-        """Ends the engine (`RolloutBackend.close`)."""
+        """Shuts the engine down; see `RolloutBackend.close`."""
         self._running.clear()
         self._active_ids.clear()
         super().close()

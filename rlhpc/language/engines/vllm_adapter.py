@@ -1,7 +1,8 @@
 """Adapter module for vLLM's private code: all replacements of it, and all uses of its private names.
 
-`VERIFIED` is the minor version whose sources were read for this; `tests/unit/language/engines/test_vllm_adapter.py` holds what
-is assumed of the installed one, the second model runner included, which is the default on GPUs.
+`VERIFIED` has the minor versions with the sources that this module was written for. The tests in
+`tests/unit/language/engines/test_vllm_adapter.py` check the same assumptions on the installed vLLM, including its second model
+runner, which is the default on GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ VERIFIED = {"vllm": "0.32", "transformers": "5.19"}
 
 #: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
 _LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-#: Packages hidden from vLLM while it builds an engine: it reads every attribute of all modules of the process, and trimesh's
-#: placeholders for missing packages raise on access. ManiSkill imports it.
+#: Packages hidden from vLLM while it builds an engine. vLLM reads every attribute of all modules of the process, and trimesh's
+#: placeholders for missing packages raise on access. ManiSkill imports trimesh.
 _HIDDEN = ("trimesh",)
-#: Module of transformers that vLLM's models import and that needs torchvision, and one with the same functions that needs PIL.
+#: Module of transformers that vLLM's models import and that needs torchvision, and its replacement, which needs only PIL.
 _IMAGE_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _IMAGE_PROCESSOR_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
@@ -46,7 +47,7 @@ def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Undoes an engine's side effects on the process after it is built; hides the modules `_HIDDEN` from it in the block."""
+    """Restores the process after the block builds an engine; hides the packages `_HIDDEN` from vLLM within the block."""
     variables = {name: os.environ.get(name) for name in _LEAKED}
     set_num_threads = torch.set_num_threads
     hidden_modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
@@ -73,7 +74,8 @@ def external_launcher(group: str, rank: int) -> Iterator[None]:
 
     - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors: vLLM takes
       the text after the last colon.
-    - The message queue between ranks, which would open a port without authentication, is not made. Nothing here uses it.
+    - vLLM creates no message queue between ranks. rlhpc does not use the queue, which would open a port without
+      authentication.
 
     Args:
         group: Name of the process group, without colons and slashes.
@@ -97,7 +99,8 @@ def external_launcher(group: str, rank: int) -> Iterator[None]:
 def use_plain_lookup() -> None:
     """Replaces the compiled lookup of a sharded embedding by the plain function on CPUs.
 
-    torch compiles it by a C++ compiler: 15 seconds at the first step of every process, for two comparisons and a sum.
+    Torch compiles the lookup with a C++ compiler, which takes 15 seconds at the first step of each process. The lookup has
+    only two comparisons and a sum.
     """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.platforms import current_platform
@@ -134,9 +137,9 @@ def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], Non
     """Observes vLLM's reload of weights by layers for the duration of the block.
 
     Args:
-        on_copy: Gets the number of elements that each call of a loader copied.
-        on_idle: Gets each layer with weights that got none. Buffers, such as the tables of rotary embeddings, are not
-            weights, and vLLM places these layers after all weights.
+        on_copy: Called with the number of elements that a loader copied, after each call of a loader.
+        on_idle: Called with each layer that has weights and received none. Buffers, such as the tables of rotary embeddings,
+            are not weights, and vLLM places their layers after all weights.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -170,7 +173,7 @@ def packing_layers(worker: Any) -> Iterator[tuple[Any, str]]:
 
 
 def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Runs vLLM's reload for kernels that pack: they pack only when they are built, so they are built again.
+    """Runs vLLM's reload of weights and rebuilds the kernels that pack experts, because kernels pack only when they are built.
 
     Not applicable if CUDA graphs may have recorded the kernel's tensors.
     """
@@ -180,7 +183,7 @@ def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
-    """Replaces one of the adapters on vLLM's worker, from tensors in memory: vLLM itself reads adapters from folders alone.
+    """Replaces a LoRA adapter of vLLM's worker by tensors in memory, because vLLM reads adapters only from folders.
 
     Args:
         worker: The worker.
@@ -219,8 +222,9 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
 def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
 
-    vLLM adds one whether or not there is any, and assumes that the rows are the tokens sampled in this step: the log-probs of
-    a prompt have other rows. With concurrent requests that is an error on CPUs, and elsewhere another request's adapter.
+    vLLM adds an adapter even if the output layer has none, and assumes that the rows are the tokens sampled in this step. The
+    log-probs of a prompt have other rows. With concurrent requests, the addition raises an error on CPUs and applies another
+    request's adapter on GPUs.
     """
     del args, kwargs
     return logits
@@ -230,12 +234,12 @@ def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gather: Callable[..., Any]) -> bool:
-    """Replaces the stage of vLLM's sampler that filters and draws, so that log-probs are those before its filters.
+    """Replaces the stage of vLLM's sampler that filters and samples, so that vLLM returns log-probs from before the filters.
 
     Args:
-        worker: vLLM's.
-        stage: Takes vLLM's stage, and returns the one that replaces it (first model runner).
-        gather: Gets the log-probs of the drawn tokens (first model runner).
+        worker: vLLM's worker.
+        stage: Function from vLLM's stage to its replacement (first model runner).
+        gather: Function that selects the log-probs of the sampled tokens (first model runner).
 
     Returns:
         Whether the sampler of this model runner is known.
@@ -262,12 +266,12 @@ def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gathe
 
 
 def processor_info(model: Any) -> Any:
-    """Returns vLLM's class with the limits of a model's images, which its functions expect."""
+    """Returns vLLM's processing-info class of a model, which declares the limits of the model's images."""
     return model._processor_factory.info
 
 
 def import_image_model(name: str) -> Any:
-    """Imports a module of vLLM with a model that reads images, also where torchvision is not installed."""
+    """Imports vLLM's module of a vision-language model, also if torchvision is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Images for vLLM: it gets the trainer's patches and positions, and processes no image itself.
+"""Image inputs of vLLM: patches and positions as the trainer uses them.
 
-Its path from an image to patches needs torchvision, each of whose builds requires one build of torch; and a second
-implementation could place or cut an image differently.
+vLLM processes no image itself. Its image processing needs torchvision, which requires an exactly matching build of torch, and
+could divide an image into patches differently than the trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODELS = {
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
 }
-#: Modules of transformers that import torchvision for their classes; vLLM uses one function of each.
+#: vLLM's name of the modality.
 _KIND = "image"
 
 
@@ -57,7 +57,7 @@ def image_prompt(ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
 
     Args:
         ids: The prompt's tokens.
-        images: Its images.
+        images: The prompt's images.
     """
     from vllm.inputs.engine import mm_input
 
@@ -88,7 +88,7 @@ def _places(images: PromptImages) -> list[Any]:
 
 
 def _info_of(model: Any) -> Any:
-    """Returns vLLM's class with the limits of a model's images, derived from the class that its functions expect."""
+    """Returns a subclass of the model's processing-info class in vLLM, with the image limits of this run."""
     base: Any = processor_info(model)
 
     class Info(base):
@@ -113,13 +113,13 @@ def _no_samples(info: Any) -> Any:
 
 
 class _PatchProcessor:
-    """Replacement of vLLM's image processor: images come as patches."""
+    """Replacement of vLLM's image processor for images that are already patches."""
 
     def __init__(self, info: Any, dummy_inputs: Any) -> None:
         del dummy_inputs
         self.info = info
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> Any:
-        """Returns a prompt with the largest image, by which vLLM measures its memory."""
+        """Returns a prompt with the largest image, with which vLLM measures its memory use."""
         del mm_counts
         return image_prompt([0] * self.info.max_image_tokens, self.info.looker.blank(self.info.max_image_tokens))

@@ -35,10 +35,11 @@ def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
     - vLLM reads `RANK` and `LOCAL_RANK`: a rank sees only one accelerator, so its local rank is 0.
     - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors:
       it must be unique to the engine and the host.
-    - The shared memory's name in /dev/shm is removed once all ranks have opened it: a killed rank leaves nothing behind.
-    - Waiting ranks never sleep. If ranks may share a core, they would wait for one that cannot run, so these reduce by gloo:
-      vLLM does so if the ranks' names differ.
-    - vLLM's message queue between ranks would open a port without authentication. Nothing here uses the queue.
+    - The shared memory's name in /dev/shm is removed once all ranks have opened it, so that a killed rank leaves no file.
+    - Ranks never sleep while they wait in shared memory. Ranks that may share a core could block each other, so they reduce by
+      gloo, which vLLM selects if the ranks' names differ.
+    - vLLM creates no message queue between ranks. rlhpc does not use the queue, which would open a port without
+      authentication.
 
     Args:
         link: Connection to the engine's other ranks; None for an engine of one rank.
@@ -67,10 +68,10 @@ def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
 def sees_all_devices(size: int) -> bool:
     """Returns whether this process's device mask has as many accelerators as its engine has ranks.
 
-    vLLM's custom all-reduce uses the rank as an index into that mask. If the mask is shorter it fails, and NCCL has to reduce.
+    vLLM's custom all-reduce uses the rank as an index into the mask and fails if the mask is shorter; then NCCL must reduce.
 
     Args:
-        size: Ranks of the engine.
+        size: Number of ranks of the engine.
     """
     from vllm.platforms import current_platform
 
@@ -91,8 +92,7 @@ log = logging.getLogger(__name__)
 #: Logs a warning the first time that it is called with a text.
 _warn_once = functools.cache(log.warning)
 
-#: Environment variables for vLLM, unless the user sets them. Its engine runs in this process: weights are passed as tensors,
-#: and nothing of it outlives the rank.
+#: Environment variables for vLLM, unless the user sets them.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -106,7 +106,7 @@ _CPU_BATCH_TOKENS = 4096
 
 
 class VLLMProcess:
-    """vLLM's `LLMEngine` in this process. A subclass sets further arguments in `_arguments`.
+    """vLLM's `LLMEngine` in this process. Subclasses add arguments of the engine in `_arguments`.
 
     Args:
         options: Options of the engine.
@@ -118,7 +118,7 @@ class VLLMProcess:
         ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
     """
 
-    #: Advice in errors when vLLM is not available.
+    #: Advice in the error message if vLLM is built for another device.
     alternative = "take rollout_backend hf"
     #: Whether requests have seeds.
     draws = False
@@ -136,6 +136,7 @@ class VLLMProcess:
 
     def _build(self, config: Any, seed: int) -> None:
         options = self._options
+        # The engine runs in this process, so that weights are passed as tensors and no engine process outlives the rank.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         for name, setting in _ENVIRONMENT.items():
             os.environ.setdefault(name, setting)
@@ -151,11 +152,11 @@ class VLLMProcess:
             ) from None
         self._on_cpu = bool(current_platform.is_cpu())
         if self._on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
-            found_on = (
+            build_device = (
                 "the CPU" if self._on_cpu else current_platform.device_type or "an accelerator that it does not find"
             )
             raise ConfigError(
-                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {found_on}; "
+                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {build_device}; "
                 f"install the other build, or {self.alternative}"
             )
         self._batch = options.batch if self._on_cpu else options.max_batch_size
@@ -186,7 +187,7 @@ class VLLMProcess:
         if self._on_cpu:
             arguments["enforce_eager"] = True
             if self.draws:
-                # With a prefill in parts, vLLM rewinds random numbers, which CPU generators do not support.
+                # With a chunked prefill, vLLM rewinds random numbers, which CPU generators do not support.
                 arguments["enable_chunked_prefill"] = False
                 arguments["max_num_batched_tokens"] = max(
                     _CPU_BATCH_TOKENS, _context(config.get_text_config(), options)
@@ -271,7 +272,7 @@ class VLLMProcess:
                 self._engine.wake_up()
 
     def close(self) -> None:
-        """Ends the engine (`RolloutBackend.close`)."""
+        """Shuts the engine down; see `RolloutBackend.close`."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -299,7 +300,7 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * num_kv_heads * head_dim * getattr(torch, options.dtype).itemsize
     max_tokens = _context(config, options)
-    # Its blocks have up to 128 tokens; one sequence of full length must fit whatever the limit is.
+    # vLLM's blocks have up to 128 tokens; one sequence of full length must fit even if it exceeds the limit.
     num_blocks = -(-max_tokens // 128) + 1
     return int(
         max(token_bytes * 128 * num_blocks * 2, min(_CPU_CACHE_BYTES, token_bytes * 128 * num_blocks * options.batch))
@@ -307,6 +308,6 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first lines of an error: vLLM checks its arguments with pydantic, whose second line is the reason."""
+    """Returns the first lines of an error message; errors of vLLM's checks, by pydantic, state the reason in line two."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])

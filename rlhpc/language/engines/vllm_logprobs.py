@@ -1,4 +1,4 @@
-"""Log-probs of vLLM as the losses need them: after temperature, and before top-p and top-k; of sampled tokens and of texts."""
+"""Log-probs of sampled tokens and of texts from vLLM, after temperature and before top-p and top-k, as losses need them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _BeforeFilters(nn.Module):
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        inner.logprobs_mode = "raw_logprobs"  # it then computes none
+        inner.logprobs_mode = "raw_logprobs"  # the stage then computes no log-probs
         self.inner = inner
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -39,10 +39,10 @@ class _BeforeFilters(nn.Module):
 
 
 def _select_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-    """Selects the log-probs that vLLM returns: of the sampled or given tokens, and, if requested, of the most likely ones.
+    """Selects the log-probs that vLLM returns: of the sampled or given tokens and, if requested, of the most likely tokens.
 
-    vLLM's function also ranks them, which is not needed here, and is compiled for that: on a CPU many seconds at the
-    first step of every process.
+    vLLM's function also computes ranks of tokens, which rlhpc does not need. Compiling that function takes many seconds on a
+    CPU, at the first step of each process.
     """
     from vllm.v1.outputs import LogprobsTensors
 
@@ -55,27 +55,27 @@ def _select_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> 
 
 
 def log_before_filters(worker: Any) -> bool:
-    """Makes vLLM's log-probs those after temperature and before top-p and top-k; returns whether it succeeded.
+    """Makes vLLM return log-probs after temperature and before top-p and top-k; returns whether it succeeded.
 
-    No mode of vLLM returns these: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
+    No mode of vLLM returns these log-probs: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
     return replace_sampling(worker, _BeforeFilters, _select_logprobs)
 
 
 def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
-    """Returns the log-probs of the most likely tokens, and of the sum of all others as one more token, in the form of logits.
+    """Returns logits that keep the most likely tokens and merge all others into one more token.
 
-    Their exponentials sum to 1, so a softmax leaves them unchanged. The log-prob of the others is computed from their sum, not
-    as the complement of the most likely ones, which float32 does not resolve where it is small.
+    The results are log-probs with probabilities that sum to 1, so a softmax leaves them unchanged. The merged log-prob is the
+    sum over the other tokens, not the complement of the most likely tokens, which is inexact in float32 if it is small.
 
     Args:
         logits: `[M, V]`.
-        top: k, the number of tokens; at most `width`.
-        width: Ids from here on are dropped.
-        temperature: Divides the logits.
+        top: k, the number of most likely tokens to keep; at most `width`.
+        width: Number of token ids; logits of higher ids are dropped.
+        temperature: Divisor of the logits.
 
     Returns:
-        `[M, width + 1]` float32: finite for k tokens and for the sum of the others in the last column; -inf elsewhere.
+        `[M, width + 1]` float32: finite for k tokens and, in the last column, for the merged token; -inf elsewhere.
     """
     outcomes = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
     for rows in chunks(len(logits), width, logits.device):
@@ -94,10 +94,10 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
     most likely tokens are merged into one.
 
     Args:
-        worker: vLLM's; each of its model runners computes a prompt's log-probs by the model's `compute_logits`.
+        worker: vLLM's worker; each of its model runners computes a prompt's log-probs by the model's `compute_logits`.
         top: k, or 0 for logits of all tokens.
         width: See `merged`.
-        temperature: Divides the logits.
+        temperature: Divisor of the logits.
     """
     model, sampler = worker.model_runner.get_model(), worker.model_runner.sampler
     compute_logits = model.compute_logits
@@ -107,7 +107,7 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
         return merged(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
 
     model.compute_logits = outcomes
-    if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # of the first model runner
+    if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # first model runner
         sampler.gather_logprobs = _select_logprobs
 
 
@@ -119,25 +119,25 @@ _PASS = 2048
 class VLLMScores(VLLMProcess):
     """vLLM's `LLMEngine` for scoring.
 
-    A text is submitted as a prompt, and its log-probs are the prompt's. vLLM requires that it samples one token after each
-    prompt; this token is dropped, but a text must leave space for it in the context.
+    A text is submitted as a prompt, and its log-probs are the prompt's. vLLM always samples at least one token after a prompt.
+    The engine drops this token, but a text must leave space for it in the context.
 
     Args:
         cfg: Sections `rollout` and `actor.model` are read, as by `VLLMRollout`.
         model_path: Hugging Face folder or hub name.
         device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
         seed: Seed of the engine.
-        temperature: Divides the logits.
+        temperature: Divisor of the logits.
         top: Number of the most likely tokens to return, 0 for the text's tokens alone.
-        vocabulary: Limit of the most likely ones: ids from here on are dropped; None takes all.
+        vocabulary: Number of token ids that `top` considers; higher ids are dropped. None keeps all.
         max_tokens: Maximum number of tokens of one forward pass, if below the default.
 
     Raises:
         ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
 
     Attributes:
-        top: Number of the most likely tokens that it returns, at most the size of the vocabulary.
-        longest: Tokens of the longest text.
+        top: Number of the most likely tokens that `score` returns, at most the size of the vocabulary.
+        longest: Maximum number of tokens of a text.
     """
 
     alternative = "set rollout.rollout_backend=null, which computes with transformers"
@@ -222,12 +222,12 @@ class VLLMScores(VLLMProcess):
         return [scores[name] for name in names]
 
     def _read(self, outputs: Any, rows: int) -> Tensor:
-        """Converts vLLM's flat lists, row by row: the text's token, then the most likely outcomes."""
+        """Converts vLLM's flat lists of log-probs to a tensor; rows have the text's token, then the most likely outcomes."""
         logprobs = np.asarray(outputs.logprobs, np.float32).reshape(rows, -1)
         if not self.top:
             return torch.from_numpy(logprobs[:, 0].copy())
         ids = np.asarray(outputs.token_ids, np.int64).reshape(rows, -1)[:, 1:]
-        is_token = ids != self._width  # of one token, rather than of the sum of all others
+        is_token = ids != self._width  # the other entries are the merged token
         top_outcomes = np.stack([logprobs[:, 1:][is_token], ids[is_token]], -1).reshape(rows, self.top, 2)
         remainder = np.stack([logprobs[:, 1:][~is_token], np.full(rows, -1.0)], -1)[:, None]
         return torch.from_numpy(np.concatenate([top_outcomes, remainder], 1).astype(np.float32))

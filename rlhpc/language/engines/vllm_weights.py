@@ -1,8 +1,9 @@
 """Shard layout of vLLM engine ranks, determined by vLLM's weight loaders; and checks of its weight updates.
 
-A copy of the model on the meta device gets meta tensors by the names of the model's files. Each copy out of one of these by a
-loader shows, by offset, sizes and strides, the slice that it needs. So no table of architectures is necessary: the result
-includes vLLM's sharding over tensor-parallel ranks, fused weights, and weights that belong to other ranks.
+vLLM's weight loaders load meta tensors, named as in the model's files, into a copy of the model on the meta device. When a
+loader copies from a tensor, offset, sizes and strides of the source show the slice that the rank needs. Therefore no table of
+architectures is necessary: the slices reflect vLLM's sharding over tensor-parallel ranks, fused weights, and weights that
+belong to other ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rlhpc.language.engines.vllm_adapter import observed_reload, packing_layers,
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
 
-#: Slices that are copied out of each tensor, as often as they are.
+#: Slices that loaders copy from each tensor, by name, with repetitions.
 Boxes = dict[str, list[Box]]
 
 
 class _Copies(TorchDispatchMode):
-    """Dispatch mode that records copies out of its source tensors, and copies nothing."""
+    """Dispatch mode that records copies from its source tensors and copies no data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +57,10 @@ class _Copies(TorchDispatchMode):
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Function mode that makes weights on the meta device.
+    """Function mode that creates weights on the meta device.
 
-    Weights are made by `torch.empty`. Expert maps and tables of positions are computed, are small, and stay as they are: vLLM
-    reads from some of them while it builds.
+    vLLM creates weights by `torch.empty`. Other tensors, such as expert maps and tables of positions, stay on their device,
+    because they are small and vLLM reads some of them while it builds the model.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,13 +97,13 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
     return copies.boxes
 
 
-#: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
-#: others some fail, and some continue with wrong weights (Ernie 4.5).
+#: Mixtures of experts for which log-probs after updates were compared with transformers (vLLM 0.32, transformers 5.19). Some
+#: other mixtures fail, and some continue with wrong weights (Ernie 4.5).
 VERIFIED_MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def is_mixture(config: Any) -> bool:
-    """Returns whether a Hugging Face configuration is that of a mixture of experts."""
+    """Returns whether a Hugging Face configuration describes a mixture of experts."""
     text_config = config.get_text_config()
     return any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
 
@@ -112,10 +113,10 @@ def require_verified_mixture(config: Any, architecture: str = "") -> None:
 
     Args:
         config: Hugging Face configuration.
-        architecture: Name of the module's class, if known; otherwise the first that the configuration names.
+        architecture: Name of the module's class; empty for the first architecture that the configuration names.
 
     Raises:
-        ConfigError: They are not; the message names the architecture and the supported ones.
+        ConfigError: Updates are not verified; the message names the architecture and the supported ones.
     """
     name = architecture or next(iter(getattr(config, "architectures", None) or ()), "")
     if name and is_mixture(config) and name not in VERIFIED_MIXTURES:
@@ -126,13 +127,13 @@ def require_verified_mixture(config: Any, architecture: str = "") -> None:
 
 
 class FileNames:
-    """Converter of a mixture's tensors from the module's form into that of its files.
+    """Converter of a mixture's tensors from the form of the module to the form of the model's files.
 
     Args:
         model: The module of transformers, on the meta device.
 
     Raises:
-        ConfigError: Updates of this architecture are not known to be right.
+        ConfigError: Updates of this architecture are not verified, or its experts cannot be split tensor by tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -154,7 +155,7 @@ class FileNames:
             )
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the same weights; each tensor of experts becomes two or three per expert."""
+        """Yields the weights in the form of the files; a tensor of all experts becomes two or three tensors per expert."""
         for name, tensor in weights:
             yield from self._revert(self._model, {name: tensor}).items()
 
@@ -167,7 +168,7 @@ def packing_kernels(worker: Any) -> list[str]:
 def tensors_of(
     model: nn.Module,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """Returns names and shapes of a complete update, those of optional tensors, and the other names of tied weights."""
+    """Returns the shapes of required tensors, the shapes of optional tensors, and the other names of each tied weight."""
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     needed: dict[str, tuple[int, ...]] = {}
     optional: dict[str, tuple[int, ...]] = {}
@@ -183,7 +184,7 @@ def tensors_of(
 def with_tied_names(
     weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields tied weights under each of their names: if vLLM's kernels repack them, it keeps a copy for each."""
+    """Yields weights, tied ones under each name, because vLLM keeps a copy for each name if its kernels repack weights."""
     tied_names = {alias for names in aliases.values() for alias in names}
     for name, tensor in weights:
         if name not in tied_names:
@@ -198,11 +199,11 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """Counts of an update.
+    """Counts of the elements that a weight update copied.
 
     Attributes:
-        copied: Number of elements that the loader copied of each tensor.
-        idle: Layers with separate weights that got none, by their names in vLLM's model.
+        copied: Number of elements that the loader copied from each tensor.
+        idle: Names in vLLM's model of the layers with separate weights that received no elements.
     """
 
     copied: Mapping[str, int]
@@ -210,12 +211,12 @@ class Loaded:
 
 
 def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: bool) -> Loaded:
-    """Runs vLLM's reload on its worker, and counts the copied elements.
+    """Runs vLLM's reload of weights on its worker, and counts the copied elements.
 
     Args:
         worker: The worker.
         weights: Tensors by the names that the loader knows.
-        packed: Kernels that keep packed experts are built again (`reload_packed`).
+        packed: Whether to rebuild kernels that keep packed experts (`reload_packed`).
     """
     copied = collections.Counter[str]()
     idle_layers: list[Any] = []
@@ -241,15 +242,15 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
 def _names(model: Any, idle: list[Any]) -> Iterator[str]:
     """Yields the names of idle layers that share no weights with an active layer.
 
-    On a CPU these are all idle layers, because kernels there pack their weights.
+    On a CPU, all idle layers are included, because kernels pack their weights there.
     """
     idle_ids = {id(layer) for layer in idle}
-    separate_pointers = {
+    active_pointers = {
         p.data_ptr() for layer in model.modules() if id(layer) not in idle_ids for p in layer.parameters(recurse=False)
     }
     for name, layer in model.named_modules():
         if id(layer) in idle_ids and any(
-            p.device.type == "cpu" or p.data_ptr() not in separate_pointers for p in layer.parameters(recurse=False)
+            p.device.type == "cpu" or p.data_ptr() not in active_pointers for p in layer.parameters(recurse=False)
         ):
             yield name
 
@@ -259,11 +260,11 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
 
     Args:
         loaded: Result of `reload_counted`.
-        expected: Elements of each tensor that the rank needs.
+        expected: Number of elements of each tensor that the rank needs.
         version: Version of the weights.
 
     Raises:
-        WeightUpdateError: It did not; the message names the tensors or layers.
+        WeightUpdateError: A tensor was not loaded exactly once, or a layer got no weights; the message names it.
     """
     incomplete_names = [
         f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"

@@ -37,8 +37,8 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *,
     """Returns the folder or hub name that transformers loads for `actor.model`; writes a built-in model if it is missing.
 
     Args:
-        model: `actor.model`, of which `builtin:tiny` and `builtin:tiny_vl` also use kwargs (see `make_tiny_model` and
-            `make_tiny_vision_model`); or only a model path.
+        model: Section `actor.model`, or only a model path. `builtin:tiny` and `builtin:tiny_vl` are made with the section's
+            kwargs (see `make_tiny_model` and `make_tiny_vision_model`).
         folder: Parent folder of built-in models; default `RLHPC_MODELS`, or `models` in the working directory.
         weights: Whether to write the weights of `builtin:smollm2`, which take long to decode.
 
@@ -83,7 +83,10 @@ def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
 
 @contextlib.contextmanager
 def _after_others(target: Path) -> Iterator[None]:
-    """Holds the lock of a model's folder; waits for it up to `_MAKING_S` seconds, and not at all without file locks."""
+    """Locks a model's folder within the block.
+
+    The block runs without the lock after a wait of `_MAKING_S` seconds, or if the file system has no locks.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -131,7 +134,7 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
 
     Args:
         folder: Target folder.
-        weights: Whether to write the weights, besides the configuration and the tokenizer.
+        weights: Whether to write the weights in addition to the configuration and the tokenizer.
 
     Returns:
         Number of parameters written; 0 without weights.

@@ -69,7 +69,7 @@ class RowShare:
         }
 
     def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
-        """Gathers the outputs of all parts, `[1, t, …]` each, to those of the padded row, `[1, T, …]`; differentiable."""
+        """Gathers the outputs of all parts, `[1, t, …]` each, into outputs of the padded row, `[1, T, …]`; differentiable."""
         start, end = self.bounds(batch)
         padded_row = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
         return self.sum(padded_row.index_copy(1, torch.arange(start, end, device=part.device), part))

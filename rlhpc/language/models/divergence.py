@@ -4,8 +4,8 @@ P is the model's distribution and Q the teacher's. `beta` selects the divergence
 between give the generalized Jensen-Shannon divergence β KL(Q ‖ M) + (1 − β) KL(P ‖ M) with M = (1 − β) P + β Q (Agarwal et
 al., "On-Policy Distillation of Language Models", 2023), which approaches 0 for β towards 0 or 1.
 
-The logits of both are computed in chunks of rows, once forward and once backward (`logprobs`). If the heads are linear, chunks
-are computed from hidden states, so that no tensor has the size of all logits.
+The logits of both models are computed in chunks of rows, once forward and once backward (`logprobs`). If the heads are linear,
+chunks are computed from hidden states, so that no tensor has the size of all logits.
 """
 
 from __future__ import annotations
@@ -105,11 +105,9 @@ class TopDivergence(RowReader):
         logprobs, merged_logprobs = self._merged(logits, part)
         _, h = divergence(merged_logprobs, self._teacher[part], self._beta)
         # A top token gets its outcome's h; other tokens get their outcome's h in proportion to their probabilities.
-        remainder_gradient = (logprobs - merged_logprobs[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
-        remainder_gradient = remainder_gradient.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(
-            -1, keepdim=True
-        )
-        return remainder_gradient.mul_(self._scale * grad)
+        grad_logits = (logprobs - merged_logprobs[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
+        grad_logits = grad_logits.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(-1, keepdim=True)
+        return grad_logits.mul_(self._scale * grad)
 
     def _merged(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs of all tokens, `[m, V]`, and of the k top tokens and the sum of the others, `[m, k + 1]`."""

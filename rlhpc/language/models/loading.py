@@ -129,8 +129,8 @@ def load_by(
         model: Section with the path.
         dtype, empty: See `load_causal_lm`.
         key: Name of `model_path` in messages.
-        options: Further arguments of `from_pretrained`, with which it may return more than the model.
-        config_changes: Values that replace those of the model's configuration.
+        options: Further arguments of `from_pretrained`; some of them make it return more than the model.
+        config_changes: Values that replace values of the model's configuration.
 
     Raises:
         ConfigError: The model does not exist, or the installed transformers cannot build it.
@@ -237,8 +237,8 @@ def export_model(
 def config_file(config: Any, model: PretrainedConfig) -> bytes:
     """Returns the contents of the trained model's `config.json`: the original file with the changes made by training.
 
-    transformers drops keys that it does not know and renames others, while engines may read them. Therefore the result takes
-    only those values from the trained model's configuration that differ from what transformers writes for the original.
+    Engines may read keys that transformers drops or renames. Therefore the result changes only the values in which the trained
+    model's configuration differs from the original configuration as transformers writes it.
 
     Args:
         config: Configuration of the trained model.
@@ -279,7 +279,7 @@ def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, 
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
-    """Writes the tokenizer and the image processor of `actor.model`, as far as the model has them.
+    """Writes the tokenizer and the image processor of `actor.model`, if the model has them.
 
     Args:
         folder: Target folder.
@@ -315,7 +315,7 @@ def _name_end(config: Path, end: int | None) -> None:
 def _generation_config(package: Any, path: str, config: Any) -> Any:
     try:
         return package.GenerationConfig.from_pretrained(path)
-    except OSError:  # not every model has one
+    except OSError:  # the model has no generation_config.json
         return package.GenerationConfig.from_model_config(config)
 
 

@@ -3,8 +3,8 @@
 With a vocabulary of 150 000 and 16 000 tokens, the logits take 5 GB in bfloat16; log_softmax in float32 would add 10 GB in
 the forward pass and 10 GB in the backward pass. If the LM head is a linear layer whose output the model returns unchanged
 (`linear_head`), logits are computed in chunks from the hidden states of the trained tokens, once forward and once backward,
-so that no tensor has their full size. For other heads, and for losses that need all logits, the model computes the logits;
-they are read in chunks of rows, and only their gradient takes the same size again.
+so that no tensor has their full size. For other heads, and for losses that need all logits, the model computes all logits.
+Readers process these logits in chunks of rows, and only their gradient has the full size again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rlhpc.training.lora import linear_base, products
 
 #: Number of elements of a chunk; 64 MiB in float32.
 _CHUNK = 1 << 24
-#: On a CPU, a chunk is a quarter of that, which suits caches and the C library's heap, but has at least `_ROWS` rows, which
-#: a fast matrix product needs.
+#: On a CPU, a chunk has a quarter of these elements, which suits caches and the C library's heap, but at least `_ROWS` rows,
+#: which a fast matrix product needs.
 _QUARTER, _ROWS = 4, 128
 
 
@@ -57,7 +57,7 @@ class LogitRows:
     """M rows of a model's logits, without gradients, computed on access.
 
     Attributes:
-        number: M.
+        number: M, number of rows.
         width: V, number of logits in a row.
         device: Device of the logits.
         make: Function that computes a slice of the rows, `[m, V]`, in the model's dtype.
@@ -132,7 +132,7 @@ class RowReader(abc.ABC):
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Computes the gradient of the logits, `[m, V]` float32, from the gradient `[m, columns]` of the results.
 
-        It is called after `values` has been called for all rows.
+        The caller first calls `values` for all rows.
         """
 
 
@@ -321,7 +321,7 @@ def _sharded_logprobs_and_entropy(
 
 
 def _within(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Returns each target's column in a part of the vocabulary, clamped to it, and whether the target lies in the part."""
+    """Returns each target's column in a part of the vocabulary, clamped to the part, and whether the part has the target."""
     local_ids = targets - vocabulary.first
     return local_ids.clamp(0, width - 1), (local_ids >= 0) & (local_ids < width)
 
@@ -433,9 +433,9 @@ def linear_head(model: nn.Module) -> ChunkedHead | None:
 
 
 def _returns_head_output(causal: Any, head: nn.Module) -> bool:
-    """Returns whether the head is linear and the model returns its output unchanged as logits.
+    """Returns whether the head is linear and the model returns the head's output unchanged as logits.
 
-    It calls the model's forward method with constants in place of trunk and head.
+    The check runs the model's forward method with constants in place of trunk and head.
     """
     prefix, names = causal.base_model_prefix, [name for name, child in causal.named_children() if child is head]
     if not names or not isinstance(getattr(causal, prefix, None), nn.Module) or linear_base(head) is None:
@@ -561,7 +561,7 @@ class LogitReading(Protocol):
     """Per-token function of the trained model's logits that a loss needs besides log-probs and entropies."""
 
     def rows(self, batch: TokenBatch) -> RowReader | None:
-        """Returns a reader with one result for each row that predicts a trained token; None if it needs complete logits."""
+        """Returns a reader with one result per row that predicts a trained token; None if `read` needs complete logits."""
 
     def read(self, logits: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Computes the function from complete logits; returns `[T]` float32."""
@@ -575,7 +575,7 @@ class TokenScores:
 
     Attributes:
         logprobs: log p(token | earlier tokens of its sample) at the requested temperature.
-        entropy: Entropy of that distribution; None if not requested.
+        entropy: Entropy of the distribution of the token; None if not requested.
         read: Results of the loss's `LogitReading`; None without one.
         values: Value of the state before the token, float32; None if the model has no value head.
     """
@@ -596,11 +596,11 @@ def token_scores(
 ) -> TokenScores:
     """Computes log-probs, and optionally entropies, of a batch by one forward pass of a Hugging Face causal model.
 
-    The model gets all samples as one packed row if it supports packing (`packing`), otherwise as a rectangle. It gets no mask,
-    so that attention uses the fast causal kernels.
+    The model gets all samples as one packed row if it supports packing (`packing`), otherwise as a rectangle. The model gets
+    no mask, so that attention uses the fast causal kernels.
 
     Args:
-        model: Takes `TokenBatch.inputs` and returns `logits`, `[1, T, V]` or `[N, W, V]`.
+        model: Model that takes `TokenBatch.inputs` and returns `logits`, `[1, T, V]` or `[N, W, V]`.
         batch: The samples.
         temperature: Divisor of the logits.
         entropy: Whether to compute entropies.
@@ -651,7 +651,7 @@ def _local_part(
 
     Args:
         where: Indices of the trained tokens in the batch, ascending.
-        places: Indices in the row of the outputs that predict them.
+        places: Indices in the row of the outputs that predict the trained tokens.
         reader: Reader of all trained tokens.
         bounds: Start and end of this rank's part of the row.
 
@@ -666,7 +666,7 @@ def _local_part(
 def logit_rows(model: nn.Module, batch: TokenBatch) -> LogitRows:
     """Returns the logits with which a frozen causal model predicts the trained tokens (`TokenBatch.predictors`).
 
-    If the model's head is linear, they are computed on access.
+    If the model's head is linear, the logits are computed on access.
 
     Args:
         model: See `token_scores`.

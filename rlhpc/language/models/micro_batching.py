@@ -17,8 +17,8 @@ from rlhpc.runtime.worker import Worker
 
 #: Micro-batches, each with the indices of its samples.
 Parts = list[tuple[Tensor, TokenBatch]]
-#: An additional micro-batch must save at least 1/16 of a full micro-batch in padding, because it costs kernel launches and,
-#: with sharded weights, another all-gather.
+#: Divisor of `max_tokens` for the cost of a micro-batch. An additional micro-batch must save at least 1/16 of a full one in
+#: padding, because it costs kernel launches and, with sharded weights, another all-gather.
 _OVERHEAD = 16
 
 
@@ -40,8 +40,8 @@ def balance(
 ) -> list[list[int]] | None:
     """Distributes items over bins: takes items in descending order of cost and puts each into the bin of least cost so far.
 
-    If no bin becomes full, the largest bin costs at most 4/3 of the optimum (Graham 1969); with many items it is close to the
-    optimum.
+    If no bin becomes full, the largest bin costs at most 4/3 of the optimum (Graham 1969), and about the optimum with many
+    items.
 
     Args:
         costs: Cost of each item.
@@ -75,7 +75,7 @@ def balance(
 
 
 def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_least: int = 1) -> list[Tensor]:
-    """Distributes samples over packed rows of at most `max_tokens` each and about equal cost; uses as few rows as it can.
+    """Distributes samples over packed rows of at most `max_tokens` tokens and about equal cost; adds rows until all fit.
 
     Args:
         lengths: Number of tokens of each sample.
@@ -146,7 +146,7 @@ def split_micro_batches(
         and num_batches > len(index_groups)
         and len(more_rows := rows(batch.lengths, max_tokens, hidden, num_batches)) == num_batches
     ):
-        index_groups = more_rows  # a rank with less work has shorter rows rather than empty ones
+        index_groups = more_rows  # a rank with fewer tokens has shorter rows rather than empty rows
     index_groups += [torch.zeros(0, dtype=torch.long)] * (num_batches - len(index_groups))
     return [
         (indices, (batch.select(indices) if len(indices) else batch.empty_sample()).read_by(packed))
@@ -218,14 +218,14 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 def minibatches(
     batch: TokenBatch, total: int, size: int, epochs: int, seed: tuple[int, int]
 ) -> Iterator[tuple[str, TokenBatch]]:
-    """Yields a rank's part of the minibatch of each optimizer step; episodes are not divided.
+    """Yields a rank's samples of each optimizer step's minibatch; all samples of an episode are in one minibatch.
 
     Args:
         batch: The rank's samples.
         total: Number of episodes of the training step over all ranks.
         size: Number of episodes of a minibatch over all ranks.
         epochs: Number of passes over the samples.
-        seed: Seed and step, from which all ranks draw the same order; with one minibatch per epoch episodes are not shuffled.
+        seed: Seed and step of the shuffle, equal on all ranks; with one minibatch per epoch, episodes are not shuffled.
 
     Yields:
         A name such as "epoch 0, minibatch 1", and the samples.
@@ -243,7 +243,7 @@ def minibatches(
 def balance_across_ranks(
     batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0
 ) -> TokenBatch:
-    """Redistributes the samples of all ranks so that ranks have about equal costs; all ranks must call it.
+    """Redistributes the samples of all ranks so that ranks have about equal costs; all ranks must call this function.
 
     The assignment depends only on the lengths. Ranks of a model-parallel block have the same samples; ranks with the same
     index in their blocks exchange samples.
@@ -256,7 +256,7 @@ def balance_across_ranks(
         hidden: Hidden size of the model (`costs_of`).
 
     Returns:
-        This rank's new samples, ordered by the block that they come from; its old batch if balancing would gain nothing.
+        This rank's new samples, ordered by the block that sent them; `batch` if balancing would not reduce the largest cost.
     """
     mp_rank = sizes.lane_of(worker.rank)
     peers = range(mp_rank, worker.world_size, sizes.block)
@@ -275,17 +275,17 @@ def balance_across_ranks(
         ]
         for source in range(len(peers))
     ]
-    own_index, sends = sizes.data_of(worker.rank), list[AsyncWork | None]()
-    for target, units in enumerate(transfers[own_index]):
-        if units and target != own_index:
+    local_index, sends = sizes.data_of(worker.rank), list[AsyncWork | None]()
+    for target, units in enumerate(transfers[local_index]):
+        if units and target != local_index:
             sends.append(
                 worker.send(_units(batch, units, each).pack(), worker.group_name, peers[target], async_op=True)
             )
     received_batches = []
     for source, units_by_target in enumerate(transfers):
-        if source == own_index:
-            received_batches.append(_units(batch, units_by_target[own_index], each))
-        elif units_by_target[own_index]:
+        if source == local_index:
+            received_batches.append(_units(batch, units_by_target[local_index], each))
+        elif units_by_target[local_index]:
             received_batches.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[source])))
     for send in sends:
         if send is not None:

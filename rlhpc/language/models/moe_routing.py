@@ -4,9 +4,9 @@ The loss follows Switch Transformer (Fedus et al. 2021, eq. 4 to 6), as implemen
 choices per token is multiplied by its mean probability; the loss is the number of experts times the sum of these products over
 experts, taken over all layers of a micro-batch. It equals k if routing is even.
 
-Trainer and engine round differently. If two experts are about equally likely, they may choose different experts for a token,
-which changes its log-prob. With replay (Ma et al. 2025, arXiv 2510.11370) the trainer's router uses the engine's experts but
-weights them by its own probabilities, through which its gradient flows.
+Trainer and engine round differently. If two experts are about equally likely, trainer and engine may choose different experts
+for a token, which changes the token's log-prob. With replay (Ma et al. 2025, arXiv 2510.11370), the trainer's router uses the
+engine's experts. It weights them by the trainer's probabilities, so that the router gets a gradient.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Routing:
         return forward
 
     def _record(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._recorded is not None:  # not while the backward pass recomputes layers
+        if self._recorded is not None:  # None while the backward pass recomputes layers
             self._recorded.append((outputs[0], outputs[-1]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yields a list to which (logits, expert ids) of each router call within the block are appended."""
+        """Yields a list that collects (logits, expert ids) of each router call within the block."""
         router_outputs = self._recorded = []
         try:
             yield router_outputs
@@ -197,7 +197,7 @@ def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor
 
 
 def _tokens(batch: TokenBatch, share: RowShare | None) -> Tensor:
-    """Returns the flat indices of tokens, without padding, among those that the model read on this rank."""
+    """Returns the flat indices of the tokens, without padding, in the model's input on this rank."""
     if share is not None:
         start, end = share.bounds(batch)
         return torch.arange(max(0, min(end, batch.tokens) - start))

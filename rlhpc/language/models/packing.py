@@ -26,7 +26,7 @@ from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.devices import has_segment_attention
 from rlhpc.runtime.errors import ConfigError
 
-#: Name under which the function is registered with transformers.
+#: Name under which `attend` is registered with transformers.
 NAME = "rlhpc_segments"
 #: Layer types in which tokens interact only through attention.
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -48,8 +48,8 @@ def pack(model: nn.Module) -> bool:
         model: Model of transformers without adapters, possibly on the meta device; changed in place.
 
     Returns:
-        Whether the model reads packed rows. It does not if its attention is not `sdpa`, if tokens interact other than through
-        attention, or if its attention has features that `attend` lacks, such as soft-capped logits or sinks.
+        Whether the model reads packed rows. False if the attention is not `sdpa`, if tokens interact other than through
+        attention, or if the attention has features that `attend` lacks, such as soft-capped logits or sinks.
     """
     causal_model = pretrained_in(model)
     if causal_model is None or not _can(causal_model):
@@ -69,8 +69,8 @@ def unpack(model: nn.Module) -> None:
 def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
     """Returns whether a packed model computes the same outputs for a sample in a row as for the sample alone.
 
-    It compares two forward passes over a few tokens. Some model families fail: they do not pass arguments to their attention,
-    ignore positions, or apply their sliding window by a mask, which packing does not build.
+    The check compares two forward passes over a few tokens. Some model families fail, because they do not pass arguments to
+    their attention, ignore positions, or apply their sliding window by a mask, which packing does not build.
 
     Args:
         model: Model that reads packed rows; all ranks of a sharded model must call this function.
@@ -91,9 +91,9 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
         alone_outputs = _row_outputs(model, second_alone, share)
     finally:
         _calls.reset(token)
-    row_part, alone_part = outputs[len(first_ids) : row.tokens], alone_outputs[: second_alone.tokens]
+    second_outputs, expected_outputs = outputs[len(first_ids) : row.tokens], alone_outputs[: second_alone.tokens]
     passes_segments = bool(calls) and all(has_segments for has_segments, _ in calls)
-    return passes_segments and _passes_windows(model, windows) and agrees(row_part, alone_part, dtype)
+    return passes_segments and _passes_windows(model, windows) and agrees(second_outputs, expected_outputs, dtype)
 
 
 def _passes_windows(model: nn.Module, windows: list[bool]) -> bool:

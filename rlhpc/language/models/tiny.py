@@ -1,8 +1,9 @@
 """Tiny language model that learns arithmetic on one core: random weights and a character tokenizer.
 
-    python -m rlhpc.language.models.tiny models/tiny
+The following command writes a Hugging Face folder that `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load. The default
+model has 0.8M parameters.
 
-writes a Hugging Face folder that `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load: by default 0.8M parameters.
+    python -m rlhpc.language.models.tiny models/tiny
 """
 
 from __future__ import annotations

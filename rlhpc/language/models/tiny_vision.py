@@ -1,8 +1,8 @@
 """Tiny vision-language model that learns to count on one core: random weights, a character tokenizer, and an image processor.
 
-    python -m rlhpc.language.models.tiny_vision models/tiny_vl
+The following command writes a Hugging Face folder that transformers' auto classes and vLLM load.
 
-writes a Hugging Face folder that transformers' auto classes and vLLM load.
+    python -m rlhpc.language.models.tiny_vision models/tiny_vl
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def make_tiny_vision_model(
         family: Architecture, qwen2_5_vl or qwen3_vl, whose image tokens cover 28 × 28 or 32 × 32 pixels.
         vocabulary: Characters that have a token; other characters become `<unk>`.
         hidden: Hidden size of the language model and of the vision tower.
-        layers: Number of layers of each.
-        heads: Number of attention heads of each. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
-        context: Maximum number of tokens of prompt, including images, and response.
+        layers: Number of layers of the language model and of the vision tower.
+        heads: Number of attention heads of both. vLLM on a CPU requires `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        context: Maximum number of tokens of prompt and response, including images.
         seed: Seed of the weights; the same seed writes the same bytes.
 
     Returns:

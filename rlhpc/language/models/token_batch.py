@@ -48,9 +48,9 @@ class Segments:
 class TokenBatch:
     """N samples with T tokens in total, concatenated without padding.
 
-    A sample is a sequence that the model reads in one pass. Most episodes have one sample. An episode whose context was
-    rewritten, or in which several roles act, has several, and each sampled token is trained in one of them. Samples of the
-    same episode and role are adjacent.
+    A sample is a sequence that the model reads in one pass. Most episodes have one sample. An episode has several samples if
+    several roles act in it or if its context was rewritten; each sampled token is trained in one of these samples. Samples of
+    the same episode and role are adjacent.
 
     Attributes:
         cu_seqlens: `[N + 1]` int64 on the host; sample n has the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
@@ -58,10 +58,10 @@ class TokenBatch:
         mask: `[T]` bool, loss mask: true for trained tokens.
         turn: `[T]` int64, the turn in which the model wrote or first read the token; 0 in single-turn episodes.
         columns: Further per-token values by name, `[T]` or `[T, k]`. Values of a sample's first token are masked out,
-            because nothing predicts it.
-        episode: `[N]` int64, the sample's episode, unique within a step.
-        role: `[N]` int64, the role that acts in the sample, if there are several.
-        group: `[N]` int64, the episode's prompt.
+            because the model does not predict this token.
+        episode: `[N]` int64, index of the sample's episode, unique within a step.
+        role: `[N]` int64, index of the role that acts in the sample; 0 with a single role.
+        group: `[N]` int64, index of the episode's prompt.
         reward: `[N]` float32, the episode's reward.
         pad_id: Padding token for models that need a rectangle.
         packed: Whether the model reads the samples as one row rather than as a rectangle.
@@ -91,7 +91,7 @@ class TokenBatch:
         pad_id: int = 0,
         pictures: Pictures | None = None,
     ) -> TokenBatch:
-        """Creates a batch in which each sample is an episode of its own prompt with a single turn and reward 0.
+        """Creates a batch in which each sample is an episode of a separate prompt, with a single turn and reward 0.
 
         Raises:
             ValueError: A mask or column does not have one value per token.
@@ -165,7 +165,7 @@ class TokenBatch:
 
     @cached_property
     def width(self) -> int:
-        """W, the number of tokens of the longest sample, at least 2: a model may reject a single token."""
+        """W, the number of tokens of the longest sample; at least 2, because a model may reject a single token."""
         return max(2, int(self.lengths.max())) if len(self) else 2
 
     @cached_property
@@ -185,7 +185,7 @@ class TokenBatch:
         return rectangle.flatten(0, 1).index_select(0, self.places)
 
     def attended(self) -> Tensor:
-        """Returns `[N, W]` bool, true for tokens and false for padding."""
+        """Returns the mask of the rectangle, `[N, W]` bool: true for tokens and false for padding."""
         return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
 
     # -- model inputs ---------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class TokenBatch:
     def predictors(self) -> tuple[Tensor, Tensor]:
         """Returns the indices of the trained tokens in `[T]`, and the flat indices of the model outputs that predict them.
 
-        The first token of a sample is omitted, because nothing predicts it.
+        The first token of a sample is omitted, because the model does not predict it.
         """
         is_trained = self.mask.clone()
         is_trained[self.cu_seqlens[:-1][self.lengths > 0].to(is_trained.device)] = False
@@ -265,13 +265,13 @@ class TokenBatch:
         return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
 
     def empty_sample(self) -> TokenBatch:
-        """Returns a batch of one sample without tokens, with the same columns; it trains nothing."""
+        """Returns a batch of one sample without tokens and with the same columns, which has no effect on training."""
         sample_fields = {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
         no_samples = torch.zeros(0, dtype=torch.long)
         return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulated([0]), pictures=None, **sample_fields)
 
     def by_episode(self) -> TokenBatch:
-        """Merges all samples of the same episode and role into one sequence, for which advantages are computed.
+        """Merges all samples of the same episode and role into one sequence, the unit of advantage computation.
 
         `padded` of the result puts a sequence's tokens in chronological order. The result is not valid model input if an
         episode has several samples.
@@ -290,7 +290,7 @@ class TokenBatch:
         )
 
     def sequence(self) -> Tensor:
-        """Returns the sequence index of each sample, `[N]` int64; samples of the same episode and role share one."""
+        """Returns the sequence index of each sample, `[N]` int64; samples of the same episode and role share an index."""
         roles = int(self.role.max()) + 1 if len(self) else 1
         return self.episode * roles + self.role
 
@@ -371,7 +371,7 @@ _TENSORS = ("patches", "grids", "image_indices", "at", "counts")
 
 
 def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the element indices of the items `chosen`, in their order; item i consists of `lengths[i]` elements."""
+    """Returns the element indices of the items `chosen`, in the order of `chosen`; item i has `lengths[i]` elements."""
     ends = lengths.cumsum(0)
     chosen_lengths = lengths[chosen]
     offsets = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
@@ -484,7 +484,7 @@ class Pictures:
 
         Args:
             cu_seqlens: Cumulative lengths of the samples, `[N + 1]`.
-            formed: Converts per-token values `[T, …]` to the form that the model reads: a row or a rectangle.
+            formed: Function that converts per-token values `[T, …]` to the form that the model reads: a row or a rectangle.
         """
         tokens = int(cu_seqlens[-1])
         token_types, position_ids = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)

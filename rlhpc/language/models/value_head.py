@@ -34,7 +34,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 class Head(nn.Linear):
-    """Linear head that computes in float32 for any dtype of the trunk, because differences of its outputs matter."""
+    """Linear head that computes in float32 for any dtype of the trunk, to keep small differences between its outputs."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Computes values `[..., 1]`, float32, from hidden states `[..., H]`."""
@@ -226,10 +226,10 @@ def token_values(
     As in `token_scores`, the model reads one packed row of all samples if it supports packing, otherwise a rectangle.
 
     Args:
-        model: Takes `TokenBatch.inputs`, and returns `[1, T]` or `[N, W]`.
+        model: Model that takes `TokenBatch.inputs` and returns `[1, T]` or `[N, W]`.
         batch: The samples.
-        before: Whether a token gets the value before it is read, a critic's value of the state in which the token is sampled;
-            a sample's first token then gets 0.
+        before: Whether a token gets the value of the state before the token, as in a critic; a sample's first token then
+            gets 0.
         share: This rank's part of each row in context parallelism.
 
     Returns:
@@ -244,8 +244,8 @@ def token_values(
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """Returns a reward model's score of each sample: the value at its last token that differs from the padding token.
 
-    Hugging Face's sequence classifiers use the same token. If the end token is also the padding token, it is the token before
-    the end token.
+    Hugging Face's sequence classifiers use the same token. If the end token is also the padding token, the score is the value
+    at the token before the end token.
 
     Args:
         values: Values of the tokens, `[T]`.

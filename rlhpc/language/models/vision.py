@@ -21,7 +21,8 @@ def sub_attention(model: Any, name: str) -> str | dict[str, str]:
 def place_by_token_type(model: Any) -> None:
     """Makes a vision-language model place image features at the tokens that `mm_token_type_ids` marks, if it is passed.
 
-    By default transformers places them at all image tokens, but an image token that the model sampled is ordinary text.
+    By default, transformers places image features at all image tokens. However, an image token that the model sampled is
+    ordinary text.
     """
     if not has_vision(model.config):
         return
@@ -44,10 +45,10 @@ def place_by_token_type(model: Any) -> None:
 
 
 def always_run_vision(model: Any) -> None:
-    """Makes a vision-language model run its vision tower in every pass; batches without images get an unplaced blank image.
+    """Makes a vision-language model run its vision tower in every pass, on a blank image if the batch has no images.
 
-    The blank image changes no output and gives the vision tower a gradient of zero. Thus all ranks with sharded weights issue
-    the same collectives for weights and gradients, whether or not their batches have images.
+    The features of the blank image are not used, so it changes no output and gives the vision tower a gradient of zero. Thus
+    all ranks with sharded weights issue the same collectives, whether or not their batches have images.
     """
     config = model.config.vision_config
     merge_size, width = (
