@@ -1,6 +1,6 @@
 """Training backends: gradients, data parallelism, sharding and the optimizer behind one interface.
 
-Names are loaded on first use, so a list of the backends needs no torch.
+Names are imported on first use, so that a list of the backends needs no torch.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Perturbation:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor's memory as integers of the same size."""
+    """Returns a view of a floating-point tensor's memory as integers of the same size."""
     if not tensor.is_floating_point() or tensor.element_size() not in _INTEGERS:
         raise ValueError(f"{tensor.dtype} cannot be perturbed: floats of 16, 32 or 64 bits can")
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
@@ -158,8 +158,9 @@ class TrainingBackend(abc.ABC):
     therefore summed over ranks and micro-batches, never averaged, and any split yields the gradient of the whole batch.
 
     The constructor of a subclass builds `self.module` (and its optimizer) and ends with `prepare_reference`. A subclass
-    defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If its weights
-    cannot be read while they are offloaded, its `away` returns True then, and it reads or writes them inside `awake`.
+    defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If the
+    weights cannot be read while they are offloaded, `away` returns True then, and the subclass reads or writes them inside
+    `awake`.
 
     Args:
         blueprint: Description of the trained module.
@@ -238,11 +239,11 @@ class TrainingBackend(abc.ABC):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Discards earlier gradients and accumulates those of the rank's micro-batches. Call it once before each optimizer
-        step, because it may already sum gradients over the ranks.
+        """Discards earlier gradients and accumulates the gradients of the rank's micro-batches. Call it once before each
+        optimizer step, because it may already sum gradients over the ranks.
 
         Args:
-            micro_batches: Micro-batches of this rank; for their number, see `lockstep`.
+            micro_batches: Micro-batches of this rank; `lockstep` says whether all ranks need the same number.
             loss: Function of `(called, micro-batch)` that returns the rank's part of the loss, and metrics.
 
         Returns:
@@ -252,10 +253,10 @@ class TrainingBackend(abc.ABC):
         self.module.train()
         metrics = []
         with _explain_out_of_memory(self.blueprint.knobs):
-            for index, batch in enumerate(micro_batches):
-                loss_value, batch_metrics = loss(self.called, batch)
+            for index, micro_batch in enumerate(micro_batches):
+                loss_value, micro_batch_metrics = loss(self.called, micro_batch)
                 self._backward(loss_value, last=index == len(micro_batches) - 1)
-                metrics.append({key: metric.detach() for key, metric in batch_metrics.items()})
+                metrics.append({key: metric.detach() for key, metric in micro_batch_metrics.items()})
         return metrics
 
     @abc.abstractmethod
@@ -268,15 +269,16 @@ class TrainingBackend(abc.ABC):
         """
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Returns whether a step with this gradient norm was skipped because the norm is not finite. A backend may read norms
-        late if the blueprint does not require it to `look`, and then cannot tell. In this case the task package reads the
-        norms at the end of its update, before weights are sent.
+        """Returns whether a step with this gradient norm was skipped because the norm is not finite.
+
+        If `Blueprint.look` is False, a backend may return False without reading the norm. In this case the task package
+        reads the norms at the end of its update, before weights are sent.
         """
         return not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Returns the names of the parameters whose gradient, summed over the ranks, was not finite in the step just skipped;
-        all ranks call it. Empty if the backend does not record them.
+        """Returns the names of the parameters whose gradient, summed over the ranks, was not finite in the step that was
+        just skipped. The list is empty if the backend does not record them. All ranks call it.
         """
         return []
 
@@ -284,7 +286,7 @@ class TrainingBackend(abc.ABC):
         """Discards accumulated gradients."""
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulates the gradient of one micro-batch; `last` is True for the last one of a `forward_backward`."""
+        """Accumulates the gradient of one micro-batch; `last` is True for the last micro-batch of a `forward_backward`."""
         loss.backward()
 
     def prepare_reference(self) -> None:
@@ -354,11 +356,11 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes model and optimizer durably to `folder`; each rank writes its part."""
+        """Writes model and optimizer durably to `folder`; each rank writes its shards."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint from `save`, of the same or another world size; options such as eps keep their configured
+        """Restores a checkpoint from `save`, of the same or another world size. Options such as eps keep their configured
         values.
 
         Raises:
@@ -418,8 +420,8 @@ class TrainingBackend(abc.ABC):
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Reloads offloaded weights while the block runs, and offloads them again at its end. Checkpoints and weights may
-        be requested while the weights are offloaded."""
+        """Reloads offloaded weights while the block runs, and offloads them again at its end. This is for
+        checkpoints and weights that are requested while the weights are offloaded."""
         was_away = self.away
         if was_away:
             self.reload()
@@ -463,7 +465,7 @@ _ALIGN = 64
 
 
 class HostMemory:
-    """Page-locked host memory for offloaded tensors; kept between uses because page-locking takes longer than a copy."""
+    """Page-locked host memory for offloaded tensors. It is kept for reuse, because page-locking takes longer than a copy."""
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
@@ -474,7 +476,7 @@ class HostMemory:
         return 0 if self._flat is None else self._flat.nbytes
 
     def blocks(self, sizes: list[int], device: str) -> list[torch.Tensor]:
-        """Returns uint8 tensors of these sizes. They reuse the memory of blocks from earlier calls.
+        """Returns uint8 tensors of these sizes. The tensors reuse the memory of blocks from earlier calls.
 
         Args:
             sizes: Bytes of each block.
@@ -494,10 +496,10 @@ class OffloadedTensors:
     """Tensors whose storages are copied to the host and then freed. The tensors cannot be used until `restore`.
 
     Args:
-        tensors: Tensors of one device. Memory that they share is copied once; other tensors that share it become unusable,
+        tensors: Tensors of one device. Shared memory is copied once; other tensors that share the memory become unusable,
             too.
         scratch: Tensors whose memory is freed without a copy.
-        host: Memory for the contents; by default it is allocated.
+        host: Host memory for the contents; by default new memory is allocated.
     """
 
     def __init__(
@@ -521,7 +523,7 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """Returns the tensors' storages, each once; skips empty storages and those that cannot be resized."""
+        """Returns each storage of the tensors once; skips empty storages and storages that cannot be resized."""
         storages = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -560,13 +562,13 @@ class OffloadingBackend(TrainingBackend):
         return self._parked is not None
 
     def offload(self) -> None:
-        """Moves the tensors to the host; does nothing on a CPU or if they are already there."""
+        """Moves the tensors to the host; does nothing on a CPU or if they are already offloaded."""
         if self.device.type != "cpu" and not self.away:
             self.park()
             empty_cache()
 
     def park(self) -> int:
-        """Moves this rank's tensors on its device to the host; returns the number of bytes freed on the device."""
+        """Moves this rank's tensors from its device to the host, and returns the number of freed bytes."""
         self._host = self._host or HostMemory()
         contents, scratch = (
             [t for t in tensors if t.device.type == self.device.type] for tensors in self.offloadable_tensors()

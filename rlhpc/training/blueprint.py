@@ -29,10 +29,10 @@ class Blueprint(abc.ABC):
     Attributes:
         dtype: Dtype of the computation. Trained weights are kept in float32 (or in the dtype that `build` gives them).
         identity_file: File in which a checkpoint records the backend that wrote it.
-        keeps_weights: The task package writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
-            backend that holds all of them need not.
-        look: Each gradient norm is read before its update, even if that means waiting for the device.
-        unmarked: Name of the backend whose checkpoints may lack that file, because they predate it.
+        keeps_weights: True if the task package writes and reads full weights itself (`named_weights`, `replace_weights`). Then
+            a backend that holds full weights does not write them.
+        look: True if a backend must read each gradient norm before the update, even if it has to wait for the device.
+        unmarked: Name of the backend whose old checkpoints may lack `identity_file`.
         knobs: Settings that a user may lower or set if memory is exhausted.
         key: Name of the configuration section in messages.
         policies: Names of adapters that are trained concurrently, each by its own optimizer; empty for a single policy.
@@ -52,7 +52,7 @@ class Blueprint(abc.ABC):
         """Builds the module, on the host, with the same weights on every rank.
 
         Args:
-            empty: Large weights may be on the meta device: those of another rank will replace them.
+            empty: Allow large weights on the meta device, because the caller fills them afterwards.
         """
 
     @property
@@ -61,22 +61,22 @@ class Blueprint(abc.ABC):
         return False
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
-        """Builds the frozen model as it was before training, in `dtype`; otherwise like `build`."""
+        """Builds the frozen model with the weights from before training, in `dtype` (see `build`)."""
         raise NotImplementedError("this wing has no reference")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the parts to gather one at a time if the weights are sharded; everything outside them is gathered as one
+        """Returns the submodules that a sharded backend gathers one at a time. The backend gathers all other weights as one
         unit.
         """
         return transformer_layers(module)
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
-        """Returns those of `layers` whose inputs keep their dtype instead of being cast to that of the computation."""
+        """Returns the modules of `layers` whose inputs keep their dtype; other inputs are cast to the compute dtype."""
         return []
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """Shards the weights or experts that ranks of a block share: parameters become DTensors over `mesh.tensor` and
-        `mesh.expert`.
+        """Shards weights and experts over the ranks of a model-parallel block: parameters become DTensors over `mesh.tensor`
+        and `mesh.expert`.
 
         Raises:
             ConfigError: The module has no plan, or the sizes do not suit it.
@@ -85,12 +85,12 @@ class Blueprint(abc.ABC):
             raise ConfigError(policy_undivided(self.key, mesh.sizes))
 
     def apart(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the parts whose parameters are sharded by experts."""
+        """Returns the submodules whose parameters are sharded by experts."""
         return []
 
     def slices(self) -> Slices | None:
-        """Returns the files with the weights of what `build` makes, so that each rank reads its shards; with None, rank 0
-        builds all.
+        """Returns a reader of the files that hold the module's weights, so that each rank reads its shards; None if rank 0
+        must build the full module.
         """
         return None
 
@@ -99,11 +99,11 @@ class Blueprint(abc.ABC):
         return True
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """Yields full tensors of a module from `build` that are not in those files, by the module's names, one at a time."""
+        """Yields names and full tensors of a module from `build` that are not in the files of `slices`, one at a time."""
         yield from ()
 
     def last(self, module: nn.Module) -> nn.Module | None:
-        """Returns the one of `layers` that a backward pass starts with, if known: its weights may stay gathered until then."""
+        """Returns the module of `layers` with which a backward pass starts; None if unknown. Its weights may stay gathered."""
         return None
 
     def identity(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class Blueprint(abc.ABC):
         return {}
 
     def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns further facts that a checkpoint records, for readers without access to the run.
+        """Returns additional facts that a checkpoint records, for readers without access to the run.
 
         Args:
-            module: Trained module, made by `build`.
+            module: Trained module from `build`.
         """
         return {}
 
@@ -127,7 +127,7 @@ class Blueprint(abc.ABC):
 
     @abc.abstractmethod
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Returns the names of the weights that never change, as `named_weights` has them."""
+        """Returns the names of the weights that never change; the names are those of `named_weights`."""
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
@@ -136,5 +136,5 @@ def transformer_layers(module: nn.Module) -> list[nn.Module]:
     if package is None:  # not imported, so no such model exists
         return []
     models = [submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)]
-    kinds = {str(name) for model in models for name in model._no_split_modules or ()}
-    return [submodule for submodule in module.modules() if type(submodule).__name__ in kinds]
+    class_names = {str(name) for model in models for name in model._no_split_modules or ()}
+    return [submodule for submodule in module.modules() if type(submodule).__name__ in class_names]

@@ -37,7 +37,7 @@ class ReplicatedBackend(OffloadingBackend):
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         self.module = moved(blueprint.build(), self.device)
-        # A task package that writes the weights itself has them in the dtype of the computation.
+        # A task package that writes the weights itself keeps them in the compute dtype.
         dtype = None if blueprint.keeps_weights else self.dtype
 
         def flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
@@ -46,17 +46,19 @@ class ReplicatedBackend(OffloadingBackend):
                 self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, is_included=is_included
             )
 
-        names = blueprint.policies
+        policies = blueprint.policies
         self._flats = (
-            {name: flat(partial(lora.belongs_to_adapter, adapter=name)) for name in names} if names else {"": flat()}
+            {name: flat(partial(lora.belongs_to_adapter, adapter=name)) for name in policies}
+            if policies
+            else {"": flat()}
         )
         self.prepare_reference()
 
     @property
     def flat(self) -> FlatModule:
-        """All trained parameters of a single policy."""
-        (only,) = self._flats.values()
-        return only
+        """Trained parameters of the policy; there must be only one policy."""
+        (flat_module,) = self._flats.values()
+        return flat_module
 
     def _make_reference(self) -> nn.Module:
         return moved(self.blueprint.build_reference(), self.device)
@@ -66,8 +68,9 @@ class ReplicatedBackend(OffloadingBackend):
             flat.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Each
-        of several policies is clipped by its own norm; one without a gradient stays as it is, including its averages.
+        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients are kept until the next
+        `forward_backward`. With several policies, each policy is clipped by its norm; a policy without a gradient is not
+        updated, and neither are its averages.
         """
         if not self.blueprint.policies:
             return self.flat.optimizer_step(lr)
@@ -100,7 +103,7 @@ class ReplicatedBackend(OffloadingBackend):
                     flat.replace(tensors)
 
     def local_tensors(self) -> Named:
-        """Yields the weights in the form they are trained in, and the optimizer's averages."""
+        """Yields names and tensors of the trained weights and of the optimizer's averages."""
         with self.awake():
             for policy, flat in self._flats.items():
                 yield from flat.named().items()
@@ -142,8 +145,8 @@ class ReplicatedBackend(OffloadingBackend):
                 flat.zero_grad()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to keep and to drop (`OffloadingBackend.offloadable_tensors`): gradients are cleared before
-        they are computed, and copies can be recreated.
+        """Returns the tensors to copy and to free (`OffloadingBackend.offloadable_tensors`). Gradients and copies of weights
+        are freed, because they can be recreated.
         """
         flats = self._flats.values()
         state = [tensor for flat in flats for tensor in flat.state()]
@@ -156,5 +159,5 @@ class ReplicatedBackend(OffloadingBackend):
 
 
 def _optimizer(policy: str) -> str:
-    """Returns the file name of an optimizer's state."""
+    """Returns the file name of the state of a policy's optimizer."""
     return f"optimizer-{policy}.pt" if policy else OPTIMIZER

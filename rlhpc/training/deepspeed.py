@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 def partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Builds a ZeRO-3 module: rank 0 reads the weights, and each parameter is broadcast and partitioned in turn. All ranks
-    call it.
+    """Builds a ZeRO-3 module. Rank 0 reads the weights, then each parameter is broadcast and partitioned. All ranks call
+    it.
 
     Args:
         build: Builds the model on the host or, with `empty=True`, on the meta device.
@@ -85,17 +85,17 @@ def partitioned(
 
 
 def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
-    """Returns the function that converts parameters to ZeRO-3 in place; DeepSpeed offers it only as a method of a converted
-    parameter.
+    """Returns the function that converts parameters to ZeRO-3 in place. DeepSpeed has this function only as a method of a
+    converted parameter.
     """
     sample = nn.Linear(1, 1, bias=False)
     deepspeed.zero.Init(module=sample, config_dict_or_path=config)
-    converted: Any = sample.weight
-    convert: Callable[[list[nn.Parameter]], None] = converted.convert_to_zero_parameters
+    zero_parameter: Any = sample.weight
+    convert: Callable[[list[nn.Parameter]], None] = zero_parameter.convert_to_zero_parameters
     return convert
 
 
-#: In a checkpoint's folder: folder and tag of DeepSpeed's files, and the file with their layout.
+#: Folder and tag of DeepSpeed's files in a checkpoint's folder, and the file with their layout.
 FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
 
 
@@ -136,8 +136,8 @@ class DeepSpeedBackend(OffloadingBackend):
 
     def _started(self) -> Any:
         """Imports DeepSpeed, initializes it on the worker group's process group, and returns the package."""
-        on_gpu = self.device.type != "cpu"
-        if not on_gpu:
+        is_on_gpu = self.device.type != "cpu"
+        if not is_on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
         # A rank sees only its own accelerator, as device 0.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
@@ -149,7 +149,7 @@ class DeepSpeedBackend(OffloadingBackend):
                 f"{os.environ.get('DS_ACCELERATOR', 'not set')!r}), and this rank computes on {self.device.type!r}: unset "
                 "DS_ACCELERATOR where it is set, or take training_backend fsdp"
             )
-        if not on_gpu:
+        if not is_on_gpu:
             # DeepSpeed would compile this extension at its first use, for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.worker.init_process_group()
@@ -162,7 +162,7 @@ class DeepSpeedBackend(OffloadingBackend):
         return deepspeed
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
-        """Builds the module in the compute dtype, on the device; with stage 3, partitioned over the ranks."""
+        """Builds the module in the compute dtype on the device. With stage 3, the module is partitioned over the ranks."""
         if self.stage == 3:
             with _quiet():
                 return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
@@ -205,10 +205,10 @@ class DeepSpeedBackend(OffloadingBackend):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Accumulates gradients (`TrainingBackend.forward_backward`); with DeepSpeed they cannot be discarded.
+        """Accumulates gradients (`TrainingBackend.forward_backward`). DeepSpeed cannot discard them without a step.
 
         Raises:
-            RuntimeError: It is called twice without `optimizer_step`.
+            RuntimeError: A second call came before `optimizer_step`.
         """
         if self._accumulated:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
@@ -273,15 +273,14 @@ class DeepSpeedBackend(OffloadingBackend):
                 if not hasattr(parameter, "ds_id"):
                     yield parameter.detach()
                     continue
-                # All ranks change the full parameter, and each keeps its part.
+                # All ranks change the full parameter, and each rank keeps its partition.
                 with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     yield parameter.detach()
 
         edit(one_at_a_time())
 
     def local_tensors(self) -> Named:
-        """Yields names and tensors of this rank's weights: flat partitions with stage 3, without the padding of the last
-        rank."""
+        """Yields names and tensors of this rank's weights. With stage 3, the tensors are flat partitions without padding."""
         with self.awake():
             parameter: Any  # DeepSpeed adds attributes
             for name, parameter in self.module.named_parameters():
@@ -295,7 +294,7 @@ class DeepSpeedBackend(OffloadingBackend):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint in DeepSpeed's format to `deepspeed/`, without frozen weights; each rank writes its part."""
+        """Writes a checkpoint in DeepSpeed's format to `deepspeed/`, without frozen weights. Each rank writes its shards."""
         folder = Path(folder)
         target = folder / FOLDER
         if "checkpoint" not in self.config:  # a writer from the user's configuration stays
@@ -327,26 +326,26 @@ class DeepSpeedBackend(OffloadingBackend):
         }
 
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint (`TrainingBackend.load`). If its layout differs, for example in the world size, it is
-        converted to DeepSpeed's universal format, in a temporary folder next to it.
+        """Restores a checkpoint (`TrainingBackend.load`). If its layout differs, for example in the world size, the
+        checkpoint is converted to DeepSpeed's universal format, in a temporary folder next to it.
         """
         folder = Path(folder)
         self.check_identity(folder)
         try:
-            saved = json.loads((folder / LAYOUT).read_text())
+            recorded = json.loads((folder / LAYOUT).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder / LAYOUT}: cannot be read ({error})") from error
-        if saved["parameters"] != self._shapes:
+        if recorded["parameters"] != self._shapes:
             raise CheckpointError(f"{folder} holds other parameters than actor.model.model_path and actor.lora")
-        if (saved["zero_stage"] == 3) != (self.stage == 3):
+        if (recorded["zero_stage"] == 3) != (self.stage == 3):
             raise CheckpointError(
-                f"{folder} was saved with actor.deepspeed.zero_stage={saved['zero_stage']}, which DeepSpeed cannot read "
+                f"{folder} was saved with actor.deepspeed.zero_stage={recorded['zero_stage']}, which DeepSpeed cannot read "
                 f"with stage {self.stage}; resume with that stage, or start from an export of it"
             )
         with self.awake():
             layout = self._layout()
             # Settings that an older checkpoint lacks did not exist when it was written.
-            if {key: saved.get(key, setting) for key, setting in layout.items()} == layout:
+            if {key: recorded.get(key, setting) for key, setting in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
             else:
@@ -383,7 +382,7 @@ class DeepSpeedBackend(OffloadingBackend):
         return super().park()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to copy and those to free (`OffloadingBackend.offloadable_tensors`)."""
+        """Returns the tensors to copy and the tensors to free (`OffloadingBackend.offloadable_tensors`)."""
         buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
         return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 
@@ -397,7 +396,7 @@ class DeepSpeedBackend(OffloadingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Returns the shape of the full parameter, also if it is partitioned."""
+    """Returns the full shape of a parameter, also of a partitioned parameter."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 

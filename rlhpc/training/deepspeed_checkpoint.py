@@ -28,7 +28,7 @@ _UNPARTITIONED = "mp_rank_00_model_states.pt"
 
 @dataclass
 class _Fragment:
-    """Position of a rank's part of a parameter in the rank's flat tensor."""
+    """Position of a parameter's fragment in a rank's flat tensor."""
 
     numel: int = 0
     start: int = 0
@@ -69,7 +69,7 @@ def require_harmless(paths: Iterable[Path]) -> None:
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """Returns the files in the folder of a tag that a rank reads at the same world size."""
+    """Returns the files in a tag's folder that a rank reads if the world size has not changed."""
     return [
         path
         for path in sorted(folder.glob("*_states.pt"))
@@ -81,19 +81,19 @@ def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the trained parameters in full, in float32, from all ranks' files.
 
     Args:
-        folder: The folder of one tag.
+        folder: Folder of one tag.
 
     Raises:
         CheckpointError: Files are missing or damaged.
     """
-    optim, model = _parts(folder, "optim"), _parts(folder, "model")
-    if not optim:
+    optim_paths, model_paths = _parts(folder, "optim"), _parts(folder, "model")
+    if not optim_paths:
         raise CheckpointError(f"{folder}: holds no *_optim_states.pt, so it is no DeepSpeed checkpoint")
-    states = [_load(path)["optimizer_state_dict"] for path in optim]
-    expected = int(_count(states[0], len(states)))
-    if len(states) != expected:
-        raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {expected} that there were")
-    shapes = _load(model[0] if model else folder / _UNPARTITIONED)["param_shapes"]
+    states = [_load(path)["optimizer_state_dict"] for path in optim_paths]
+    num_ranks = int(_count(states[0], len(states)))
+    if len(states) != num_ranks:
+        raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {num_ranks} that there were")
+    shapes = _load(model_paths[0] if model_paths else folder / _UNPARTITIONED)["param_shapes"]
     if "fp32_flat_groups" in states[0]:
         yield from _stage_3(states, shapes)
     else:
@@ -107,27 +107,27 @@ def _count(state: dict[str, Any], default: int) -> Any:
 
 
 def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for group, members in enumerate(shapes):
-        for name, shape in members.items():
-            pieces = []
+    for group, group_shapes in enumerate(shapes):
+        for name, shape in group_shapes.items():
+            partitions = []
             for state in states:
-                mapping = state["param_slice_mappings"][group].get(name)
-                if mapping is not None:
+                fragment = state["param_slice_mappings"][group].get(name)
+                if fragment is not None:
                     flat = state["single_partition_of_fp32_groups"][group]
-                    pieces.append(flat.narrow(0, mapping.start, mapping.numel))
-            yield name, _assemble(name, pieces, shape)
+                    partitions.append(flat.narrow(0, fragment.start, fragment.numel))
+            yield name, _assemble(name, partitions, shape)
 
 
 def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for group, members in enumerate(shapes):
+    for group, group_shapes in enumerate(shapes):
         start = 0
-        for name, shape in members.items():
+        for name, shape in group_shapes.items():
             partition_size = -(
                 -torch.Size(shape).numel() // len(states)
-            )  # elements per rank; the last one's part is padded
-            pieces = [state["fp32_flat_groups"][group].narrow(0, start, partition_size) for state in states]
+            )  # elements per rank; the last rank's partition is padded
+            partitions = [state["fp32_flat_groups"][group].narrow(0, start, partition_size) for state in states]
             start += partition_size
-            yield name, _assemble(name, pieces, shape)
+            yield name, _assemble(name, partitions, shape)
 
 
 def _assemble(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _assemble(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor
 
 
 def _parts(folder: Path, kind: str) -> list[Path]:
-    """Returns the ranks' files, in rank order."""
+    """Returns the ranks' files of one kind (`optim` or `model`), in rank order."""
     paths_by_rank = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
     return [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
 
@@ -161,12 +161,12 @@ def as_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Ite
 
     Args:
         source: DeepSpeed's folder of one tag.
-        neighbour: Folder next to which the converted one is written. Every node must see it, so it cannot be a temporary
-            folder of one machine. The new folder is named like an unfinished save, and is cleaned up like one after a crash.
+        neighbour: Folder next to which the converted checkpoint is written. All nodes must see it, so it cannot be a temporary
+            folder of one machine. The new folder is named like an unfinished save, so that it is removed after a crash.
         worker: The worker of this rank.
 
-    Returns:
-        The folder that contains the tag's folder.
+    Yields:
+        The folder that contains the converted folder of the tag.
 
     Raises:
         CheckpointError: The checkpoint could not be converted; raised on all ranks.
@@ -186,7 +186,7 @@ def as_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Ite
         if reports[0][1]:
             raise CheckpointError(reports[0][1])
         yield folder
-        worker.barrier()  # all ranks have read it
+        worker.barrier()  # all ranks have read the folder
     finally:
         if worker.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed configuration built from rlhpc's: keys that rlhpc sets, keys that it proposes, and keys that the user adds."""
+"""DeepSpeed configuration, built from keys that rlhpc sets, defaults of rlhpc, and keys that the user adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KEY = "actor.deepspeed.config"
 
-#: DeepSpeed's keys that rlhpc sets, and the keys of rlhpc that determine them.
+#: DeepSpeed keys that rlhpc sets, and the rlhpc keys that determine them.
 DECIDED = {
     "train_batch_size": "actor.global_batch_size",
     "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
@@ -44,7 +44,7 @@ DECIDED = {
 #: Default size of DeepSpeed's gradient buffer in elements; it is allocated in full, however small the model.
 _BUCKET = 500_000_000
 
-#: Sections that the user may set. DeepSpeed itself would silently ignore a misspelt one.
+#: Sections that the user may set. DeepSpeed itself would silently ignore a misspelt section.
 ALLOWED = (
     "aio", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor",
@@ -54,45 +54,45 @@ ALLOWED = (
 
 
 def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
-    """Returns the configuration for `deepspeed.initialize`. It needs neither DeepSpeed nor the model, so it can be checked
-    early.
+    """Returns the configuration for `deepspeed.initialize`. This needs neither DeepSpeed nor the model, so that a run can
+    check the configuration before it starts.
 
     Args:
         actor: Section `actor` of the configuration.
         dtype: Dtype of the computation.
-        parameters: Number of trainable parameters; buffers need not be larger.
+        parameters: Number of trainable parameters; it limits the size of the gradient buffer.
 
     Raises:
         ConfigError: The stage does not exist, or `actor.deepspeed.config` has a key that rlhpc sets or that is unknown.
     """
-    stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
+    stage, clip_grad = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
     user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
     _check(user_config)
-    bfloat16 = dtype == torch.bfloat16
+    is_bfloat16 = dtype == torch.bfloat16
     defaults: dict[str, Any] = {"steps_per_print": 2**31}
     if parameters is not None:
         defaults["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
-    if bfloat16:
+    if is_bfloat16:
         # Sums over ranks and micro-batches in bfloat16 would lose the contribution of small gradients.
         defaults |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
-    zero: dict[str, Any] = {"stage": int(stage)}
+    zero_section: dict[str, Any] = {"stage": int(stage)}
     if actor.deepspeed.cpu_offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero_section["offload_optimizer"] = {"device": "cpu"}
         if stage == 3:
-            zero["offload_param"] = {"device": "cpu"}
-    required = {
+            zero_section["offload_param"] = {"device": "cpu"}
+    fixed_options = {
         # DeepSpeed only multiplies these; the number of micro-batches in a step is set before each backward pass.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": float(clip) if clip is not None else 0.0,
-        "bf16": {"enabled": bfloat16},
+        "gradient_clipping": float(clip_grad) if clip_grad is not None else 0.0,
+        "bf16": {"enabled": is_bfloat16},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
+        "zero_optimization": zero_section,
     }
-    return _merge(_merge(defaults, user_config), required)
+    return _merge(_merge(defaults, user_config), fixed_options)
 
 
 def _check(user_config: dict[str, Any]) -> None:

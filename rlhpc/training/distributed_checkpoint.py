@@ -1,9 +1,8 @@
 """Sharded checkpoints in PyTorch's distributed format (DCP), stored as safetensors.
 
-With PyTorch's own `dcp.save`, the ranks agree by sending pickles through the process group's sockets, to which any process
-on the network could send, and its default storage is read by unpickling. Here the plans travel through the worker
-group's authenticated channel, and the files contain only tensors. `torch.distributed.checkpoint.HuggingFaceStorageReader`
-reads them.
+PyTorch's `dcp.save` exchanges pickles over the process group's sockets, to which any process on the network could send, and
+its default storage is read by unpickling. Here the ranks exchange plans over the worker group's authenticated channel, and
+the files contain only tensors. `torch.distributed.checkpoint.HuggingFaceStorageReader` reads the files.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from rlhpc.runtime.files import fsync_folder
 if TYPE_CHECKING:
     from rlhpc.training.backend import TrainingRanks
 
-#: A rank's file, by its number from 1: PyTorch's own name.
+#: File name of a rank's shards, as in PyTorch; numbers start at 1.
 _SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
 
 
 def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingRanks) -> None:
-    """Writes each rank's part of `state` as one file, or schedules the write (`async_writer.write_file`). All ranks call it.
+    """Writes each rank's shards of `state` to one file, or schedules the write (`async_writer.write_file`). All ranks call it.
 
     Raises:
         CheckpointError: The filesystem reported an error.
@@ -50,15 +49,15 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
     # Every rank computes the plan for all ranks; it depends only on `plans`.
     plans = writer.prepare_global_plan(planner.create_global_plan(plans)[0])
     plan = planner.finish_plan(plans[worker.rank])
-    # PyTorch's writer would copy everything once more, and hold Python's lock.
+    # PyTorch's writer would copy all tensors once more, and hold the GIL.
     if plan.items:
         tensors = {
             write_item.index.fqn: tensor
             for write_item in plan.items
             if torch.is_tensor(tensor := planner.resolve_data(write_item))
         }
-        boxes = [(write_item.index.fqn, write_item.tensor_data) for write_item in plan.items]
-        offsets = {name: {"saved_offsets": box.chunk.offsets} for name, box in boxes if box is not None}
+        tensor_data = [(write_item.index.fqn, write_item.tensor_data) for write_item in plan.items]
+        offsets = {name: {"saved_offsets": data.chunk.offsets} for name, data in tensor_data if data is not None}
         metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
         path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
         write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), metadata))
@@ -66,7 +65,7 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
 
 
 def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], Box]]:
-    """Yields the contents of a checkpoint's files: name of each tensor, a function that reads a box of it, and that box.
+    """Yields the stored boxes of a checkpoint: name of the tensor, function that reads the box's values, and the box.
 
     Raises:
         CheckpointError: A file is damaged, or was written by another program.
@@ -90,7 +89,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """Reads this rank's part into the tensors of `state`, however many ranks wrote it.
+    """Reads this rank's shards into the tensors of `state`, from a checkpoint of any number of ranks.
 
     Raises:
         CheckpointError: A tensor is missing or of another shape, or a file is damaged.
@@ -98,7 +97,7 @@ def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no shards of a checkpoint are there")
     try:
-        with warnings.catch_warnings():  # it warns that it reads without the other ranks, which is intended
+        with warnings.catch_warnings():  # torch warns that it reads without the other ranks, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     # CheckpointException is not an Exception, and safetensors raises its own error classes.

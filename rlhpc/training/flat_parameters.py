@@ -60,7 +60,7 @@ class AdamOptions:
         )
 
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Returns torch's own optimizer, fused: the other variants need temporary tensors as large as the trained weights."""
+        """Builds torch's fused optimizer. The other variants need temporary tensors as large as the trained weights."""
         optimizer_class = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
         return optimizer_class(parameters, **self.torch_options(), fused=True)
 
@@ -73,8 +73,8 @@ class AdamOptions:
 class FlatAdam:
     """Adam (Kingma & Ba 2015) with torch's conventions: eps outside the root, weight decay coupled or decoupled (AdamW).
 
-    On an accelerator a step is torch's fused kernel, which reads and writes everything once and needs no temporary tensor. On
-    the CPU it is five operations, one of which needs a tensor as large as the parameter. They differ by rounding.
+    On an accelerator a step is torch's fused kernel, which reads and writes each element once and needs no temporary tensor.
+    On the CPU a step is five operations, and one needs a tensor as large as the parameter. The results differ by rounding.
 
     Args:
         parameter, gradient: Flat tensors of the same size; the parameter is updated in place.
@@ -89,7 +89,7 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
-        """Updates the parameter from the gradient, with this learning rate from now on."""
+        """Updates the parameter from the gradient. A given learning rate replaces the current one."""
         if lr is not None:
             self.lr = lr
         self.steps += 1
@@ -108,20 +108,20 @@ class FlatAdam:
         self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / correction1)
 
     def resume_at(self, steps: int) -> None:
-        """Continues after this number of steps, with averages that have been restored."""
+        """Sets the number of steps taken, after the averages have been restored."""
         self.steps = steps
 
     @property
     def fuses(self) -> bool:
-        """True if a step is one kernel."""
+        """True if a step is one fused kernel."""
         return self.parameter.device.type != "cpu"
 
     def _fused_step(self) -> None:
-        update = torch._fused_adamw_ if self.options.name == "adamw" else torch._fused_adam_
+        fused_kernel = torch._fused_adamw_ if self.options.name == "adamw" else torch._fused_adam_
         flat_tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
         parameters, gradients, exp_avgs, exp_avg_sqs = (list(flat.split(_MAX_KERNEL_ELEMENTS)) for flat in flat_tensors)
         step_count = torch.full((), float(self.steps), device=self.parameter.device)
-        update(
+        fused_kernel(
             parameters,
             gradients,
             exp_avgs,
@@ -142,7 +142,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FlatModule:
-    """Module with its optimizer, the same on every rank.
+    """Module and optimizer with flat buffers of weights and gradients, replicated on every rank.
 
     Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
     the whole minibatch, whatever the split. Once wrapped, the module must not be moved.
@@ -153,8 +153,8 @@ class FlatModule:
         reduce: Sums a tensor over the group, in place.
         ranks: World size of the group.
         look: Read each gradient norm before the update, even if that means waiting for the device.
-        dtype: Dtype of the computation; None for that of the weights (float32). With a different one, the module gets
-            copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is known.
+        dtype: Dtype of the computation; None for the dtype of the weights (float32). With a different dtype, the module gets
+            copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is computed.
         is_included: Selects the trainable parameters by name; None selects all.
     """
 
@@ -224,7 +224,7 @@ class FlatModule:
         return self._weights
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Returns views of the trained weights by name, as the optimizer has them."""
+        """Returns views of the optimizer's weights, by parameter name."""
         return dict(zip(self.names, self.split(self._weights), strict=True))
 
     def zero_grad(self) -> None:
@@ -233,7 +233,7 @@ class FlatModule:
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips, and updates; skips the update if the norm is one that `refuses`.
+        """Sums the gradients over the ranks, clips them and updates the weights, unless `refuses(norm)`.
 
         Returns:
             The global gradient norm before clipping, as a tensor (reading it would wait for the device).
@@ -252,7 +252,7 @@ class FlatModule:
 
     @torch.no_grad()
     def step(self, norm: torch.Tensor, lr: float) -> None:
-        """Clips by the `gradient_norm`, and updates."""
+        """Clips the gradients by their norm and updates the weights."""
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step(lr)
@@ -264,8 +264,8 @@ class FlatModule:
             self._compute.copy_(self._weights)
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Returns whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
-        is known only with `look`: otherwise the caller reads the norms at the end of its update, before weights leave.
+        """Returns whether a step with this gradient norm is skipped because the norm is not finite. On an accelerator without
+        `look`, it returns False, and the caller reads the norms at the end of its update, before weights are sent.
         """
         return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
 
@@ -277,7 +277,7 @@ class FlatModule:
 
     @torch.no_grad()
     def replace(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the values of all trained weights; the optimizer stays as it is."""
+        """Replaces the values of all trained weights, and keeps the optimizer's state."""
         for name, weight in self.named().items():
             weight.copy_(tensors[name])
         self._copied()
@@ -293,7 +293,7 @@ class FlatModule:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state from `state_dict`; also accepts the flat state of early language model checkpoints. Options
-        such as the learning rate stay those of the configuration.
+        such as the learning rate keep their configured values.
 
         Raises:
             CheckpointError: The state is from a model with other parameters.
@@ -320,10 +320,10 @@ class FlatModule:
         return self._weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq
 
     def scratch(self) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that `renew` recreates: gradients, and the weights in the computation's dtype if it differs."""
+        """Returns the tensors that `renew` recreates: gradients and, in mixed precision, the copies of the weights."""
         return (self._gradients, self._compute) if self.mixed else (self._gradients,)
 
     def renew(self) -> None:
-        """Recreates `scratch` from `state`; the gradients are zero."""
+        """Recreates the tensors of `scratch` from `state`, with zero gradients."""
         self.zero_grad()
         self._copied()

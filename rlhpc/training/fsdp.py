@@ -1,7 +1,7 @@
 """FSDP2 backend (`actor.training_backend: fsdp`): parameters, gradients and optimizer state are sharded over a device mesh.
 
-Each transformer layer is gathered for its forward and backward pass and freed afterwards, and so are a language model's
-embeddings and LM head; the remaining parameters form the root. Tensor parallelism splits layers further within a
+Each transformer layer is gathered for its forward and backward pass and freed afterwards. A language model's embeddings and LM
+head are gathered in the same way; the remaining parameters form the root. Tensor parallelism splits layers further within a
 model-parallel block (`tensor_parallel`). The optimizer works on the local shards, which are plain tensors.
 """
 
@@ -54,7 +54,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend(OffloadingBackend):
-    """FSDP2 backend; gradients are summed, not averaged, because each rank's loss is a part of the global loss."""
+    """FSDP2 backend. Gradients are summed, not averaged, because each rank's loss is a part of the global loss."""
 
     name = "fsdp"
     divides = True
@@ -69,8 +69,8 @@ class FsdpBackend(OffloadingBackend):
         self.mesh: Mesh = Mesh(self.sizes, self.rank, self.device.type)
         #: Device of a rank's shards between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
-        mixed = self.dtype != torch.float32
-        precision = MixedPrecisionPolicy(self.dtype, torch.float32) if mixed else MixedPrecisionPolicy()
+        is_mixed = self.dtype != torch.float32
+        precision = MixedPrecisionPolicy(self.dtype, torch.float32) if is_mixed else MixedPrecisionPolicy()
         self.module = self._sharded(blueprint.build, precision, bool(self.options.reshard_after_forward))
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         self._copies = {name: shared_by(p, self.ranks) for name, p in self._parameters()}
@@ -95,7 +95,7 @@ class FsdpBackend(OffloadingBackend):
             build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
             reshard: Free a layer's gathered weights after its forward pass.
-            root: Also free the gathered weights of the root and the last layer, which a backward pass would need at once.
+            root: Also free the gathered weights of the root and the last layer, although a backward pass needs them first.
         """
         blueprint = self.blueprint
         module, slices = self._empty(build)
@@ -124,9 +124,9 @@ class FsdpBackend(OffloadingBackend):
                     offload_policy=offload,
                     reshard_after_forward=reshard,
                 )
-        units = blueprint.layers(module)
+        layers = blueprint.layers(module)
         last_layer, uncast = blueprint.last(module), blueprint.uncast(module)
-        for submodule in [*units, module]:
+        for submodule in [*layers, module]:
             frees_weights = reshard and (root or (submodule is not module and submodule is not last_layer))
             policy = replace(precision, cast_forward_inputs=submodule not in uncast)
             fully_shard(
@@ -142,13 +142,13 @@ class FsdpBackend(OffloadingBackend):
             self._read(module, slices)
         else:
             self._distribute(module, source, buffers)
-        for wrapped in _parts(module):
-            wrapped.set_force_sum_reduction_for_comms(True)
-            wrapped.set_gradient_divide_factor(1.0)
+        for fsdp_module in _parts(module):
+            fsdp_module.set_force_sum_reduction_for_comms(True)
+            fsdp_module.set_gradient_divide_factor(1.0)
         return module
 
     def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
-        """Returns a model on the meta device and the files with its weights; None for both if rank 0 has to read them."""
+        """Returns a model on the meta device and a reader of its weights; None for both if rank 0 must read the weights."""
         slices = self.blueprint.slices()
         if not all(self.worker.all_gather_object(slices is not None)) or slices is None:
             return None, None
@@ -244,42 +244,42 @@ class FsdpBackend(OffloadingBackend):
         self._bad = []
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Updates the weights (`TrainingBackend.optimizer_step`): clips by the norm over all ranks, clears the gradients."""
+        """Clips by the norm over all ranks, updates the weights, and clears gradients (`TrainingBackend.optimizer_step`)."""
         self._reshard()
-        stepped = [name for name, parameter in self._parameters() if parameter.grad is not None]
+        updated_names = [name for name, parameter in self._parameters() if parameter.grad is not None]
         for name, parameter in self._parameters():
             if name in self._local:
                 gradient = parameter.grad
                 assert gradient is None or isinstance(gradient, DTensor)
                 self._local[name].grad = None if gradient is None else gradient.to_local()
             parameter.grad = None
-        locals_ = list(self._local.values())
+        local_parameters = list(self._local.values())
         norm = self.worker.all_reduce(self._squares().to(self.device)).sqrt()
         if self.refuses(norm):
             self._bad = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
             self.optimizer.zero_grad()
             return norm
         if self.optim.clip_grad > 0:
-            clip_grads_with_norm_(locals_, self.optim.clip_grad, norm.to(self.home))
+            clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.home))
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for name in stepped:
+        for name in updated_names:
             self._steps[name] += 1
         return norm
 
     def _squares(self) -> torch.Tensor:
-        """Returns this rank's part of the squared gradient norm. A shard that n ranks hold counts 1/n on each. torch cannot
-        compute this norm, because the parameters are on meshes of different dimensions.
+        """Returns this rank's part of the squared gradient norm. A shard that n ranks hold counts 1/n on each of
+        them. torch cannot compute this norm, because the parameters are on meshes of different dimensions.
         """
-        total = torch.zeros((), device=self.home)
-        for copies in sorted(set(self._copies.values())):
+        squared_norm = torch.zeros((), device=self.home)
+        for num_copies in sorted(set(self._copies.values())):
             gradients = [
-                p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == copies
+                p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == num_copies
             ]
             if gradients:
-                total = total + get_total_norm(gradients).square() / copies
-        return total
+                squared_norm = squared_norm + get_total_norm(gradients).square() / num_copies
+        return squared_norm
 
     def bad_gradients(self) -> list[str]:
         """Returns the names of parameters with non-finite gradients (`TrainingBackend.bad_gradients`)."""
@@ -296,7 +296,7 @@ class FsdpBackend(OffloadingBackend):
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank stores its shards."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`). Each rank stores its shards."""
         with self.awake():
             self._reshard()
             current = self.module.state_dict(keep_vars=True)
@@ -366,7 +366,7 @@ class FsdpBackend(OffloadingBackend):
                 self.optimizer.state[self._local[name]]["step"].fill_(self._steps[name])
 
     def offload(self) -> None:
-        """Moves shards and optimizer state to the host; with `actor.fsdp.cpu_offload` they are already there."""
+        """Moves shards and optimizer state to the host, unless `actor.fsdp.cpu_offload` keeps them there."""
         if not self.options.cpu_offload:
             super().offload()
 
@@ -377,7 +377,7 @@ class FsdpBackend(OffloadingBackend):
         return super().park()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Returns the tensors to copy (`OffloadingBackend.offloadable_tensors`). Gradients are not among them, because they
+        """Returns the tensors to copy (`OffloadingBackend.offloadable_tensors`). Gradients are not copied, because they
         exist only between `forward_backward` and `optimizer_step`."""
         return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
 

@@ -26,10 +26,10 @@ from rlhpc.training.targets import is_all_linear, is_target
 #: Start index of a slice of a weight in each dimension.
 Part = tuple[int, ...]
 
-#: Number of evenly spaced elements in a sample. The sample contains as many elements again: those closest to zero among
-#: `_AMONG` evenly spaced ones, because in half precision a small update changes only elements near zero.
+#: Number of evenly spaced elements in a sample. The sample also contains the same number of elements closest to zero, out of
+#: `_AMONG` evenly spaced elements, because in half precision a small update changes only elements near zero.
 _SAMPLE, _AMONG = 4096, 1 << 18
-#: Tolerance of the product, relative to the sum of its terms' magnitudes: some kernels round factors to ten bits.
+#: Tolerance of the product, relative to the sum of its terms' magnitudes. Some kernels round factors to ten bits.
 _ROUNDED = 2.0**-9
 
 
@@ -40,7 +40,7 @@ class _Sample(NamedTuple):
     held: torch.Tensor
 
 
-#: Samples by layer, then by slice of its weight; an entry lives as long as the layer.
+#: Samples by layer and by slice of the layer's weight; an entry lives as long as the layer.
 _BASES: weakref.WeakKeyDictionary[nn.Module, dict[Part, _Sample]] = weakref.WeakKeyDictionary()
 
 
@@ -83,12 +83,14 @@ def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, tra
 
 
 def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
-    """Returns the sample of a slice of a layer's weight; takes it at the first call."""
+    """Returns the sample of a slice of a layer's weight. The first call takes the sample."""
     samples = _BASES.setdefault(layer, {})
     if part not in samples:
         flat, spaced_indices, candidates = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
-        smallest = flat[candidates].abs().float().topk(min(_SAMPLE, len(candidates)), largest=False).indices.cpu()
-        sample_indices = torch.cat([spaced_indices, candidates[smallest]]).cpu()
+        smallest_candidates = (
+            flat[candidates].abs().float().topk(min(_SAMPLE, len(candidates)), largest=False).indices.cpu()
+        )
+        sample_indices = torch.cat([spaced_indices, candidates[smallest_candidates]]).cpu()
         samples[part] = _Sample(sample_indices, flat[sample_indices].cpu())
     return samples[part]
 
@@ -99,7 +101,7 @@ def _every(base: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the elements (at positions `at`) as bytes on the host; in a comparison of bytes NaN equals itself."""
+    """Returns the elements (at positions `at`) as bytes on the host. A comparison of bytes treats NaN as equal to itself."""
     return (tensor if at is None else tensor.flatten()[at]).cpu().contiguous().view(torch.uint8)
 
 
@@ -108,21 +110,21 @@ def _is_sum(
 ) -> bool:
     """Returns whether each sampled element of `result` is the original element plus the product, rounded once.
 
-    The product is computed element by element, unlike in `_sum`, so that no kernel rounds its factors to ten bits.
+    The product is computed element by element, because a matrix kernel as in `_sum` may round its factors to ten bits.
     """
-    row, column = sample.at // result.shape[1], sample.at % result.shape[1]
-    output_indices, input_indices = (column, row) if transposed else (row, column)
+    row_indices, column_indices = sample.at // result.shape[1], sample.at % result.shape[1]
+    output_indices, input_indices = (column_indices, row_indices) if transposed else (row_indices, column_indices)
     terms = b[output_indices].float() * a.T[input_indices].float() * scale
-    delta, size = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
+    delta, magnitude = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
     expected, float32 = sample.held.double() + delta, torch.finfo(torch.float32)
-    tolerance = expected.abs() * float32.eps + size * _ROUNDED + float32.tiny
+    tolerance = expected.abs() * float32.eps + magnitude * _ROUNDED + float32.tiny
     lower_bound, upper_bound = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
     actual = result.flatten()[sample.at].cpu()
     # Non-finite values are reported elsewhere, in more detail.
     return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected.isfinite()).all())
 
 
-#: Name of the adapter if there is only one. peft's tensor names contain it, its files omit it.
+#: Name of a single adapter. peft's tensor names contain this name; peft's files omit it.
 ADAPTER = "default"
 
 
@@ -144,15 +146,15 @@ def attach_lora(
     has_lm_head: bool = False,
     names: Sequence[str] = (),
 ) -> nn.Module:
-    """Freezes a model and adds float32 adapters, whose initial values depend only on the seed; returns peft's model.
+    """Freezes a model, adds float32 adapters and returns peft's model. The adapters' initial values depend only on the seed.
 
     Args:
-        model: Model from `load_causal_lm`; if it is on the meta device, the adapters are too.
+        model: Model from `load_causal_lm`. If the model is on the meta device, the adapters are, too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
         head: Name of a layer that is fully trained, without adapters, such as a classification head.
         has_lm_head: Whether the model also has its causal LM head; peft's files then do not list `head`.
-        names: Names of several adapters per layer. One is active at a time (`choose`), initially the first.
+        names: Names of several adapters per layer. One adapter is active at a time (`choose`), initially the first.
 
     Raises:
         ConfigError: `target_modules` matches no layer of this model, a layer that is not linear, or a layer whose weight is
@@ -161,8 +163,8 @@ def attach_lora(
     # Without a task type peft passes arguments on unchanged and returns the model's outputs.
     exclusions = {"exclude_modules": [head]} if head else {}
     task = {} if head and not has_lm_head else {"task_type": "CAUSAL_LM"}
-    allowed = linear_layers(model, head)
-    config = _config(model, lora, lora.dropout, allowed, **exclusions, **task)
+    allowed_layers = linear_layers(model, head)
+    config = _config(model, lora, lora.dropout, allowed_layers, **exclusions, **task)
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -178,7 +180,7 @@ def attach_lora(
             for name in other_adapters:
                 adapted.add_adapter(name, copy.copy(config))
     except ValueError as error:
-        raise _no_targets(lora, allowed, error) from error
+        raise _no_targets(lora, allowed_layers, error) from error
     if other_adapters:
         for name, parameter in adapted.named_parameters():
             parameter.requires_grad = ".lora_" in name
@@ -189,15 +191,15 @@ def attach_lora(
         config.exclude_modules = None
     if head and not has_lm_head:  # stored in peft's files, so that peft loads the head from them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
-    _finish(adapted, lora, allowed)
+    _finish(adapted, lora, allowed_layers)
     module: nn.Module = adapted
     return module
 
 
 def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
-    """Freezes a module of a policy and adds float32 adapters to it in place; its weights keep their names.
+    """Freezes a module of a policy and adds float32 adapters in place. The module's weights keep their names.
 
-    The adapters have no dropout, because the log-probs of the rollout would differ from those of the update.
+    The adapters have no dropout, because it would make the log-probs of rollout and update differ.
 
     Args:
         model: Any module.
@@ -237,17 +239,17 @@ def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
     mixture-of-experts models peft maps the names of the experts' former matrices, such as `gate_proj`, to these tensors, even
     if a dense layer has the same name. Such layers are therefore omitted, too.
     """
-    embeddings: Any = getattr(model, "get_output_embeddings", None)  # only models of transformers have this method
-    output = None if embeddings is None else embeddings()
-    linear = [
+    get_output: Any = getattr(model, "get_output_embeddings", None)  # only models of transformers have this method
+    lm_head = None if get_output is None else get_output()
+    names = [
         name
         for name, module in model.named_modules()
-        if _is_linear(module) and module is not output and not (head and is_target(name, [head]))
+        if _is_linear(module) and module is not lm_head and not (head and is_target(name, [head]))
     ]
-    readable = {
-        last_name: _reads_as_module(model, last_name) for last_name in {name.rpartition(".")[2] for name in linear}
+    is_readable = {
+        last_name: _reads_as_module(model, last_name) for last_name in {name.rpartition(".")[2] for name in names}
     }
-    return [name for name in linear if readable[name.rpartition(".")[2]]]
+    return [name for name in names if is_readable[name.rpartition(".")[2]]]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -269,8 +271,8 @@ def _reads_as_module(model: nn.Module, name: str) -> bool:
 
 
 def _no_targets(lora: AdapterConfig, allowed: Collection[str], reason: object) -> ConfigError:
-    lasts = ", ".join(sorted({name.rpartition(".")[2] for name in allowed}))
-    return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}; allowed: {lasts}")
+    layer_names = ", ".join(sorted({name.rpartition(".")[2] for name in allowed}))
+    return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}; allowed: {layer_names}")
 
 
 def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -> None:
@@ -308,8 +310,8 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def choose(module: nn.Module, name: str) -> None:
-    """Activates one of several adapters: it is used in forward passes, merged and sent from now on. All adapters stay
-    trainable, whereas peft's own function would freeze the inactive ones.
+    """Activates one of several adapters for forward passes, merging and weight sync. All adapters stay trainable, whereas
+    peft's function would freeze the inactive adapters.
     """
     for _, layer in _layers(module):
         layer._active_adapter = name
@@ -346,14 +348,14 @@ def linear_base(layer: nn.Module) -> nn.Linear | None:
     """Returns the layer if it is linear, or the linear layer that an adapter wraps; None for any other layer."""
     base: Any = layer.base_layer if _is_adapted(layer) else layer
     layer_class: type = type(base)
-    if isinstance(base, FSDPModule):  # a separately gathered layer has a class derived from FSDPModule and its own
+    if isinstance(base, FSDPModule):  # the class of a separately gathered layer derives from FSDPModule and nn.Linear
         layer_class = layer_class.__mro__[2]
     return base if layer_class is nn.Linear else None
 
 
 def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the pairs (y, W) of a layer with a `linear_base`: its output is the sum of y Wᵀ over the pairs, plus its
-    bias.
+    """Returns the pairs (y, W) of a layer with a `linear_base`. The layer's output is the sum of y Wᵀ over the pairs, plus
+    the bias.
     """
     base = linear_base(layer)
     assert base is not None
@@ -375,12 +377,12 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
     Args:
         module: A Hugging Face model, or such a model after `attach_lora`.
         full: Gathers the full tensor from a shard; all ranks call it in the same order.
-        without: Names to omit.
+        without: Names of weights to omit.
 
     Raises:
         RlhpcError: A base weight has changed, or a merged weight is wrong (`merged`).
     """
-    adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
+    layers = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     ids: set[int] = set()
     for state_name, tensor in module.state_dict(keep_vars=True).items():
         name = plain(state_name)
@@ -388,7 +390,7 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
             continue
         ids.add(id(tensor))
         full_tensor = full(tensor).detach()
-        layer = adapted.get(id(tensor))
+        layer = layers.get(id(tensor))
         if layer is not None:
             factors = factors_of(layer, full)
             full_tensor = merged(layer, name, full_tensor, factors.a, factors.b, factors.scale)
@@ -397,11 +399,11 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
     """Returns the names, as in `full_weights`, of the parameters that are neither trained nor have an adapter."""
-    adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
+    adapted_ids = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
         plain(name)
         for name, tensor in module.named_parameters()
-        if not tensor.requires_grad and id(tensor) not in adapted and ".lora_" not in name
+        if not tensor.requires_grad and id(tensor) not in adapted_ids and ".lora_" not in name
     )
 
 
@@ -431,7 +433,7 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def adapted_layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """Returns the layers with adapters, by name, in any module."""
+    """Returns names and layers of a module's layers with adapters."""
     return [(name, layer) for name, layer in module.named_modules() if _is_adapted(layer)]
 
 

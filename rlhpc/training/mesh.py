@@ -1,16 +1,16 @@
 """Device mesh of a trained model: the ranks that share weights, and the ranks that get different samples.
 
-The mesh is `(replicate, shard, context, tensor)` over all ranks, in their order, so that tensor groups are neighbours on a
-node and copies are far apart. Dense weights are cut over `tensor` by transformers' plan, and by FSDP2 over `fsdp = shard ×
-context`; with copies FSDP2 gets the two-dimensional mesh `(replicate, fsdp)`. Experts are on a second mesh over the same
-ranks, `(replicate, expert_fsdp, expert)`: tokens travel along `expert`, whatever sequence they belong to.
+The mesh is `(replicate, shard, context, tensor)` over all ranks in rank order, so that the ranks of a tensor group are
+neighbours on a node and replicas are far apart. transformers' plan cuts dense weights over `tensor`, and FSDP2 shards them
+over `fsdp = shard × context`; with replicas FSDP2 gets the two-dimensional mesh `(replicate, fsdp)`. Experts are on a second
+mesh over the same ranks, `(replicate, expert_fsdp, expert)`. Tokens of all sequences are exchanged along `expert`.
 
 Interface for other modules:
 
-    Sizes.of(cfg.actor.parallel, ranks)     → Sizes            (rlhpc.config.parallel; needs no torch)
-        .data, .data_of(rank)               → number of blocks, and the block of a rank: samples are distributed by it
-        .block, .lane_of(rank)              → ranks of a block (context × tensor), all with the same samples; 0 is its leader
-    Mesh(sizes, rank, device_type)          → all ranks call it, after `init_process_group`
+    MeshSizes.of(cfg.actor.parallel, ranks) → MeshSizes        (rlhpc.config.parallel; needs no torch)
+        .data, .data_of(rank)               → number of blocks, and the block of a rank; blocks get different samples
+        .block, .lane_of(rank)              → ranks of a block (context × tensor), and a rank's position; 0 is the leader
+    Mesh(sizes, rank, device_type)          → all ranks call it after `init_process_group`
         .sizes, .rank, .world               → the DeviceMesh of the dense weights
         .fsdp, .tensor, .context            → sub-meshes; `tensor` and `context` are None where the size is 1
         .expert, .expert_fsdp               → sub-meshes of the second mesh; None without experts
@@ -49,9 +49,9 @@ class Mesh:
     Attributes:
         world: All ranks, by (replicate, shard, context, tensor), without dimensions of size 1 other than shard.
         fsdp: Sub-mesh over which FSDP2 shards dense weights.
-        tensor: Ranks that share matrices.
-        context: Ranks that share rows.
-        expert: Ranks that share experts.
+        tensor: Sub-mesh of the ranks that split matrices; None if there is one such rank.
+        context: Sub-mesh of the ranks that split sequences; None if there is one such rank.
+        expert: Sub-mesh of the ranks that split experts; None without expert parallelism.
         expert_fsdp: Sub-mesh over which FSDP2 shards experts.
     """
 
@@ -68,8 +68,10 @@ class Mesh:
     def __post_init__(self) -> None:
         sizes = self.sizes
         dim_sizes = {name: getattr(sizes, name) for name in ("replicate", "shard", "context", "tensor")}
-        names = tuple(name for name, size in dim_sizes.items() if size > 1 or name == "shard")
-        self.world = init_device_mesh(self.device, tuple(dim_sizes[name] for name in names), mesh_dim_names=names)
+        dim_names = tuple(name for name, size in dim_sizes.items() if size > 1 or name == "shard")
+        self.world = init_device_mesh(
+            self.device, tuple(dim_sizes[name] for name in dim_names), mesh_dim_names=dim_names
+        )
         self.tensor = self.world["tensor"] if sizes.tensor > 1 else None
         self.context = self.world["context"] if sizes.context > 1 else None
         shard_dim = "shard"
@@ -79,15 +81,19 @@ class Mesh:
         self.fsdp = self.world["replicate", shard_dim] if sizes.replicate > 1 else self.world[shard_dim]
         if sizes.expert > 1:
             expert_shards = sizes.ranks // sizes.replicate // sizes.expert
-            shape = {"replicate": sizes.replicate, "expert_fsdp": expert_shards, "expert": sizes.expert}
-            expert_sizes = {name: size for name, size in shape.items() if name != "replicate" or size > 1}
-            experts = init_device_mesh(self.device, tuple(expert_sizes.values()), mesh_dim_names=tuple(expert_sizes))
-            self.expert = experts["expert"]
-            self.expert_fsdp = experts["replicate", "expert_fsdp"] if sizes.replicate > 1 else experts["expert_fsdp"]
+            expert_dims = {"replicate": sizes.replicate, "expert_fsdp": expert_shards, "expert": sizes.expert}
+            expert_sizes = {name: size for name, size in expert_dims.items() if name != "replicate" or size > 1}
+            expert_mesh = init_device_mesh(
+                self.device, tuple(expert_sizes.values()), mesh_dim_names=tuple(expert_sizes)
+            )
+            self.expert = expert_mesh["expert"]
+            self.expert_fsdp = (
+                expert_mesh["replicate", "expert_fsdp"] if sizes.replicate > 1 else expert_mesh["expert_fsdp"]
+            )
 
     @property
     def data(self) -> int:
-        """The data coordinate of this rank."""
+        """Data coordinate of this rank: the number of its block."""
         return self.sizes.data_of(self.rank)
 
     @property
@@ -107,29 +113,29 @@ class Mesh:
         """
         if not isinstance(tensor, DTensor):
             return self.rank, self.sizes.ranks
-        names = tensor.device_mesh.mesh_dim_names or ("shard",)
+        dim_names = tensor.device_mesh.mesh_dim_names or ("shard",)
         sharded_dims = {
-            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
+            name for name, placement in zip(dim_names, tensor.placements, strict=True) if not placement.is_replicate()
         }
-        if sharded_dims & _EXPERTS or _EXPERTS & set(names):
+        if sharded_dims & _EXPERTS or _EXPERTS & set(dim_names):
             coordinates = {"replicate": self.sizes.coordinates(self.rank)["replicate"]}
             expert_rank = self.rank % (self.sizes.ranks // self.sizes.replicate)
             coordinates["expert_fsdp"], coordinates["expert"] = divmod(expert_rank, self.sizes.expert)
-            size = {"replicate": self.sizes.replicate, "expert": self.sizes.expert}
-            size["expert_fsdp"] = self.sizes.ranks // math.prod(size.values())
+            dim_sizes = {"replicate": self.sizes.replicate, "expert": self.sizes.expert}
+            dim_sizes["expert_fsdp"] = self.sizes.ranks // math.prod(dim_sizes.values())
         else:
             coordinates = self.sizes.coordinates(self.rank)
-            size = {name: getattr(self.sizes, name) for name in coordinates}
-        sharded_dims = {made_of for name in sharded_dims for made_of in (_MADE_OF.get(name) or (name,))}
-        copy_index, count = 0, 1
-        for name in sorted(size):
+            dim_sizes = {name: getattr(self.sizes, name) for name in coordinates}
+        sharded_dims = {size_name for name in sharded_dims for size_name in (_MADE_OF.get(name) or (name,))}
+        copy_index, num_copies = 0, 1
+        for name in sorted(dim_sizes):
             if name not in sharded_dims:
-                copy_index, count = copy_index * size[name] + coordinates[name], count * size[name]
-        return copy_index, count
+                copy_index, num_copies = copy_index * dim_sizes[name] + coordinates[name], num_copies * dim_sizes[name]
+        return copy_index, num_copies
 
 
 def form_single_rank_group(device: str) -> None:
-    """Forms torch's default process group for a process without one: a single rank has none, and sharding needs one."""
+    """Forms torch's default process group with one rank, unless a group exists. Sharding needs a process group."""
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)

@@ -1,8 +1,8 @@
-"""Checkpoint names of a module's tensors, as views.
+"""Names of a module's tensors in checkpoints.
 
-transformers keeps the experts of a mixture as two tensors, `experts.gate_up_proj` `[E, 2I, H]` and `experts.down_proj`, while
-files have separate names for each expert's matrices. Here a matrix in a file is a view of the module's tensor, so no tensor
-is converted, gathered or copied: transformers' own conversion would gather all experts on every rank.
+A transformers model stores all experts of a layer in two tensors, `experts.gate_up_proj` `[E, 2I, H]` and `experts.down_proj`.
+Checkpoint files store the matrices of each expert by name. Here a matrix in a file is a view of the module's tensor, so that
+no tensor is converted, gathered or copied. The conversion in transformers would gather all experts on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ParameterView:
 
     Attributes:
         name: Name in the checkpoint.
-        index: Index into the module's tensor, one entry per dimension: a number, which drops the dimension, or (start, stop).
+        index: Index into the module's tensor, one entry per dimension. A number selects an index and drops the dimension;
+            (start, stop) selects a range.
     """
 
     name: str
@@ -36,7 +37,7 @@ class ParameterView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor."""
+        """Shape of the checkpoint tensor."""
         return tuple(entry[1] - entry[0] for entry in self.index if not isinstance(entry, int))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,12 +46,12 @@ class ParameterView:
 
 
 def plain(name: str) -> str:
-    """Returns the name that a tensor of a model with adapters has without them."""
+    """Returns the name of a tensor without the parts that peft adds to it."""
     return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
 
 
 def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses tensors that replace others of these shapes, by name.
+    """Checks that replacement tensors have the names and shapes of the current tensors.
 
     Raises:
         RuntimeError: Names or shapes differ.
@@ -63,7 +64,7 @@ def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[s
 
 
 def model_in(module: nn.Module) -> Any:
-    """Returns the outermost model of transformers in a module; None without one."""
+    """Returns the outermost transformers model in a module; None if the module contains no such model."""
     package = sys.modules.get("transformers")
     if package is None:
         return None
@@ -71,24 +72,26 @@ def model_in(module: nn.Module) -> Any:
 
 
 def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[ParameterView]]:
-    """Returns the checkpoint tensors of each of a module's tensors, as `save_pretrained` would name them.
+    """Returns the checkpoint tensors of each tensor of a module, with the names that `save_pretrained` would use.
 
     Args:
-        module: A model of transformers, with adapters or without, or any other module, whose names are all kept.
-        shapes: Full shapes by the module's own names.
+        module: A transformers model, with or without adapters. Tensors of any other module keep their names.
+        shapes: Full shapes of the tensors, by their names in the module.
     """
     model = model_in(module)
     # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
-    wrapper: Any = module
-    base_model = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
-    reverse = _Reverse(model) if model is not None and model is base_model else None
-    views: dict[str, list[ParameterView]] = {}
+    peft_model: Any = module
+    base_model = peft_model.get_base_model() if hasattr(peft_model, "get_base_model") else module
+    reverse_conversion = _Reverse(model) if model is not None and model is base_model else None
+    views_by_tensor: dict[str, list[ParameterView]] = {}
     for name, shape in shapes.items():
         full_range = tuple((0, size) for size in shape)
-        views[name] = (
-            [ParameterView(plain(name), full_range)] if reverse is None else list(reverse.parts(plain(name), shape))
+        views_by_tensor[name] = (
+            [ParameterView(plain(name), full_range)]
+            if reverse_conversion is None
+            else list(reverse_conversion.parts(plain(name), shape))
         )
-    return views
+    return views_by_tensor
 
 
 class _Reverse:
@@ -111,30 +114,30 @@ class _Reverse:
         self._model = type(model).__name__
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
-        """Yields the checkpoint tensors of a tensor."""
-        renamed, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
-        full_range = tuple((0, size) for size in shape)
+        """Yields the checkpoint tensors that a tensor of the module is split into."""
+        checkpoint_name, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
+        full_range = tuple((0, num_rows) for num_rows in shape)
         if pattern is None:
-            yield ParameterView(renamed, full_range)
+            yield ParameterView(checkpoint_name, full_range)
             return
-        forward = self._forward[pattern]
-        sources: list[str] = forward._original_source_patterns
-        operations = [type(operation).__name__ for operation in forward.operations]
-        is_concatenated = operations == ["MergeModulelist", "Concatenate"] and forward.operations[1].dim == 1
+        conversion = self._forward[pattern]
+        source_patterns: list[str] = conversion._original_source_patterns
+        operations = [type(operation).__name__ for operation in conversion.operations]
+        is_concatenated = operations == ["MergeModulelist", "Concatenate"] and conversion.operations[1].dim == 1
         if (
-            not (is_concatenated or (operations == ["MergeModulelist"] and len(sources) == 1))
-            or forward.operations[0].dim != 0
+            not (is_concatenated or (operations == ["MergeModulelist"] and len(source_patterns) == 1))
+            or conversion.operations[0].dim != 0
         ):
             raise ConfigError(
                 f"{self._model}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
             )
         # The renamed tensor has the first pattern in its name; the other names differ only there.
-        first_name = name.replace(pattern, sources[0], 1)
-        size = shape[1] // len(sources)
+        first_name = name.replace(pattern, source_patterns[0], 1)
+        num_rows = shape[1] // len(source_patterns)
         for expert in range(shape[0]):
-            for source_index, source in enumerate(sources):
-                expert_name = first_name.replace(sources[0], source).replace("*", str(expert), 1)
-                rows = (source_index * size, (source_index + 1) * size) if is_concatenated else (0, shape[1])
-                renamed, _ = self._rename(expert_name, self._renamings, [], reverse=True)
-                yield ParameterView(renamed, (expert, rows, *full_range[2:]))
+            for source_index, source in enumerate(source_patterns):
+                expert_name = first_name.replace(source_patterns[0], source).replace("*", str(expert), 1)
+                rows = (source_index * num_rows, (source_index + 1) * num_rows) if is_concatenated else (0, shape[1])
+                checkpoint_name, _ = self._rename(expert_name, self._renamings, [], reverse=True)
+                yield ParameterView(checkpoint_name, (expert, rows, *full_range[2:]))

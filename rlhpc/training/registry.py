@@ -21,8 +21,9 @@ BACKENDS: Registry[Any] = Registry(
 
 
 def make_backend(blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> TrainingBackend:
-    """Builds the backend that `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a
-    `TrainingBackend`. All ranks of the worker's group call it.
+    """Builds the backend that `actor.training_backend` names. All ranks of the worker's group call it.
+
+    The name is `local`, `fsdp`, `deepspeed`, or `module:Class` of a `TrainingBackend`.
 
     Args:
         blueprint: Description of the trained module.

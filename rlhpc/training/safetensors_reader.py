@@ -17,10 +17,10 @@ _INDEX, _SINGLE = "model.safetensors.index.json", MODEL
 
 
 class Slices:
-    """Tensors of a model's folder.
+    """Reader of the tensors in a model's folder.
 
     Args:
-        files: The file of each tensor, by name.
+        files: Path of the file that holds each tensor, by tensor name.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -30,13 +30,13 @@ class Slices:
 
     @classmethod
     def of(cls, find: Callable[[str], Path | None]) -> Slices | None:
-        """Opens the tensors of a model.
+        """Finds the safetensors files of a model.
 
         Args:
-            find: Returns the path of a file of the model; None if it has no file of this name.
+            find: Returns the path of a file of the model; None if the model has no file of this name.
 
         Returns:
-            None if its weights are not in safetensors, or some of them cannot be found.
+            The reader; None if the weights are not in safetensors files, or a file is missing or damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -61,7 +61,7 @@ class Slices:
         self._stack.close()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Reads a box of a tensor, or all of it, into host memory; inside the object's `with` block."""
+        """Reads a tensor, or a box of it, into host memory. Call it inside the object's `with` block."""
         from safetensors import safe_open
 
         path = self.files[name]

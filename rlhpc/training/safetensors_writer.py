@@ -1,8 +1,8 @@
-"""Writer of a model's safetensors folder by all ranks at once: each writes the tensor slices that it holds.
+"""Writer of a model's safetensors folder by all ranks at once: each rank writes the tensor slices that it holds.
 
 The location of a tensor in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
-headers, and then every rank writes its boxes, with `pwrite` at their offsets. No tensor is gathered, and none is written
-twice: one of the ranks that hold the same part writes it.
+headers, and then every rank writes its boxes, with `pwrite` at their offsets. No tensor is gathered. If
+several ranks hold the same slice, only one of them writes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhpc.training.parameter_names import checkpoint_parts, model_in
 from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.shard_layout import copy_full, held, named_tensor, regions
 
-#: Maximum bytes of tensors in a file, unless one is larger: transformers' own limit.
+#: Maximum bytes of tensors in a file, unless a single tensor is larger; transformers uses the same limit.
 MAX_FILE_BYTES = 5 * 10**9
 #: Bytes copied at a time from a tensor to be written.
 CHUNK = 1 << 24
@@ -35,11 +35,11 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor.
+    """Location of a tensor in a model's folder.
 
     Attributes:
         file: Name of the file.
-        offset: Offset of its first byte in the file.
+        offset: Offset of the tensor's first byte in the file.
         shape, dtype: Shape and dtype of the tensor.
     """
 
@@ -50,7 +50,7 @@ class TensorLocation:
 
 
 class Layout:
-    """Files of a model's folder, determined by names, shapes and dtypes alone.
+    """Layout of a model's folder: files, headers and locations, determined by names, shapes and dtypes alone.
 
     Args:
         tensors: Shape and dtype of each tensor, in the order in which they are stored.
@@ -60,21 +60,23 @@ class Layout:
     def __init__(
         self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_file_bytes: int | None = None
     ) -> None:
-        groups: list[list[str]] = [[]]
-        size, max_file_bytes = 0, MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
+        names_by_file: list[list[str]] = [[]]
+        file_bytes, max_file_bytes = 0, MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
         for name, nbytes in sizes.items():
-            if groups[-1] and size + nbytes > max_file_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(name)
-            size += nbytes
+            if names_by_file[-1] and file_bytes + nbytes > max_file_bytes:
+                names_by_file.append([])
+                file_bytes = 0
+            names_by_file[-1].append(name)
+            file_bytes += nbytes
         self.total = sum(sizes.values())
         self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
         self.places: dict[str, TensorLocation] = {}
         self._headers: dict[str, tuple[bytes, int]] = {}
-        for file_number, names in enumerate(groups, 1):
-            file = f"model-{file_number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
+        for file_number, names in enumerate(names_by_file, 1):
+            file = (
+                f"model-{file_number:05d}-of-{len(names_by_file):05d}.safetensors" if len(names_by_file) > 1 else MODEL
+            )
             header = safetensors_header({name: tensors[name] for name in names})
             offset = len(header)
             for name in names:
@@ -83,7 +85,7 @@ class Layout:
             self._headers[file] = header, offset
 
     def begin(self, folder: Path) -> None:
-        """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""
+        """Creates the files, with headers and space for the tensors, and the index. One rank calls it."""
         folder.mkdir(parents=True, exist_ok=True)
         for stale_file in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
             stale_file.unlink(missing_ok=True)
@@ -103,7 +105,11 @@ class Layout:
 
         Args:
             folder: Folder of the files.
-            boxes: Name of the tensor, the box, and its values, in any dtype and on any device; one at a time.
+            boxes: Name of the tensor, the box, and its values, in any dtype and on any device. The iterable is consumed one
+                box at a time.
+
+        Returns:
+            Number of bytes written.
         """
         files: dict[str, int] = {}
         num_written = 0
@@ -126,7 +132,7 @@ class Layout:
 
 
 def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
-    """Writes the longest runs of bytes that are contiguous in the file."""
+    """Writes a box in runs of bytes that are contiguous in the file, and returns the number of bytes."""
     total_written = 0
     for start, run in _runs(place.shape, box, values):
         file_offset = place.offset + start * place.dtype.itemsize
@@ -169,7 +175,7 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
 
 
 def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields one run, some rows at a time, so that copies stay small."""
+    """Yields the rows of one run, some rows at a time, so that copies stay small."""
     if values.is_contiguous():
         yield first, values.reshape(-1)
         return
@@ -182,26 +188,26 @@ def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, 
 def fill(
     module: nn.Module, mesh: Mesh, slices: Slices, created: Iterable[tuple[str, torch.Tensor]], where: str
 ) -> None:
-    """Loads the weights of a sharded module: the rank reads its boxes of each tensor.
+    """Loads the weights of a sharded module. Each rank reads its boxes of each tensor.
 
     Args:
         module: Module with uninitialized memory.
-        mesh: Mesh that it is sharded over.
-        slices: The files.
-        created: Tensors that are not in the files, by the module's own names, one at a time: full, the same on every rank.
+        mesh: Mesh that the module is sharded over.
+        slices: Reader of the files.
+        created: Names in the module and full tensors that are not in the files, the same on every rank.
         where: Name of the files in messages.
     """
     created_names = set[str]()
     for name, tensor in created:
         created_names.add(name)
         copy_full(named_tensor(module, name), tensor)
-    checked = set[str]()
+    checked_names = set[str]()
     with slices:
         for region in regions(module, mesh, adapters=True):
             if region.parameter in created_names:
                 continue
-            if region.name not in checked:
-                checked.add(region.name)
+            if region.name not in checked_names:
+                checked_names.add(region.name)
                 if (file_shape := slices.shape(region.name)) != region.shape:
                     raise ConfigError(
                         f"{where}: {region.name} is {list(file_shape)} there, and {list(region.shape)} in the model"

@@ -1,17 +1,17 @@
 """Shard layout: the slices of checkpoint tensors that a rank holds.
 
-A rank's part of a DTensor is one box (`rlhpc.checkpoint.tensor_slice`) or, where a dimension was cut twice, several.
+A rank holds one box of a DTensor (`rlhpc.checkpoint.tensor_slice`), or several boxes if a dimension is cut twice.
 
     regions(module, mesh) → list[Region]: in the module's order, the same on every call; without communication
-        .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
+        .name, .shape, .dtype       the checkpoint tensor (each expert's matrix has a name; tied tensors are listed once)
         .box                        the slice that this rank holds
-        .copy, .copies              number of this copy, and of copies on all ranks: exactly one rank has a box's copy 0
-        .frozen                     not trained, and no adapter's product is merged into it
-        .of(module)                 the values, a view of this rank's memory: write into it, or read it
-    boxes(tensor) → list[(Box, Box)]: of a DTensor, or any tensor: in the full tensor, and in the local one
+        .copy, .copies              number of this copy, and number of copies on all ranks; one rank holds copy 0 of a box
+        .frozen                     True if the tensor is not trained and no adapter is merged into it
+        .of(module)                 the values, as a view of this rank's memory that can be read and written
+    boxes(tensor) → list[(Box, Box)]: boxes of any tensor on this rank, in the full tensor and in the local tensor
 
-Adapters' own tensors are left out unless `adapters=True`. Their contribution to the layers they belong to is not in these
-values, but in those of `pieces` and of `TrainingBackend.pieces`.
+Tensors of adapters are omitted unless `adapters=True`. The values of a region do not include the product of an adapter; the
+values of `pieces` and `TrainingBackend.pieces` do.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plai
 
 
 def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
-    """Returns the slices of a full tensor on this rank: boxes of it, and the location of each in the local tensor.
+    """Returns the boxes of a full tensor that are on this rank, and the location of each box in the local tensor.
 
-    Correct for any placements, uneven shards and dimensions that are cut twice, because torch itself distributes the
-    dimension's indices as it did the tensor.
+    The result is correct for any placements, uneven shards and dimensions that are cut twice, because torch distributes the
+    indices of a dimension in the same way as the tensor.
     """
     if not isinstance(tensor, DTensor):
         return [(full_box(tensor.shape), full_box(tensor.shape))]
@@ -54,29 +54,31 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, detached: a view of its memory."""
+    """Returns a detached view of the local part of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies a full tensor's values into a tensor of which this rank may hold a shard."""
+    """Copies the values of a full tensor into a tensor that may be sharded over the ranks."""
     for box, local_box in boxes(target):
         cut(local_part(target), local_box).copy_(cut(full, box))
 
 
 def _along(placement: Placement, dim: int, ndim: int) -> Placement:
-    """Returns the effect of a placement on one dimension, as a placement of a vector."""
+    """Returns the placement of a vector of indices along one dimension that corresponds to a placement of the tensor."""
     sharded_dim = getattr(placement, "dim", None)
     if sharded_dim is None or sharded_dim % ndim != dim:
         return Replicate()
-    factor = getattr(placement, "split_factor", None)
-    vector_placement: Placement = type(placement)(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
+    split_factor = getattr(placement, "split_factor", None)
+    vector_placement: Placement = (
+        type(placement)(0) if split_factor is None else type(placement)(0, split_factor=split_factor)
+    )  # type: ignore[call-arg]
     return vector_placement
 
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
-    """Returns the runs of indices along a dimension that are on this rank: (start, size, start in the local tensor)."""
+    """Returns the index runs of a dimension that are on this rank: (start, size, start in the local tensor)."""
     if all(placement.is_replicate() for placement in along):
         return [(0, size, 0)]
     local_indices = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
@@ -89,17 +91,17 @@ def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tup
 
 @dataclass(frozen=True)
 class Region:
-    """Box of a checkpoint's tensor that this rank holds.
+    """Box of a checkpoint tensor that this rank holds.
 
     Attributes:
         name: The tensor's name in the checkpoint.
         shape: Shape of the full tensor.
-        dtype: Dtype in which it is kept here.
-        box: The slice that is here.
-        parameter: The module's own name of the tensor that it is a view of.
-        index: Index into that tensor's local part.
-        copy, copies: Number of this copy, and of copies on all ranks.
-        frozen: True if it never changes: it is not trained, and no adapter is merged into it.
+        dtype: Dtype of the tensor in the module.
+        box: Slice that this rank holds.
+        parameter: Name of the tensor in the module; the region is a view of this tensor.
+        index: Index into the local part of the module's tensor.
+        copy, copies: Number of this copy, and number of copies on all ranks.
+        frozen: True if the values never change: the tensor is not trained, and no adapter is merged into it.
     """
 
     name: str
@@ -113,23 +115,23 @@ class Region:
     frozen: bool
 
     def of(self, module: nn.Module) -> torch.Tensor:
-        """Returns the values, of the box's shape: a view of the rank's memory."""
+        """Returns the values in the box's shape, as a view of the module's memory."""
         return self.view(named_tensor(module, self.parameter))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the same view of another tensor that is cut like the parameter, such as a moment of its optimizer."""
+        """Returns the same view of another tensor that is sharded like the parameter, such as an optimizer moment."""
         return local_part(tensor)[self.index]
 
 
 def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """Returns a parameter or buffer by name."""
-    holder, _, attribute = name.rpartition(".")
-    tensor: torch.Tensor = getattr(module.get_submodule(holder), attribute)
+    owner_name, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(owner_name), attribute)
     return tensor
 
 
 def held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and persistent buffers, each tensor once, under the first of its names."""
+    """Yields names and tensors of parameters and persistent buffers. A tied tensor is yielded once, by its first name."""
     ids = set[int]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in ids:
@@ -147,9 +149,9 @@ def regions(
     """Returns the regions of a module that this rank holds.
 
     Args:
-        module: Its parameters are DTensors, or replicated on every rank.
-        mesh: Mesh that it is sharded over.
-        adapters: Whether adapters' own tensors are listed, by the module's names.
+        module: Module with parameters that are DTensors or replicated on every rank.
+        mesh: Mesh that the module is sharded over.
+        adapters: Also list the tensors of adapters, by their names in the module.
         is_included: Selects checkpoint names.
 
     Raises:
@@ -166,7 +168,7 @@ def regions(
 def _checkpoint_views(
     module: nn.Module, is_included: Callable[[str], bool], *, adapters: bool = False
 ) -> list[tuple[str, torch.Tensor, list[ParameterView]]]:
-    """Returns name and tensor of each of a module's tensors, with the included ones of its tensors in a checkpoint."""
+    """Returns each tensor of a module, with its name and its included checkpoint views."""
     tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return [
@@ -181,11 +183,11 @@ def regions_of(
     """Returns the regions of one tensor of a module (see `regions`).
 
     Args:
-        name: The module's name of it.
-        tensor: The tensor, or the same one with other placements.
-        parts: Its tensors in a checkpoint.
-        mesh: Mesh that it is sharded over; None if copies are not counted.
-        frozen: Whether it never changes.
+        name: Name of the tensor in the module.
+        tensor: The tensor, or the same tensor with other placements.
+        parts: Checkpoint tensors that the tensor is split into.
+        mesh: Mesh that the tensor is sharded over; None if copies are not counted.
+        frozen: Whether the tensor never changes.
     """
     copy_index, num_copies = (0, 1) if mesh is None else mesh.copies(tensor)
     return [
@@ -199,8 +201,15 @@ def regions_of(
 def within(
     index: tuple[int | tuple[int, int], ...], box: Box, local: Box
 ) -> tuple[Box, tuple[int | slice, ...]] | None:
-    """Returns the intersection of a box of a module's tensor and a part of it (`ParameterView.index`): as a box of the part,
-    and as an index into the local tensor, in which the box lies at `local`; None if it is empty.
+    """Returns the intersection of a box with a view of the same tensor; None if it is empty.
+
+    Args:
+        index: Index of the view (`ParameterView.index`).
+        box: Box of the full tensor.
+        local: The same box in the local tensor.
+
+    Returns:
+        The intersection as a box of the view, and as an index into the local tensor.
     """
     starts, stops, local_index = list[int](), list[int](), list[int | slice]()
     for selector, box_start, box_end, local_start in zip(index, box.starts, box.ends, local.starts, strict=True):
@@ -220,7 +229,7 @@ def within(
 def names_and_shapes(
     module: nn.Module, is_included: Callable[[str], bool] = lambda name: True
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns shape and dtype of every tensor in a checkpoint of a module, in the module's order, without adapters' own."""
+    """Returns shape and dtype of each tensor in a module's checkpoint, in the module's order, without adapters."""
     return {
         view.name: (view.shape, tensor.dtype)
         for _, tensor, views in _checkpoint_views(module, is_included)
@@ -237,19 +246,19 @@ def pieces(
     rows: bool = False,
     is_included: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[Region, Callable[[], torch.Tensor]]]:
-    """Yields the boxes that this rank has, with functions that return their values. All ranks iterate over the same tensors
-    in the same order.
+    """Yields the regions of this rank, with functions that return their values. All ranks iterate over the same tensors in the
+    same order.
 
     Args:
-        module: A sharded model, with adapters or without.
-        mesh: Mesh that it is sharded over; None if each rank has all of it.
-        full: Gathers a full tensor, for adapters.
-        rows: Ranks with columns of a matrix exchange them for rows first, one matrix at a time: a box is then one run of
-            bytes in a file.
+        module: A sharded model, with or without adapters.
+        mesh: Mesh that the model is sharded over; None if each rank holds the full model.
+        full: Gathers the full factors of an adapter.
+        rows: Reshard matrices that are split by columns to row slices first, one matrix at a time, so that a box is one run
+            of bytes in a file.
         is_included: Selects checkpoint names.
 
     Raises:
-        RlhpcError: Raised when values are read: adapters are merged into the module's own weights, too.
+        RlhpcError: The module's weights already contain the adapters; raised when the values are read.
     """
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
@@ -259,18 +268,18 @@ def pieces(
         if not views:
             continue
         layer = layers.get(id(tensor))
-        adapted = None if layer is None else factors_of(layer, full)
-        sharded = _rows_of(tensor) if rows else tensor
-        for region in regions_of(name, sharded, views, mesh, frozen=plain(name) in frozen_tensors):
-            if adapted is None:
-                yield region, partial(region.view, sharded)
+        factors = None if layer is None else factors_of(layer, full)
+        resharded = _rows_of(tensor) if rows else tensor
+        for region in regions_of(name, resharded, views, mesh, frozen=plain(name) in frozen_tensors):
+            if factors is None:
+                yield region, partial(region.view, resharded)
             else:
-                yield region, partial(_merge_adapters, region, sharded, adapted)
+                yield region, partial(_merge_adapters, region, resharded, factors)
 
 
 @torch.no_grad()
 def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
-    """Returns a part of a layer's weight merged with its adapters: rows of B times columns of A."""
+    """Returns a slice of a layer's weight with its adapter merged, from the rows of B and the columns of A."""
     rows, columns = region.box.slices
     output_indices, input_indices = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)
     a, b = adapted.a[:, input_indices], adapted.b[output_indices]
@@ -278,7 +287,7 @@ def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> t
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same tensor, cut along its first dimension only."""
+    """Redistributes a tensor so that it is sharded along its first dimension only, and returns it."""
     if not isinstance(tensor, DTensor) or tensor.ndim < 2:
         return tensor
     sharded_dims = [getattr(placement, "dim", 0) % tensor.ndim for placement in tensor.placements]
@@ -287,8 +296,10 @@ def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
     placements: list[Any] = [
         Shard(0) if dim else placement for dim, placement in zip(sharded_dims, tensor.placements, strict=True)
     ]
-    moved: Any = tensor.detach()
-    if moved.device.type != moved.device_mesh.device_type:  # on the host, where the mesh's ranks cannot exchange it
-        moved = moved.to(moved.device_mesh.device_type)
-    redistributed: torch.Tensor = moved.redistribute(placements=placements)
+    device_tensor: Any = tensor.detach()
+    if (
+        device_tensor.device.type != device_tensor.device_mesh.device_type
+    ):  # the mesh's ranks cannot exchange tensors on the host
+        device_tensor = device_tensor.to(device_tensor.device_mesh.device_type)
+    redistributed: torch.Tensor = device_tensor.redistribute(placements=placements)
     return redistributed

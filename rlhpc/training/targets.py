@@ -1,11 +1,14 @@
-"""Module names that `lora.target_modules` selects, by peft's rules. It needs neither torch nor peft, so plans use it too."""
+"""Rules by which `lora.target_modules` selects module names, as in peft.
+
+The module imports neither torch nor peft, so that memory plans can use it, too.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-#: Value that stands for every linear layer except the head.
+#: Value that selects every linear layer except the head.
 ALL_LINEAR = "all-linear"
 
 
@@ -19,7 +22,7 @@ def is_target(name: str, targets: str | Collection[str]) -> bool:
 
     Args:
         name: The module's name in the model.
-        targets: A string is a regular expression that must match the full name. A list contains names, or their last parts.
+        targets: A regular expression that must match the full name, or a list of full names or their last parts.
     """
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None

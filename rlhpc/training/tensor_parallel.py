@@ -1,9 +1,9 @@
-"""Tensor and expert parallelism of a transformers model, by the plans that come with it.
+"""Tensor and expert parallelism of a transformers model, by the model's own plans.
 
 A plan names a style for each kind of layer: the dimension in which its weights are cut, and the communication on its inputs
 and outputs. Plans and styles are transformers' own (`transformers.distributed.tensor_parallel`, which is not public: tests
-check the parts used here for the pinned version). They are applied here, because adapters, tied weights and experts each need
-special treatment.
+check the functions used here for the pinned version). This module applies them, because adapters, tied weights and experts
+need special treatment.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _SUMMED = "replicated_with_grad_allreduce"
 _DISPATCH = "ep_dispatch_experts"
-#: Half of an adapter that is cut with its layer: it computes the rows of a layer cut by columns, or reads its parts.
+#: LoRA factor that is cut with its layer, by the layer's style.
 _HALF = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
 
 
 def divide(model: Any, mesh: Mesh, key: str) -> None:
-    """Makes the parameters of a model DTensors over the mesh's `tensor` and `expert` ranks, in place.
+    """Converts the parameters of a model to DTensors over the mesh's `tensor` and `expert` ranks, in place.
 
     Args:
-        model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
+        model: A `PreTrainedModel`, with or without adapters, on the meta device or with weights.
         mesh: Mesh of the ranks.
         key: Name of the section `parallel` in messages.
 
@@ -54,7 +54,7 @@ def check_heads(model: Any, mesh: Mesh, key: str) -> None:
     """Checks that the attention heads can be distributed over the ranks.
 
     Raises:
-        ConfigError: The heads do not divide by the ranks.
+        ConfigError: The number of heads is not a multiple of the number of ranks.
     """
     config, sizes = model.config.get_text_config(), mesh.sizes
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
@@ -89,10 +89,12 @@ def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) ->
         is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
         plan = {name: style for name, style in plan.items() if not is_expert(name)}
     parameter_names = {_wild(name) for name, _ in model.named_parameters()}
-    packed = sorted(name for name, style in plan.items() if style.startswith("packed_") and name in parameter_names)
-    if packed:
+    packed_names = sorted(
+        name for name, style in plan.items() if style.startswith("packed_") and name in parameter_names
+    )
+    if packed_names:
         raise ConfigError(
-            f"{key}.tensor({size}) would cut {packed[0]} of {type(model).__name__} into interleaved columns, which "
+            f"{key}.tensor({size}) would cut {packed_names[0]} of {type(model).__name__} into interleaved columns, which "
             f"checkpoints do not survive; share its experts out with {key}.expert"
         )
     return plan
@@ -118,7 +120,7 @@ def expert_modules(model: Any) -> list[nn.Module]:
 
 
 def _wild(name: str) -> str:
-    """Returns a name with wildcards for its numbers, as plans have it."""
+    """Returns a name with wildcards instead of layer numbers, as plans use it."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -145,10 +147,10 @@ class _Divider:
                 if mesh is None:
                     continue
                 for parameter in list(module._parameters):
-                    full = f"{wildcard_name}.{parameter}" if wildcard_name else parameter
-                    style = rules.get(full) or rules.get(wildcard_name)
+                    full_name = f"{wildcard_name}.{parameter}" if wildcard_name else parameter
+                    style = rules.get(full_name) or rules.get(wildcard_name)
                     if style is not None and module._parameters[parameter] is not None:
-                        self._shard(styles[style], module, parameter, mesh, full)
+                        self._shard(styles[style], module, parameter, mesh, full_name)
                 if (style := rules.get(wildcard_name)) is None:
                     continue
                 if style == "mla_kv_a_proj":
@@ -173,10 +175,10 @@ class _Divider:
                     "actor.lora.target_modules"
                 )
             factor = getattr(layer, _HALF[style])[ADAPTER]
-            chosen = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
-            self._shard(chosen, factor, "weight", mesh, f"{name}.{_HALF[style]}")
+            factor_style = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
+            self._shard(factor_style, factor, "weight", mesh, f"{name}.{_HALF[style]}")
             if style != "colwise_gather_output":  # the head, whose factors are used directly
-                chosen.install_forward(factor, mesh)
+                factor_style.install_forward(factor, mesh)
 
     def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
         original = module._parameters[name]
@@ -199,11 +201,11 @@ class _Divider:
 
 
 def summed_gradient() -> Any:
-    """Returns a style for weights that are replicated on each rank, while each rank computes a part of their gradient: the
-    gradient is summed during the backward pass.
+    """Returns a style for replicated weights of which each rank computes a part of the gradient. The style sums the gradient
+    during the backward pass.
 
-    transformers' own style sums `.grad` after a backward pass, so with gradient accumulation without FSDP it sums the
-    gradients of earlier micro-batches again each time.
+    The style in transformers sums `.grad` after a backward pass. With gradient accumulation without FSDP, it would sum the
+    gradients of earlier micro-batches again.
     """
     from transformers.distributed.tensor_parallel import TensorParallelLayer, _AllReduceBackward
 
@@ -229,7 +231,9 @@ def summed_gradient() -> Any:
 
 
 def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers that no checkpoint has, such as a table of positions: they are computed when a model is built."""
+    """Yields names and tensors of the buffers that no checkpoint contains, such as position tables. Building a model computes
+    them.
+    """
     for name, submodule in module.named_modules():
         for buffer in submodule._non_persistent_buffers_set:
             if submodule._buffers.get(buffer) is not None:
@@ -238,10 +242,12 @@ def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def make_buffers(module: nn.Module) -> list[str]:
-    """Computes the values of such buffers for a model that was built empty, as transformers does after reading the weights.
+    """Computes the buffers that no checkpoint contains (`made_buffers`), for a model that was built empty.
+
+    transformers does the same after it has read the weights.
 
     Returns:
-        Names of the buffers that got no value.
+        Names of the buffers that transformers does not compute.
     """
     model = model_in(module)
     for parameter in module.parameters():  # some families also initialize the weights of submodules

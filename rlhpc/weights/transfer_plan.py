@@ -91,7 +91,7 @@ def plan_transfer(
     requested: Mapping[str, Sequence[Box]] | None,
     other_bytes: Mapping[int, int] | None = None,
 ) -> TransferPlan:
-    """Plans which trainer rank sends which slices of an update.
+    """Computes which trainer rank sends which slices of an update.
 
     Args:
         shards: Slices that each trainer rank holds.
