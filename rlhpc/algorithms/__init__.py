@@ -1,5 +1,5 @@
-"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need only torch. Names
-are imported at their first use, so that listing them needs no torch.
+"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need only torch. Each
+name is imported at its first use, so that listing the names needs no torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rlhpc.algorithms.registry import ADVANTAGES
 from rlhpc.runtime.errors import ConfigError
 
 _Reduce = Callable[[Tensor], Tensor]
-#: Outcomes of a group are equal if they differ by at most this part of the largest.
+#: Relative tolerance within which the outcomes of a group count as equal.
 _ROUNDING = 1e-6
 
 
@@ -46,9 +46,9 @@ def calculate_adv_and_returns(
         group_ids: `[B]`, equal for rows with the same prompt; None means one group.
         gamma, gae_lambda: Discount and trace decay.
         normalize: (x − mean) / (std + 1e-8) over the valid entries of the whole batch.
-        all_reduce: Sums a tensor over data-parallel ranks, so that the global batch is normalised and not a rank's share.
+        all_reduce: Sums a tensor over data-parallel ranks, so that means and variances are over the global batch.
         members: `[B]` bool, rows that take part; None means all. The other rows are removed before the estimator runs, so they
-            count in no group, mean or variance. A row that takes part without a valid position has the outcome 0.
+            count in no group, mean or variance. A member row without a valid position has the outcome 0.
         **kw: Options of the estimator, such as `norm_by_std` and `kl`, `kl_coef`.
 
     Returns:
@@ -91,7 +91,7 @@ def _rows(value: Any, members: Tensor, rows: int) -> Any:
 
 
 def _masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: _Reduce | None) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance over valid entries; over all ranks with `all_reduce`."""
+    """Returns mean and variance over the valid entries, with `all_reduce` over those of all ranks."""
     valid = x.masked_fill(~mask, 0)
     sums = torch.stack([mask.sum().to(x.dtype), valid.sum()])
     if all_reduce:
@@ -105,7 +105,7 @@ def _masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: _Reduce
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: _Reduce | None = None) -> Tensor:
-    """Computes (x − mean) / (std + eps) over valid entries, with the unbiased std; with `all_reduce`, mean and std are over
+    """Computes (x − mean) / (std + eps) with mean and unbiased std over the valid entries; with `all_reduce`, over those of
     all ranks."""
     mean, variance = _masked_moments(x, mask, True, all_reduce)
     return (x - mean) / (variance.sqrt() + eps)
@@ -123,7 +123,7 @@ def gae(
     gae_lambda: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Computes generalized advantage estimates (Schulman et al. 2015, eq. 16; as CleanRL).
+    """Computes generalized advantage estimates (Schulman et al. 2015, eq. 16; as in CleanRL).
 
     δ_t = r_t + γ·next_v_t·(1 − terminated_t) − v_t;  A_t = δ_t + γλ·(1 − done_t)·A_{t+1};  returns = A + v, where done is
     terminated or truncated: a truncated step still bootstraps. Masked-out positions are skipped: A and the next
@@ -144,7 +144,7 @@ def gae(
         next_values = following_values
     delta = (rewards + gamma * next_values * (~terminated) - values).masked_fill(~mask, 0)
     decay = torch.where(mask, gamma * gae_lambda * (~done).to(rewards.dtype), torch.ones_like(rewards))
-    # Columns as separate contiguous rows: a Python loop over T with two cheap operations each.
+    # One contiguous tensor per step keeps the two operations of each iteration cheap.
     deltas, decays = delta.t().contiguous().unbind(0), decay.t().contiguous().unbind(0)
     next_advantage = torch.zeros_like(deltas[0])
     columns: list[Tensor] = [next_advantage] * len(deltas)
@@ -179,8 +179,8 @@ def differs_in_group(scores: Tensor, index: Tensor, count: int, magnitudes: Tens
         scores: `[B]`.
         index: `[B]`, group of each row.
         count: Number of groups.
-        magnitudes: `[B]`, sum of the absolute terms of each score; None takes the absolute score. A sum's last digits depend
-            on its order.
+        magnitudes: `[B]`, sum of the absolute terms of each score, to which its rounding error is proportional; None takes
+            the absolute score.
 
     Returns:
         `[B]` bool.
@@ -195,8 +195,8 @@ def grpo(
     *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes group-relative advantages (DeepSeekMath, Shao et al. 2024): (R − mean_g) / (std_g + 1e-6), std unbiased,
-    spread over the response's valid tokens. A group of one, or one with equal rewards, gets 0: its mean is rounded, and the
-    division would amplify the difference. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
+    at each valid token of the response. A group of one row or with equal rewards gets 0, because the division would amplify
+    the rounding error of the mean. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     centered_scores = scores - _group_mean(scores, index, sizes)[index]
@@ -216,7 +216,7 @@ def dr_grpo(**kw: Any) -> tuple[Tensor, Tensor]:
 
 def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
     """Computes advantages with a leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the other
-    rewards; a group of one, or one with equal rewards, gets 0."""
+    rewards. A group of one row or with equal rewards gets 0."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     size = sizes[index]
@@ -228,15 +228,14 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -
 
 
 def _last_valid(mask: Tensor) -> Tensor:
-    """Returns `[B, T]` one-hot of each row's last valid position, for any start of the response; all False for an empty
-    row."""
+    """Returns a `[B, T]` mask that is True at each row's last valid position; a row without valid positions is all False."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     last_positions = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
     return (positions == last_positions) & mask
 
 
 def _discount(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Computes the reverse cumulative sum with γ over valid positions; skips masked-out ones."""
+    """Computes the reverse cumulative sum, discounted by γ, over valid positions; skips masked-out positions."""
     returns = torch.zeros_like(rewards)
     discounted_sum = torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
@@ -257,8 +256,9 @@ def reinforce_plus_plus(
     baseline: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Computes REINFORCE++ advantages (Hu 2025, as in OpenRLHF): per-token reward −β·KL plus the outcome R at the last valid
-    token, reverse cumulative sum with γ, then whitened over valid tokens with the population variance clamped at 1e-8."""
+    """Computes REINFORCE++ advantages (Hu 2025, as in OpenRLHF): the reward of each token is −β·KL, plus the outcome R at the
+    last valid token. Its reverse cumulative sum with γ is whitened over valid tokens, with the population variance clamped
+    at 1e-8."""
     scores = _outcomes(rewards, mask)
     if baseline:
         index, sizes = _groups(group_ids, scores)
@@ -285,7 +285,7 @@ def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tenso
 def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any) -> Tensor:
     """Returns DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), `[B]`.
 
-    It is 0 up to `max_length − buffer`, then linear down to −1 at `max_length` and beyond.
+    The penalty is 0 up to `max_length − buffer`, decreases linearly to −1 at `max_length`, and stays −1 beyond.
     """
     if buffer < 1:
         raise ConfigError(f"overlong: buffer is {buffer}; it must be at least 1")
@@ -294,6 +294,6 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any)
 
 
 def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Returns `[B]` bool, False for rows of a group with equal rewards: DAPO drops and refills those (Yu et al. 2025)."""
+    """Returns `[B]` bool, False for rows of a group with equal rewards, which DAPO drops and refills (Yu et al. 2025)."""
     groups, index = torch.unique(group_ids, return_inverse=True)
     return differs_in_group(scores, index, len(groups))

@@ -1,5 +1,5 @@
-"""Policy, value and entropy losses. `[B, T]`, batch first; any split into micro-batches and ranks gives the same gradient
-when the global counts are passed along."""
+"""Policy, value and entropy losses. Tensors are `[B, T]`, batch first. With the counts of the global batch, any split into
+micro-batches and ranks gives the same gradient."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def aggregate(
             count), "seq-mean-token-sum", "seq-mean-token-sum-norm" (÷ T width too).
         global_tokens: Number of valid tokens of the global batch; by default of this batch.
         global_seqs: Number of rows with a valid token in the global batch; by default of this batch.
-        weights: `[B, T]`, `token_weights` of the global batch, in place of the three arguments before. Needed where rows are
-            parts of sequences, or batches have different widths.
+        weights: `[B, T]`, `token_weights` of the global batch, which replace `loss_agg`, `global_tokens` and `global_seqs`.
+            Required if rows are parts of sequences, or batches have different widths.
 
     Returns:
         Scalar; the losses of the parts of a split batch add up to the loss of the complete batch.
@@ -131,13 +131,13 @@ def policy_loss(
         clip_ratio_c: Dual clip's c > 1 (Ye et al. 2020); None is off.
         loss_agg: See `aggregate`.
         rollout_logprobs, tis_cap: Truncated importance sampling: weight min(exp(old_logprobs − rollout_logprobs), cap).
-        global_tokens, global_seqs: See `aggregate`.
+        global_tokens, global_seqs, weights: See `aggregate`.
 
     Returns:
         (scalar loss, metrics as detached scalars).
     """
     mask = loss_mask.bool()
-    # A rollout engine's values at masked-out positions (NaN, -inf) must not reach the gradient: 0 * NaN is NaN.
+    # A rollout engine's NaN or -inf at masked-out positions must not reach the gradient: 0 * NaN is NaN.
     old_logprobs = torch.where(mask, old_logprobs, logprobs.detach())
     if rollout_logprobs is not None:
         rollout_logprobs = torch.where(mask, rollout_logprobs, old_logprobs)
@@ -164,7 +164,7 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
-    """Returns the k3 estimate of KL(old ‖ new), fraction of clipped positions and mean ratio, from one reduction."""
+    """Returns the k3 estimate of KL(old ‖ new), the fraction of clipped positions and the mean ratio."""
     with torch.no_grad():
         columns = torch.stack([(ratio - 1) - log_ratio, clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
         means = columns.flatten(1).sum(1) / mask.sum().clamp(min=1)
@@ -200,7 +200,7 @@ def ppo(
     clip_ratio_c: float | None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et
+    """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, at most −A·c (dual clip, Ye et
     al. 2020)."""
     return _clip(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
@@ -216,8 +216,8 @@ def gspo(
     clip_ratio_c: float | None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Computes the policy loss of the sequence ratio exp(mean of valid log-ratios), with the gradient through the token
-    log-probs (Zheng et al. 2025, GSPO-token)."""
+    """Computes the clipped loss of the sequence ratio, exp(mean of valid log-ratios). The gradient flows through the token
+    log-probs (GSPO-token, Zheng et al. 2025)."""
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = sequence.detach() + logprobs - logprobs.detach()
@@ -247,7 +247,8 @@ def decoupled_ppo(
     behave_weight_cap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Clips around the proximal policy and weighs by prox/behaviour, detached and capped (Hilton et al. 2022; AReaL 2025)."""
+    """Computes the PPO loss clipped around the proximal policy, times the ratio of proximal to behaviour policy, which is
+    detached and capped (Hilton et al. 2022; AReaL 2025)."""
     if proximal_logprobs is None:
         raise ConfigError(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
@@ -288,7 +289,7 @@ def value_loss(
             raise ConfigError("value_clip needs old_values")
         clipped_values = old_values + (values - old_values).clamp(-value_clip, value_clip)
         clipped_error = (clipped_values - returns) ** 2
-        # Within the range, old + (v - old) is v but for rounding.
+        # Within the range, old + (v - old) differs from v by rounding alone.
         is_outside = (values - old_values).abs() > value_clip
         metrics["value_clip_fraction"] = _mean((is_outside & (clipped_error > error)).to(error.dtype), mask)
         error = torch.max(error, clipped_error)
@@ -297,7 +298,7 @@ def value_loss(
 
 
 def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean", **counts: Any) -> Tensor:
-    """Aggregates the entropy `[B, T]` like the policy loss; subtract it times its coefficient."""
+    """Aggregates the entropy `[B, T]` like the policy loss; the caller subtracts it, times its coefficient, from the loss."""
     return aggregate(entropy, loss_mask.bool(), loss_agg, **counts)
 
 

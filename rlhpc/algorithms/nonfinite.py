@@ -1,4 +1,4 @@
-"""Non-finite values: their detection, and the reaction of a run.
+"""Non-finite values: detection, and reaction of a run.
 
 One NaN in a reward, an observation or a gradient makes every weight NaN with the next update. So inputs are checked on
 arrival, a gradient by its norm before the optimizer step, and weights before they are saved.
@@ -35,19 +35,19 @@ def skips(cfg: RunConfig) -> bool:
 
 
 def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Returns the names of the tensors with a non-finite number."""
+    """Returns the names of the tensors that contain a non-finite number."""
     names = []
     for name, tensor in named:
         if tensor.is_floating_point():
             tensor = tensor.detach()
-            # A sum runs at memory bandwidth, and is finite only if all numbers are; a non-finite sum may be an overflow.
+            # A sum runs at memory bandwidth and is finite only if all numbers are. A non-finite sum may be an overflow.
             if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
                 names.append(name)
     return names
 
 
 def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """Yields the tensors in nested dicts and lists, by path."""
+    """Yields the tensors in nested dicts and lists as (path, tensor)."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, Mapping):
@@ -62,7 +62,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> Non
     """Refuses non-finite weights or optimizer states.
 
     Raises:
-        NonFinite: A tensor is not finite; the message names the first ones.
+        NonFinite: A tensor is not finite; the message names the first three such tensors.
     """
     if names := bad_tensors(named):
         raise nonfinite(f"{where}: {format_names(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
@@ -75,16 +75,16 @@ _WEIGHTS = (
 
 
 def format_names(names: list[str]) -> str:
-    """Formats the first three names, and the number of further ones."""
+    """Formats the first three names and the number of further names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class SkippedSteps:
-    """Counter of optimizer steps that are skipped because their gradient is not finite. All ranks decide equally, because the
-    norm is over all of them.
+    """Counter of optimizer steps that are skipped because their gradient is not finite. All ranks skip the same steps, because
+    the gradient norm is over all ranks.
 
     Args:
-        skip: Whether to skip such steps; otherwise the first one ends the run.
+        skip: Whether to skip such steps; if False, the first such step ends the run.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -114,7 +114,7 @@ class SkippedSteps:
             )
 
     def pop_metrics(self) -> dict[str, float]:
-        """Returns the metric `nonfinite_skipped`: steps skipped since the last call; empty if none were."""
+        """Returns the metric `nonfinite_skipped`: the number of steps skipped since the last call. Returns {} if it is 0."""
         count = self._count
         self._count = 0
         return {"nonfinite_skipped": float(count)} if count else {}

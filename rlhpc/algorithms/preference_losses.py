@@ -26,13 +26,13 @@ def bradley_terry(
 ) -> Tensor:
     """Computes the negative log-likelihood of preferences under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
 
-    Only differences count, so the rewards' zero is free. `centering` moves it between the two rewards (Eisenstein et al. 2023)
-    by the term centering · (r_c + r_r)².
+    This loss depends on the difference of the rewards alone, so their zero is arbitrary. The term centering · (r_c + r_r)²
+    pulls the mean of the two rewards to 0 (Eisenstein et al. 2023).
 
     Args:
         chosen, rejected: `[P]` rewards of each pair's two responses.
         margins: `[P]`, required lead of the chosen response; 0 if unknown.
-        centering: Weight of that term.
+        centering: Weight of the centering term.
 
     Returns:
         `[P]`.
@@ -78,7 +78,7 @@ def dpo_loss(
     """Computes the loss of each pair from h = chosen − rejected.
 
     `sigmoid` (Rafailov et al. 2023): −(1 − ε) log σ(β h) − ε log σ(−β h), where ε is `label_smoothing`, the probability that
-    a pair is the wrong way round (conservative DPO, Mitchell 2023). `ipo` (Azar et al. 2023): (h − 1 / (2 β))².
+    the two completions of a pair are swapped (conservative DPO, Mitchell 2023). `ipo` (Azar et al. 2023): (h − 1 / (2 β))².
 
     Args:
         chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each pair. For `sigmoid` these are

@@ -1,4 +1,6 @@
-"""Advantage estimators, policy losses and losses of reward models by name; others are entry points or `module:function`."""
+"""Registries of advantage estimators, policy losses and losses of reward models. Users add entry points, or name a
+`module:function`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 from rlhpc.runtime.plugins import Registry
 
-#: Estimators that compare the members of a group: one alone has the advantage 0.
+#: Estimators that compare the members of a group; the advantage in a group of one is 0.
 COMPARE_WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-#: Estimators that credit each token with what follows it, discounted by `algorithm.gamma`.
+#: Estimators that credit each token with the later rewards, discounted by `algorithm.gamma`.
 DISCOUNTED = ("gae", "raw", "reinforce++", "reinforce++_baseline")
 ADVANTAGES: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",

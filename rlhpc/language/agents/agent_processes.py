@@ -1,5 +1,5 @@
-"""Agent processes: run the harness of each episode until it ends or times out, a limited number concurrently
-(`runner/main.py`).
+"""Agent processes: a runner (`runner/main.py`) that executes an agent's program for each episode, with limits of time and of
+concurrent episodes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 RUNNER = Path(__file__).with_name("runner") / "main.py"
 #: Time limit of the import of an agent's packages, in seconds.
 _IMPORT_S = 300.0
+#: Time limit of the runner's exit, in seconds.
 _END_S = 6.0
 #: Maximum number of consecutive restarts of the runner in which no episode ends.
 _RESTARTS = 3
-#: Seconds after its time limit at which an episode without an outcome fails, and seconds between two checks.
+#: Seconds beyond an episode's time limit after which it fails without an outcome; and seconds between two checks.
 _SLACK_S, _LOOK_S = 60.0, 1.0
 #: Maximum number of bytes of a line from the runner: the limit of an outcome with all characters escaped.
 _LINE = 8 << 20
@@ -111,7 +112,7 @@ def require_sandbox(program: Program) -> None:
 
 
 class Harnesses:
-    """Runner of an agent program, one process per ticket.
+    """Runner of an agent program, with one process per ticket.
 
     Args:
         program: Program of the episodes.
@@ -125,7 +126,7 @@ class Harnesses:
         self._program, self._on_outcome = program, on_outcome
         self._lock = threading.Lock()
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._running: dict[int, float] = {}  # deadline of each episode's outcome
+        self._running: dict[int, float] = {}  # deadline of each episode's outcome, by ticket
         self._closed, self._failures, self._failure = False, 0, ""
         self._starting, self._over = False, threading.Event()  # while the runner starts, tickets are queued
         require_sandbox(program)
@@ -241,7 +242,7 @@ class Harnesses:
         if self._failures <= _RESTARTS:
             try:
                 self._start()
-            except ConfigError as error:  # although the first start succeeded
+            except ConfigError as error:  # the environment has changed since the first start
                 self._give_up(str(error))
                 return
             with self._lock:
@@ -300,7 +301,7 @@ def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
 def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
     """Writes messages to the runner in a separate thread, so that senders never wait for the pipe."""
     assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin as stream:  # the runner has exited: `_listen` handles it
+    with contextlib.suppress(OSError), process.stdin as stream:  # if the runner has exited, `_listen` handles it
         while (message := outbox.get()) is not None:
             stream.write(json.dumps(message).encode() + b"\n")
             stream.flush()

@@ -1,5 +1,5 @@
-"""Message contents between the model's turns: texts and images of clients and of inline agents, and their text in the
-chat template.
+"""Contents of the messages between a model's turns: checks texts and images of clients and inline agents, and renders them
+with the chat template.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Content = str | list[dict[str, Any]]
 
 
 def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[bytes, ...]]:
-    """Converts a message's content to the form of chat templates: a text or, with images, parts; also returns the
-    images.
+    """Converts a message's content to the form that chat templates read: a text or, with images, a list of parts. Returns the
+    content and the images.
 
     Args:
         content: A text, or a list of texts and parts.
-        trusted: Whether the content comes from this process: a part of type image may then have, as `image`, any form that
+        trusted: Whether the content comes from this process. The key `image` of a part may then have any form that
             `rlhpc.language.data.images` reads.
 
     Raises:
@@ -58,7 +58,7 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
 
 
 def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
-    """Returns images as parts of a message to the endpoint."""
+    """Converts images to message parts with data URLs, for requests to the gateway."""
     urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
@@ -78,8 +78,7 @@ def looker_of(tokenizer: Any) -> Looker | None:
 
 
 def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> str:
-    """Returns the text that the chat template puts between the end of the model's turn and the beginning of its next
-    one.
+    """Returns the text that the chat template puts between the end of a turn of the model and the start of its next turn.
 
     Args:
         tokenizer: Tokenizer of transformers, with a chat template.
@@ -99,8 +98,8 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
 
 
 def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
-    """Returns the text after `REPLY` in a rendered template, without an end token that the model has sampled; None if
-    `REPLY` is missing.
+    """Returns the text after `REPLY` in a rendered conversation, or None if it does not contain `REPLY`. Omits an end token
+    that the model has already sampled.
     """
     _, marker, reply_text = text.partition(REPLY)
     return reply_text.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
@@ -113,9 +112,9 @@ def _part(part: Any) -> tuple[str, Any]:
 
 
 def _picture(kind: str, part: Mapping[str, Any]) -> bytes:
-    """Returns an image that a client sent. It must be within the message; nothing is fetched."""
+    """Returns the bytes of an image that a client's message contains. Images at other URLs are refused, not fetched."""
     source, url = part.get("source"), part.get("image_url")
-    if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's
+    if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's format
         url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
     elif isinstance(source, Mapping):
         url = source.get("url", "")

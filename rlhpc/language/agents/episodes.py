@@ -1,6 +1,6 @@
 """Episodes of several turns: the model writes, an agent answers, the model continues.
 
-An episode consists of exactly the tokens that the model read and sampled; they are never encoded again. The loss mask
+An episode consists of exactly the tokens that the model read and sampled. These tokens are never encoded again. The loss mask
 excludes the agent's tokens. Many episodes run concurrently: while threads run tools for some of them, the engine
 continues the others.
 """
@@ -103,7 +103,7 @@ OF_ROLES = "untrained_role"
 @former_members(seen="images", above="role_reward_offset")
 @dataclass
 class Episode:
-    """Episode: a prompt and all tokens after it. The token lists are aligned, with one entry per token after the prompt.
+    """Episode of the model: a prompt and all tokens after it. The token lists have one entry per token after the prompt.
 
     Attributes:
         id: Id of the episode's request.
@@ -117,8 +117,8 @@ class Episode:
             role are numbered from 0, in the order in which they ended.
         rewards: Rewards of turns, at the last token of each trained turn; empty if the agent sets none.
         turns: Number of turns of the model.
-        finish_reason: `stop` (the model or the agent ended it), `length`, `turns` (the turn limit was reached before the
-            agent's answer), `error` (the agent raised or timed out), or `abort`.
+        finish_reason: `stop` (the model or the agent ended the episode), `length`, `turns` (the agent answered the last
+            allowed turn), `error` (the agent raised or timed out), or `abort`.
         state: State of the agent for this episode.
         role: Index of the role, if several roles use the model.
         role_reward_offset: Difference of the role's reward and the episode's reward, as reported by the agent.
@@ -180,7 +180,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """True if the agent failed, not the model; such an episode says nothing about the policy."""
+        """True if the agent failed; a failed episode contains no information about the policy."""
         return self.outcome is not None and bool(self.outcome.error)
 
     @property
@@ -284,7 +284,7 @@ class EpisodeRunner:
         """Resumes an episode of one turn that another rank has started.
 
         Its tokens, log-probs and versions remain unchanged. The continuation uses a different seed, because the original
-        one would repeat its random numbers.
+        seed would repeat its random numbers.
 
         Args:
             request: The prompt's original request.
@@ -320,7 +320,7 @@ class EpisodeRunner:
         return len(self._writing) + len(self._waiting) + len(self._finished)
 
     def abort(self) -> list[Episode]:
-        """Ends all episodes; returns them, unfinished ones with their tokens so far and `finish_reason` "abort"."""
+        """Ends and returns all episodes. Unfinished episodes have their tokens so far and `finish_reason` "abort"."""
         for completion in self._backend.abort():
             if self._agent is None and completion.finish_reason != "abort":  # finished, but not returned yet
                 self._on_completion(completion)
@@ -455,7 +455,7 @@ def _append(episode: Episode, completion: Completion) -> None:
 
 def _continuation(episode: Episode, request: Request, count: int) -> Request:
     """Returns the request that continues an episode after `count` turns or tokens. It has a different seed, because the
-    original one would repeat its random numbers.
+    original seed would repeat its random numbers.
     """
     return dataclasses.replace(
         request,
@@ -469,7 +469,8 @@ def _continuation(episode: Episode, request: Request, count: int) -> Request:
 
 
 def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
-    """Builds the reward input from an episode. Its response is the text that the agent reported, or else the last answer.
+    """Builds the reward input from an episode. Its response is the text that the agent reported or, by default, the model's
+    last answer.
 
     Args:
         prompt: Prompt of the episode.

@@ -75,7 +75,7 @@ class OutsideEpisodes:
         tokenizer: Tokenizer of the model.
         parsers: Parsers of replies.
         context: Maximum number of tokens of prompt and reply.
-        runs: Agent program, environment, or the ranks that run the agents.
+        runs: Agent program, inline environment, or connection to the ranks that run the agents.
         address: Address of this host for processes on other hosts; "" to refuse them.
         options: Options of the agents.
         ended_with_it: Callback at the end of `close`.
@@ -117,10 +117,10 @@ class OutsideEpisodes:
         self._num_requests = self._num_tickets = self._num_failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
-        """Starts an episode for each request; all turns of the episode use the request's sampling parameters and seed."""
+        """Starts an episode for each request. All turns of an episode use the request's sampling parameters and seed."""
         for request in requests:
             session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
-            self._num_tickets += 1  # numbers are not reused: the outcome of an aborted episode may still arrive
+            self._num_tickets += 1  # unique, because the outcome of an aborted episode may still arrive
             self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
             self._agents.run(self._ticket(self._num_tickets, session, prompt))
@@ -156,7 +156,7 @@ class OutsideEpisodes:
         }
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
-        """Raises AssertionError: no rank can resume an external agent's episode, and none requests it."""
+        """Raises AssertionError, because no rank can resume the episode of an external agent."""
         raise AssertionError("what an agent has under way cannot be handed on")
 
     def step(self) -> list[Episode]:
@@ -253,7 +253,7 @@ class OutsideEpisodes:
                     callbacks[request_id](ids)
 
     def _take(self, wait: bool) -> list[Episode]:
-        """Starts queued engine requests; returns the episodes that ended. With `wait`, waits briefly for the first item."""
+        """Starts queued engine requests; returns the episodes that ended. With `wait`, waits briefly for an item."""
         deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
             try:
@@ -446,8 +446,8 @@ class _RemoteEpisode:
     Attributes:
         ticket: Ticket of the episode.
         num_starts: Number of starts.
-        runner: Rank that runs it, and that rank's number for it.
-        deadline: Deadline of its outcome (`time.monotonic`); 0 before a rank has taken it.
+        runner: Rank that runs the episode, and that rank's number for it.
+        deadline: Deadline of the outcome (`time.monotonic`); 0 before a rank has taken the episode.
     """
 
     ticket: Ticket
@@ -457,7 +457,7 @@ class _RemoteEpisode:
 
 
 class Distant:
-    """Runner of agent programs on other ranks, one per ticket.
+    """Runner of agent programs on other ranks, with one process per ticket.
 
     Args:
         ranks: Ranks that run the programs.
@@ -470,7 +470,7 @@ class Distant:
     ) -> None:
         self._post, self._rank, self._on_outcome, self._on_restart = ranks.post, ranks.rank, on_outcome, on_restart
         self._episodes: dict[int, _RemoteEpisode] = {}
-        #: Identifies this process: a restarted rank has another ident.
+        #: Identifier of this process; a restarted rank has a new one.
         self.ident = secrets.token_hex(8)
 
     def run(self, ticket: Ticket) -> None:

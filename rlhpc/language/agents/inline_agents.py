@@ -39,11 +39,11 @@ class InlineEnvironment:
 
 
 class InlineAgents:
-    """Runner of environments' episodes for tickets, in place of `Harnesses` with a program.
+    """Runner of environment episodes within the rollout rank, with the interface of `Harnesses`.
 
     Args:
         environment: Environment of the episodes.
-        gateway: Gateway that answers; the episodes run on its event loop.
+        gateway: Gateway that answers the model calls; the episodes run on its event loop.
         on_outcome: Callback with the ticket's id and the outcome.
     """
 
@@ -59,11 +59,11 @@ class InlineAgents:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def run(self, ticket: dict[str, Any]) -> None:
-        """Queues a ticket; its episode starts as soon as the number of episodes allows it."""
+        """Queues a ticket; its episode starts as soon as the limit of concurrent episodes allows it."""
         self._gateway.loop.call_soon_threadsafe(self._add, ticket)
 
     def abort(self) -> None:
-        """Ends all running episodes, and removes queued tickets; there are no outcomes."""
+        """Ends all running episodes and removes queued tickets, without reporting outcomes."""
         self._gateway.loop.call_soon_threadsafe(self._end)
 
     def close(self) -> None:
@@ -114,8 +114,8 @@ class InlineAgents:
 
 
 class ToolAgent(Agent):
-    """Agent that runs tool calls such as `<tool>calculator: 12 * 7</tool>` and answers with `<result>84</result>`; or,
-    for a result that is an image, with a message of the role tool.
+    """Agent that runs tool calls such as `<tool>calculator: 12 * 7</tool>` and answers with `<result>84</result>`. It returns
+    an image as a message with role `tool`.
 
     Args:
         tools: Tools by name; None for `calculator` and `python`.
@@ -150,8 +150,8 @@ class ToolAgent(Agent):
             if isinstance(output, bytes) or hasattr(output, "save"):
                 return output
             output_text = valid_text(str(output))
-        except Exception as error:  # an error of the model or of the tool: the model gets it as the result
+        except Exception as error:  # the model gets the error of a call or of a tool as the result
             output_text = f"error: {error}"
-        # A result that contains the tags would end itself, or call another tool.
+        # Tags within a result would end the result early or call another tool.
         output_text = re.sub(r"</?(?:result|tool)>", "", output_text)
         return output_text if len(output_text) <= self._longest else output_text[: self._longest] + "..."

@@ -81,7 +81,7 @@ def run_episodes(
     tokenizer: Any,
     max_turns: int,
 ) -> Iterator[Episode]:
-    """Runs episodes to their end; yields each when it ends."""
+    """Runs episodes and yields each episode when it ends."""
     episodes = EpisodeRunner(backend, tokenizer, agent, max_turns)
     try:
         for request, prompt in requests:
@@ -105,15 +105,15 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
 def make_generation(
     cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: AgentRanks | None = None, address: str = ""
 ) -> Generation:
-    """Builds the runner of episodes that sections `rollout` and `agent` describe: of one turn, with `rollout.agent`, or
-    with an external agent.
+    """Builds the runner of episodes from sections `rollout` and `agent`. The episodes have one turn, use the inline agent
+    `rollout.agent`, or use an external agent.
 
     Args:
         cfg: Configuration of the run.
         backend: Engine.
         tokenizer: Tokenizer of the model.
-        elsewhere: Ranks that run external agents; None for this process.
-        address: Address of this host for processes of other hosts; "" if these have no access.
+        elsewhere: Connection to the ranks that run external agents; None to run them from this process.
+        address: Address of this host for processes on other hosts; "" to refuse them.
 
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
@@ -142,7 +142,7 @@ def make_generation(
 
 
 def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
-    """Returns the parsers of replies and the limits of an episode, from section `agent`.
+    """Builds the parsers of replies and the options of external agents from section `agent`.
 
     Raises:
         ConfigError: The model has no chat template, a parser is unknown, or a package is missing.
@@ -172,7 +172,7 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOp
 
 
 def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) -> Program:
-    """Returns the program of section `agent`, which runs in a separate process for each episode.
+    """Builds the program of section `agent`, which runs in a separate process for each episode.
 
     Args:
         cfg: Configuration of the run.
@@ -213,14 +213,14 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
     for section in (cfg.data.train, *cfg.data.eval):
         if section.path:
             path = expand_home(section.path).absolute()
-            while has_magic(str(path)):  # a pattern: the folder of all that it fits
+            while has_magic(str(path)):  # for a glob pattern, the folder that contains all matches
                 path = path.parent
             paths.append(path)
     return tuple(map(str, paths))
 
 
 def world_of(cfg: LanguageConfig) -> InlineEnvironment:
-    """Returns the environment of `agent.kind: environment`."""
+    """Builds the inline environment of `agent.kind: environment`."""
     from rlhpc.language.agents.inline_agents import InlineEnvironment
 
     kwargs = plain(cfg.agent.kwargs)
@@ -230,22 +230,22 @@ def world_of(cfg: LanguageConfig) -> InlineEnvironment:
 
 
 def check_harness(cfg: LanguageConfig) -> None:
-    """Starts and stops the runner of agents' programs, as a check; without their sandbox (`check_sandbox`).
+    """Checks the agent's program by starting and stopping its runner. Does not use the sandbox, which `check_sandbox` tests.
 
     Raises:
-        ConfigError: Its interpreter or the agent's module is not available.
+        ConfigError: The interpreter or the agent's module is not available.
     """
     from rlhpc.language.agents.agent_processes import Harnesses
 
     program = program_of(cfg)
-    # The ranks of a group `agent` check it themselves: their nodes may have other software.
+    # Ranks of a group `agent` check the program on their nodes, which may have other software.
     if AGENT in placed(cfg) and program.python is not None and not Path(program.python).exists():
         return
     Harnesses(replace(program, sandbox=None), lambda number, outcome: None).close()
 
 
 def check_sandbox(cfg: LanguageConfig) -> None:
-    """Tests the sandbox of agents' programs on this machine, unless ranks of a group `agent` use it.
+    """Tests the sandbox of agent programs on this machine, unless ranks of a group `agent` run the programs.
 
     Raises:
         ConfigError: The sandbox does not work here.

@@ -29,13 +29,13 @@ from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
 _LOOPBACK, _LOOK_S, _END_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
-#: Seconds between two checks of services that are ready.
+#: Seconds between two checks of running services.
 _WATCH_S = 2.0
 
 
 @dataclass
 class _RunningService:
-    """Running service. `log_file` receives its output; `listeners` are the inodes of its sockets that were checked."""
+    """Running service. `log_file` receives its output; `listeners` are the inodes of its checked listening sockets."""
 
     section: ServiceConfig
     address: str
@@ -44,7 +44,7 @@ class _RunningService:
     listeners: frozenset[int] = frozenset()
 
     def has_foreign_listener(self) -> bool:
-        """Returns whether another program listens at the service's port, which would receive the connections."""
+        """Returns whether another program listens at the service's port and could receive its connections."""
         listeners = loopback_listeners(int(self.address.rpartition(":")[2]))
         inodes = frozenset(listener.inode for listener in listeners)
         if inodes <= self.listeners:
@@ -61,21 +61,21 @@ class _RunningService:
         return False
 
     def tail(self) -> str:
-        """Returns the end of its output, as a part of a message."""
+        """Formats the end of the service's output as a clause of an error message."""
         log_text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         return f"; it said: {log_text}" if log_text else "; it said nothing"
 
 
 class Services:
-    """Running services, until `close`. Each gets a free port of the loopback address.
+    """Running services, which `close` ends. Each service gets a free port of the loopback address.
 
     Args:
         sections: `agent.services`.
         folder: Folder of the log files; None for a temporary folder.
-        ports: Addresses of an earlier start, if any.
+        ports: Addresses of an earlier start, which are reused if they are free.
 
     Attributes:
-        addresses: Name → `host:port`.
+        addresses: Address `host:port` of each service, by name.
 
     Raises:
         ConfigError: A service cannot be started, or was not ready in time.
@@ -133,7 +133,7 @@ class Services:
 
 
 def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
-    """Replaces services' names in braces by their addresses, in a text or in texts within lists and mappings."""
+    """Replaces service names in braces by addresses, in all texts of a nested value."""
     if isinstance(value, str):
         for name, address in addresses.items():
             value = value.replace(f"{{{name}}}", address)
@@ -167,7 +167,7 @@ def _start(section: ServiceConfig, folder: Path, earlier_address: str | None) ->
 def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
-    # It must be the service that answers.
+    # Another program at this address must not count as the service.
     while not (_answers(running) and running.process.poll() is None and not running.has_foreign_listener()):
         status = running.process.poll()
         if running.has_foreign_listener():
@@ -211,7 +211,7 @@ _START_S = 60.0
 
 
 class Relays:
-    """Relays to gateways on other nodes, by one UNIX socket each."""
+    """UNIX sockets that relay connections to gateways on other nodes, with one socket per gateway."""
 
     def __init__(self) -> None:
         self._folder = folder_for_sockets("agents")
@@ -221,7 +221,7 @@ class Relays:
         self._thread.start()
 
     def to(self, url: str) -> str:
-        """Returns the path of the socket that leads to a gateway."""
+        """Returns the path of the socket that relays to a gateway; starts the relay at the first call."""
         if url not in self._sockets:
             path = str(self._folder / f"model-{len(self._sockets)}")
             asyncio.run_coroutine_threadsafe(self._listen(url, path), self._loop).result(_START_S)
@@ -251,5 +251,5 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while chunk := await reader.read(_CHUNK):
             writer.write(chunk)
             await writer.drain()
-    with contextlib.suppress(OSError):  # the other direction may go on
+    with contextlib.suppress(OSError):  # the other direction may continue
         writer.write_eof()

@@ -1,7 +1,7 @@
 """Turn tree: an episode's model calls. A turn continues another turn if its prompt begins with exactly that turn's tokens.
 
 Each leaf is a sample: a token sequence that the model reads in one pass. A turn that several leaves share is trained in
-only one of them. So each sampled token is in exactly one loss mask, or is dropped and counted by reason.
+only one leaf. So each sampled token is in exactly one loss mask, or is dropped and counted by reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AgentTurn:
         received: Whether the reply has reached the client.
         role: Index of the role, if several roles use the model.
         reward: Reward of this turn; 0 if the agent sets none.
-        names: Ids of the completion that clients have received.
+        names: Ids under which clients have received the completion.
         feedback: Delayed reward of the turn (`Feedback`); None before it arrives.
         images: Images of the prompt, including those of earlier turns.
     """
@@ -88,8 +88,8 @@ class Tree:
         return indices[::-1]
 
     def continued_by(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
-        """Returns the index of the longest turn of a role whose tokens are a prefix of `ids` and whose images match up to
-        its end. Returns the last of equally long turns, or None if no turn matches.
+        """Returns the index of the longest turn whose tokens are a prefix of `ids`; None if no turn matches. The turn must
+        have the same role and the same images in that prefix. Among equally long turns, the last is returned.
         """
         ids, end_positions, best_turn = list(ids), dict[int, int](), None
         for turn_index, turn in enumerate(self.turns):  # a parent comes before its children
@@ -114,7 +114,7 @@ class Tree:
 
     def samples(self, number: int) -> list[Episode]:
         """Returns one sample per leaf, in an order that does not depend on which call ended first. Turns that no client
-        received are not trained; they are omitted unless a received turn continues them.
+        received are not trained, and are omitted unless a received turn continues them.
 
         Args:
             number: Number of the episode.
@@ -176,17 +176,17 @@ def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
     return () if images is None else images.places
 
 
-#: Placeholder for the image token's text where a message merely spells it.
+#: Placeholder for the text of the image token in a message's text, where it does not stand for an image.
 _SPOKEN = "SPOKENOF9B1C"
 #: Error code of requests that exceed the context or the episode's limits.
 OVER = "context_length_exceeded"
-#: Minimum assumed length of the longest token in characters; limits a conversation's length before it is encoded.
+#: Lower bound of the assumed length of the longest token, in characters. It limits a conversation before it is encoded.
 _TOKEN_CHARACTERS = 16
 Message = dict[str, Any]
 
 
 class RequestError(Exception):
-    """Error raised when a request is refused.
+    """Error of a refused request.
 
     Args:
         message: Message for the client.
@@ -355,18 +355,18 @@ class Renderer:
         return ids, tree.continued_by(ids, role, images), images
 
     def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
-        """Returns the rendered text after message `reply`; None if the template does not render the reply unchanged."""
+        """Returns the rendered text after the message with index `reply`; None if the template changes the reply."""
         marked_messages = [*messages]
         marked_messages[reply] = {"role": "assistant", "content": REPLY}
         try:
             rendered_text = self._text(marked_messages, tools)
-        except RequestError:  # the template requires the calls that tools answered
+        except RequestError:  # the template requires the tool calls, which the placeholder omits
             return None
         return behind_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
-        """Tokenizes the rendered messages that follow `behind` earlier tokens; returns token ids, with image tokens, and the
-        images or None.
+        """Tokenizes rendered messages that follow `behind` earlier tokens. Returns the token ids, including image tokens, and
+        the images or None.
         """
         ids, literal_positions, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:

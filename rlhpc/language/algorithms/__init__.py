@@ -1,1 +1,1 @@
-"""Algorithms of language models: the columns that they need, advantages and loss."""
+"""Algorithms of language models: required columns, advantages and loss."""

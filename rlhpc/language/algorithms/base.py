@@ -1,8 +1,8 @@
 """Algorithm interface of language models: required columns, advantages and loss.
 
 The rollout ranks send samples with their rollout columns. The trainer computes the columns that the algorithm declares, then
-calls it for advantages, and for the loss of each micro-batch. So an algorithm with a new value for each token (a teacher's
-log-probs, the reward of a step, a critic's value) declares a column for it, and is one file.
+calls the algorithm for the advantages and for the loss of each micro-batch. An algorithm that needs a new value of each token
+(a teacher's log-probs, the reward of a step, a critic's value) declares a column for it, and fits in one file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Reduce = Callable[[Tensor], Tensor]
 #: Columns that the rollout ranks always send: the log-probs with which tokens were sampled, and the version of the weights
 #: that sampled them (-1 for tokens that no model sampled).
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
-#: Column of the result of `advantages`; and the column that it adds for a critic: the targets of its values.
+#: Columns of the advantages, and of the returns, which are the targets of a critic's values.
 ADVANTAGES, RETURNS = "advantages", "returns"
-#: Column of `TokenBatch.sequence_tokens` of the full minibatch: a micro-batch may have only some samples of a sequence.
+#: Column of `TokenBatch.sequence_tokens` of the full minibatch, because a micro-batch may lack samples of a sequence.
 SEQUENCE_TOKENS = "sequence_tokens"
 #: Column of a critic's value of each token's state.
 VALUES = "values"
@@ -61,8 +61,8 @@ class MinibatchCounts:
 
     @classmethod
     def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> MinibatchCounts:
-        """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and are split
-        into micro-batches, while a rank has all samples of its sequences.
+        """Counts a minibatch, and adds the column `sequence_tokens` to it. The trainer calls this before samples change ranks
+        and are split into micro-batches, while a rank has all samples of its sequences.
 
         Args:
             batch: This rank's samples.
@@ -116,7 +116,7 @@ def length_limit(cfg: GrpoConfig) -> int:
 
 
 class LanguageAlgorithm(abc.ABC):
-    """Algorithm of a run by RL. `algorithm.name` chooses it; `algorithm.kwargs` are further arguments of its constructor.
+    """Algorithm of an RL run. `algorithm.name` selects it; `algorithm.kwargs` are further arguments of its constructor.
 
     Args:
         cfg: The configuration.
@@ -125,8 +125,8 @@ class LanguageAlgorithm(abc.ABC):
         columns: Required columns of each token besides `rollout_logprobs` and `versions`.
         entropy: Whether the loss uses the entropy of each token's distribution.
         reader: Reader of further values of the logits for the loss, or None.
-        at_first: Names of loss metrics that describe the samples, not the training: the value of a step's first minibatch
-            counts.
+        at_first: Names of loss metrics that describe the samples rather than the training. For these metrics, the value of a
+            step's first minibatch is logged.
     """
 
     columns: Sequence[Column] = ()
@@ -163,8 +163,8 @@ class LanguageAlgorithm(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss of a micro-batch as its share of the minibatch's loss: sums, divided by the counts of the
-        minibatch. So any split into micro-batches and ranks gives the gradient of the minibatch.
+        """Returns a micro-batch's share of the minibatch's loss: sums over its tokens, divided by the counts of the minibatch.
+        So any split into micro-batches and ranks gives the gradient of the minibatch.
 
         Args:
             scores: Scores by the trained weights, with gradients.

@@ -1,8 +1,7 @@
 """On-policy distillation: the model samples, and a teacher scores each sampled token or gives its distribution there.
 
-All states are ones that the model reaches, so it learns to act in states that it meets (Agarwal et al., "On-Policy
-Distillation of Language Models", 2023). The loss of a token is the divergence at that token; its effect on later tokens does
-not count, as with a discount of 0.
+The model learns in states that it reaches by itself (Agarwal et al., "On-Policy Distillation of Language Models", 2023). The
+loss of a token is the divergence at that token. It ignores the token's effect on later tokens, as with a discount of 0.
 
 Mode `sampled` uses one number of the teacher for each token: its log-prob q of the token that the model sampled with log-prob
 p. The token's advantage is the constant q − p: E[(q − p) ∇p] = −∇KL(model ‖ teacher). Minimizing an estimate of that KL would
@@ -10,8 +9,8 @@ be wrong: its gradient ignores that the samples depend on the weights. The gradi
 expectation is 0 for any teacher. The gradient of k3 = exp(q − p) − 1 − (q − p) is (1 − exp(q − p)) ∇p, whose expectation is
 the gradient of the other KL(teacher ‖ model), with unbounded ratios.
 
-The modes `topk` and `full` use a distribution, and their gradient is exact at each state: the token is not sampled, so there
-is less noise, for more computation and, in mode topk, more traffic.
+The modes `topk` and `full` use the teacher's distribution. At each state their gradient is an expectation over tokens instead
+of a sample. So it has less noise, but needs more computation and, in mode topk, more traffic.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer, ScoringGroup
 
-#: Columns of the teacher's log-probs of the sampled tokens; or of its most likely tokens, as `top_logprobs` returns them.
+#: Columns of the teacher's log-probs: of the sampled tokens, and of its most likely tokens (`top_logprobs`).
 TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
 DIVERGENCE = "teacher_divergence"
 
@@ -72,8 +71,9 @@ class FromTop(LogitReader):
 
 
 class FromAll(LogitReader):
-    """Divergence from the teacher's full distribution. The teacher reads each micro-batch on the actor rank while it is
-    trained; its hidden states are stored until the backward pass or, if its head cannot be called separately, its logits."""
+    """Divergence from the teacher's full distribution. The teacher reads each micro-batch on the actor rank during the
+    forward pass. Its hidden states are stored until the backward pass, or its logits if its LM head cannot be called
+    separately."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         super().__init__(cfg, device)
@@ -97,8 +97,9 @@ class FromAll(LogitReader):
 class Distillation(PolicyGradient):
     """Distillation alone, or with the reward (`task_reward_coef`): see `algorithm.distillation`.
 
-    In mode sampled the teacher's part is added to the advantages, so the policy loss clips it and corrects for the staleness
-    of the sampling policy; in the other modes it is added to the loss. KL to a reference and entropy bonus are unchanged.
+    In mode sampled the teacher's term is added to the advantages, so that the policy loss clips it and corrects for the
+    staleness of the sampling policy. In the other modes it is added to the loss. The KL penalty to a reference and the entropy
+    bonus are unchanged.
     """
 
     def __init__(self, cfg: GrpoConfig) -> None:
@@ -116,13 +117,13 @@ class Distillation(PolicyGradient):
         else:
             self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, scorer)]
             self.reader = None if self.sampled else FromTop
-        if self.sampled:  # an estimate from tokens is valid for the weights that sampled them
+        if self.sampled:  # the estimate is valid for the weights that sampled the tokens
             self.at_first = self.at_first | {DIVERGENCE}
         has_kl_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
         self._more = bool(self.sampled or self.reward_coef or has_kl_loss or cfg.algorithm.entropy_coef)
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
-        """Returns the advantages of the reward, plus the teacher's part in mode sampled (`LanguageAlgorithm.advantages`)."""
+        """Returns the advantages of the reward, plus the teacher's term in mode sampled (`LanguageAlgorithm.advantages`)."""
         advantages = torch.zeros(batch.tokens, dtype=batch.reward.dtype)
         if self.reward_coef:
             advantages = self.reward_coef * super().advantages(batch, all_reduce)
@@ -134,7 +135,7 @@ class Distillation(PolicyGradient):
 
     def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the policy loss, plus the divergence in the modes topk and full (`LanguageAlgorithm.loss`)."""
-        # In a run with distillation alone, the log-probs are for metrics, and need no gradient of the size of the logits.
+        # With distillation alone, only metrics use the log-probs, so these need no gradient of the size of the logits.
         with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
             loss, metrics = super().loss(scores, batch, counts)
         if self.sampled:

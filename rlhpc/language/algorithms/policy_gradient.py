@@ -1,4 +1,4 @@
-"""Policy gradients: an advantage estimator, a policy loss, and a KL penalty to the reference policy."""
+"""Policy gradient algorithms: an advantage estimator, a policy loss, and a KL penalty to the reference policy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring.registry import Column
 
-#: Values of `algorithm.credit`: one advantage for all turns of a role; turns compared by their number; or also by their
-#: state, the text that they had just read.
+#: Values of `algorithm.credit`: one advantage for all turns of a role; a comparison of turns with the same number; or an
+#: additional comparison of turns in the same state, which is the text read just before the turn.
 _EPISODE, _TURN, STATE = "episode", "turn", "state"
 
 
@@ -75,7 +75,7 @@ def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Ten
     credits = torch.zeros(batch.tokens, dtype=rewards.dtype)
     if not len(turn_keys):
         return credits
-    turns, turn_index = turn_keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
+    turns, turn_index = turn_keys.unique(dim=0, return_inverse=True)  # ordered by sequence, then by time
     turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, turn_index, rewards[batch.mask])
     compared_key = batch.turn[batch.mask] if credit.by == _TURN else _states(batch)
     group_role = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[
@@ -105,7 +105,7 @@ def _assign_credit(
     if credit.by == _EPISODE:
         return episode_advantages
     advantages = _turn_advantages(batch, rewards, credit)
-    if credit.by == STATE:  # as GiGPO (Feng et al. 2025): both, the second weighted
+    if credit.by == STATE:  # as in GiGPO (Feng et al. 2025): a weighted sum of both
         advantages = episode_advantages + credit.coef * advantages
     if credit.normalizes:
         advantages = masked_whiten(advantages[None], batch.mask[None], all_reduce=all_reduce)[0]
@@ -113,10 +113,10 @@ def _assign_credit(
 
 
 def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
-    """Returns the discounted sum of each turn's reward and those of the later turns of its sequence.
+    """Returns the discounted return of each turn: the sum of its reward and the rewards of later turns of its sequence.
 
     Args:
-        rewards: `[U]`, reward of each turn, by sequence, then in the order of time.
+        rewards: `[U]`, reward of each turn, ordered by sequence, then by time.
         sequence: `[U]`, sequence of each turn.
         gamma: `algorithm.turn_gamma`.
     """
@@ -132,7 +132,7 @@ def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
 
 
 def _states(batch: TokenBatch) -> Tensor:
-    """Returns state numbers `[trained tokens]`, equal at tokens of turns that had just read the same text."""
+    """Returns the state number of each trained token. Turns that read the same text just before have the same number."""
     state_numbers: dict[bytes, int] = {}
     states = torch.zeros(batch.tokens, dtype=torch.long)
     ids, turn, mask, cu_seqlens = batch.ids.numpy(), batch.turn.numpy(), batch.mask.numpy(), batch.cu_seqlens.tolist()
@@ -200,7 +200,7 @@ class PolicyGradient(LanguageAlgorithm):
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
         self.credit = _Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
-        self.turns = cfg.agent.kind != "inline"  # its agent may give rewards to turns
+        self.turns = cfg.agent.kind != "inline"  # an external agent may reward single turns
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
         self.columns = [
             *old_columns,
@@ -210,8 +210,8 @@ class PolicyGradient(LanguageAlgorithm):
             *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
         ]
         self.at_first = self.at_first | {_PROCESS + name for name in self.process}
-        # An estimator with a parameter `kl` gets penalties and rewards separately, other estimators get the difference. A loss
-        # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the one before the update.
+        # An estimator with a parameter `kl` gets penalties and rewards separately; other estimators get the difference. A loss
+        # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the policy before the update.
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
         self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
 
@@ -225,8 +225,8 @@ class PolicyGradient(LanguageAlgorithm):
     # -- advantages -----------------------------------------------------------------------------------------------
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """Returns the reward of each token, `[E, W]`: process rewards, a turn's reward at its end, and at the last token that
-        the model wrote the remaining reward of its episode.
+        """Returns the reward of each token, `[E, W]`: process rewards, a turn's reward at its end, and the remaining
+        reward of the episode at the last token that the model wrote.
 
         Args:
             batch: Samples joined by episode (`TokenBatch.by_episode`).
@@ -281,7 +281,7 @@ class PolicyGradient(LanguageAlgorithm):
         if scores.entropy is not None:
             loss = loss - cfg.entropy_coef * counts.loss(scores.entropy, batch, cfg.loss_agg)
             metrics["entropy"] = counts.mean(scores.entropy, batch)
-        else:  # a sample estimate costs nothing
+        else:  # an estimate from the sampled tokens needs no further computation
             metrics["entropy"] = counts.mean(-scores.logprobs, batch)
         metrics |= counts.of_means(token_means, batch)
         log_ratio = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]

@@ -1,4 +1,6 @@
-"""Registry of algorithms: built in, registered, an entry point of group `rlhpc.language_algorithms`, or `module:Class`."""
+"""Registry of language-model algorithms. Users register a class, add an entry point of group `rlhpc.language_algorithms`, or
+name a `module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
     """Builds the algorithm of `algorithm.name`.
 
     Raises:
-        ConfigError: The name is unknown or no algorithm, or the class does not accept `algorithm.kwargs`.
+        ConfigError: The name is unknown or not an algorithm, the class does not accept `algorithm.kwargs`, or a column has a
+            reserved or repeated name.
     """
     from rlhpc.language.algorithms.base import ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
 

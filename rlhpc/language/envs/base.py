@@ -1,5 +1,5 @@
-"""Interface of user-defined environments for language models. Each episode has its own object: `reset` returns the first
-observation, and `step` takes the model's reply.
+"""Interface of user-defined environments for language models. Each episode has a separate object: `reset` returns the first
+observation, and `step` handles a reply of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Step:
     """Response of an environment to a turn.
 
     Attributes:
-        observation: Observation for the next role, as a text or as messages. None adds no message; in the first step it
+        observation: Observation for the next role, as a text or as messages. None adds no message; in the first step, None
             stands for the task's messages.
         reward: Reward of the last turn.
         done: Whether the episode is over.
@@ -93,7 +93,7 @@ def step_of(response: EnvResponse) -> Step:
 
 
 class Environment:
-    """Environment of one episode; each episode has its own object. Its constructor takes `agent.kwargs`.
+    """Environment of one episode; each episode has a separate object. The constructor takes `agent.kwargs`.
 
     `reset` and `step` are called in a thread, one after the other, while the engine continues with other episodes. An
     exception in them excludes the episode from training.
@@ -122,8 +122,8 @@ class Environment:
         raise NotImplementedError
 
     def cut(self) -> EnvResponse:
-        """Returns the last reward, if any, of an episode that has reached a limit (`agent.max_turns`,
-        `agent.max_tokens`, the context).
+        """Returns the final response for an episode that has reached a limit (`agent.max_turns`, `agent.max_tokens`, the
+        context), such as a last reward.
         """
         return Step(done=True)
 
@@ -149,7 +149,7 @@ class Environment:
         raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Returns the reply of a good player, for SFT demonstrations."""
+        """Returns a good reply to the last observation, for SFT demonstrations."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
 
 
@@ -204,7 +204,7 @@ class ToolEnvironment(Environment):
             output_text = str(
                 method(**argument_values) if isinstance(argument_values, dict) else method(*filter(None, [arguments]))
             )
-        except Exception as error:  # the model's mistake: the model gets the error message
+        except Exception as error:  # the model gets the error message of its call
             output_text = f"error: {error}"
         return output_text if len(output_text) <= _LONGEST else output_text[:_LONGEST] + "…"
 
@@ -251,7 +251,7 @@ class _EpisodeRewards:
             last_turn = next(
                 (turn_index for turn_index in reversed(range(len(self.roles))) if self.roles[turn_index] == role), None
             )
-            if last_turn is not None:  # a role without a turn gets no reward
+            if last_turn is not None:  # a role without turns gets no reward
                 self.rewards[last_turn] += reward
 
     def outcome(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     """Runs an episode until it ends or reaches a limit.
 
     Returns:
-        Outcome in the format of external agents; its key `cut` tells whether the episode reached a limit.
+        Outcome in the format of external agents; `cut` is True if the episode has reached a limit.
     """
     conversations, episode_rewards, is_cut = Conversations(task), _EpisodeRewards(), False
     try:

@@ -1,8 +1,8 @@
-"""Kuhn poker and other games. Kuhn poker has three cards, two players and one bet, so the exploitability of a policy can be
-computed exactly.
+"""Games: Kuhn poker, number guessing, Mastermind, and arithmetic self-play.
 
-Each player antes 1. The first player passes or bets 1, and the second answers. A player who passes after a bet loses; after
-two passes or a called bet the higher card wins. The value of the game is −1/18 for the first player (Kuhn 1950).
+Kuhn poker has three cards, two players and one bet, so the exploitability of a policy can be computed exactly. Each player
+antes 1. The first player passes or bets 1, and the second player responds. A player who passes after a bet loses. After two
+passes or a called bet, the higher card wins. The value of the game is −1/18 for the first player (Kuhn 1950).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlhpc.language.envs.tools import calculator
 
 CARDS = "JQK"
 ROLES = ("first", "second")
-#: Seat of the next player by the moves so far: `p` passes, `b` bets or calls.
+#: Seat of the next player, by the moves so far: `p` is a pass, `b` is a bet or a call.
 TURNS = {"": 0, "p": 1, "b": 1, "pb": 0}
-#: Loss after an invalid move: the maximum loss.
+#: Loss after an invalid move, which is the maximum loss of the game.
 FORFEIT = 2.0
 Policy = Mapping[tuple[str, str], tuple[float, float]]
 """Probabilities of a pass and of a bet, by card and earlier moves. The remainder to 1 is the probability of an invalid
@@ -31,10 +31,10 @@ move.
 
 
 class KuhnPoker(Environment):
-    """Kuhn poker with two roles, each with its own context; the model plays both.
+    """Kuhn poker with two roles in separate contexts; the model plays both roles.
 
     Args:
-        short: Whether observations are short, such as `1K` or `2Qb`, for models with few characters.
+        short: Whether observations are short, such as `1K` or `2Qb`, for models with a small vocabulary.
     """
 
     roles = ROLES
@@ -44,7 +44,7 @@ class KuhnPoker(Environment):
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """Returns a deal, which all episodes of a group share."""
+        """Returns a problem with a deal, which all episodes of a group share."""
         dealt_cards = random.Random(f"kuhn {number}").sample(CARDS, 2)
         meta = {"deal": "".join(dealt_cards), "part": str(number)}
         return Prompt(number, ({"role": "user", "content": "Kuhn poker"},), "", meta)
@@ -55,7 +55,7 @@ class KuhnPoker(Environment):
         return self._ask()
 
     def step(self, reply: Message) -> EnvResponse:
-        """Applies a move; returns the next player's observation, or the payoffs at the end. An invalid move loses."""
+        """Applies a move; returns the next player's observation, or the payoffs at the end. An invalid move loses the game."""
         move, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
         is_valid, reward = move in ("p", "b"), FORFEIT if player else -FORFEIT
         if is_valid:
@@ -136,8 +136,8 @@ def uniform() -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns the policy equivalent to drawing one of the policies at random before each game. Each policy's weight at a
-    decision is the probability that its own moves lead there.
+    """Returns the policy that is equivalent to choosing one of the policies at random before each game. The weight of a policy
+    at a decision is the probability that the player's earlier moves under this policy lead there.
     """
     mixed_policy = {}
     for card, moves in itertools.product(CARDS, TURNS):
@@ -158,13 +158,13 @@ class Guess(Environment):
 
     @classmethod
     def problem(cls, number: int, high: int = 15, turns: int = 4, symbols: str = "", question: str = "") -> Prompt:
-        """Returns a number to guess.
+        """Returns a problem with a number to guess.
 
         Args:
             number: Index of the problem.
             high: Largest number; the smallest is 1.
             turns: Number of guesses.
-            symbols: One character per number, for models with few characters; the hints are then `+` and `-`.
+            symbols: One character per number, for models with a small vocabulary; the hints are then `+` and `-`.
             question: Text of the question.
         """
         target = random.Random(f"guess {number}").randint(1, high)
@@ -221,7 +221,7 @@ class Mastermind(Environment):
     def problem(
         cls, number: int, symbols: str = "ABCDEF", length: int = 4, turns: int = 8, question: str = ""
     ) -> Prompt:
-        """Returns a code to guess.
+        """Returns a problem with a code to guess.
 
         Args:
             number: Index of the problem.
@@ -264,8 +264,8 @@ def score_guess(guess: str, code: str) -> tuple[int, int]:
 
 
 class Proposer(Environment):
-    """Arithmetic self-play: a proposer writes problems, and a solver attempts them. All attempts start from the same context,
-    so `algorithm.credit: state` compares them.
+    """Arithmetic self-play: a proposer writes a problem, and a solver attempts it. All attempts start from the same context,
+    so that `algorithm.credit: state` compares them.
 
     Args:
         attempts: Number of the solver's attempts per problem.
@@ -291,8 +291,8 @@ class Proposer(Environment):
         return Step(role="proposer")
 
     def step(self, reply: Message) -> EnvResponse:
-        """Handles the proposer's problem or an attempt of the solver. The solver's reward is 1 for a correct attempt; the
-        proposer's is 4 p (1 − p) for the solver's success rate p, and −1 for an invalid problem.
+        """Handles the proposer's problem or an attempt of the solver. The solver's reward is 1 for a correct attempt. The
+        proposer's reward is 4 p (1 − p) for the solver's success rate p, and −1 for an invalid problem.
         """
         proposal = str(reply["content"]).strip()
         if self._answer is None:

@@ -1,4 +1,5 @@
-"""Small package with one fault, which the model finds and repairs with tools; hidden tests check the repair.
+"""Software-repair environment: a small package with one fault, which the model repairs with tools; hidden tests check the
+repair.
 
 Code of the model runs only in a sandbox (`rlhpc.language.sandbox.python`).
 """
@@ -58,7 +59,7 @@ def order(counts, wanted, prices, money):
     return needed, money - cost
 ''',
 }
-#: Faults: file, right text, wrong text.
+#: Faults as (file, correct text, faulty text).
 FAULTS = (
     ("stock/counts.py", "result = 0", "result = 1"),
     ("stock/counts.py", "result += counts[name]", "result = counts[name]"),
@@ -92,16 +93,16 @@ _HIDDEN = {
 
 
 class MicroSwe(ToolEnvironment):
-    """Software repair with tools like those of a shell; the reward is 1 if all hidden tests pass."""
+    """Software repair with shell-like tools; the reward is 1 if all hidden tests pass."""
 
     @classmethod
     def count(cls) -> int:
-        """Returns the number of faults, one problem for each."""
+        """Returns the number of problems, which is the number of faults."""
         return len(FAULTS)
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """Returns a package with a fault."""
+        """Returns a problem with a fault of the package."""
         path, _, _ = FAULTS[number]
         meta = {"fault": number, "part": str(number)}
         return Prompt(number, ({"role": "user", "content": _QUESTION},), "", meta, level=path)
@@ -160,7 +161,7 @@ class MicroSwe(ToolEnvironment):
         return _sandbox().check(_LOADER.format(files=self._files), checks, setup=_IMPORTS).checks
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Reads the tests and the file, then repairs the file."""
+        """Returns the next tool call of a repair: runs the tests, reads the file, repairs it, and runs the tests again."""
         path, correct_source, faulty_source = self._fault
         self._steps += 1
         if self._steps == 3:
@@ -169,7 +170,7 @@ class MicroSwe(ToolEnvironment):
         return ("pytest: {}", f"cat: {path}", "", "pytest: {}", "done")[self._steps - 1]
 
 
-#: Creates modules from texts.
+#: Program that creates the package's modules from the texts of its files.
 _LOADER = """
 import sys, types
 files = {files!r}

@@ -21,18 +21,17 @@ _MOST_TURNS = 100
 
 
 class EnvironmentProblems:
-    """Problems of an environment. A hash of the question decides a problem's part; if all problems have the same
-    question, a hash of its number. With `demonstrations`, each turn of a well played game is a row: the conversation,
-    and the reply.
+    """Problems of an environment. A hash of `meta["part"]`, or by default of the question, assigns each problem to training or
+    evaluation. With `demonstrations`, each turn of a demonstrated episode is a row: the conversation and the reply.
 
     Args:
-        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `name`, of the environment; `demonstrations` (default false);
-            the other keys are the environment's.
+        cfg: A section `data.train` or `data.eval[i]`. Its `kwargs` are `name`, the name of the environment; `demonstrations`
+            (default false); and the environment's arguments.
         part: "train" or "eval".
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: The environment is unknown, does not take these arguments, or has fewer problems.
+        ConfigError: The environment is unknown, does not take these arguments, or has too few problems.
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
@@ -71,7 +70,11 @@ class EnvironmentProblems:
 
 
 def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:
-    """Returns a row for each turn of a well played problem."""
+    """Returns a row for each turn of the environment's demonstration of a problem.
+
+    Raises:
+        ConfigError: The demonstration is longer than `_MOST_TURNS` turns.
+    """
     task: Any = SimpleNamespace(
         messages=problem.messages, question=problem.question, answer=problem.answer, meta=problem.meta, seed=problem.id
     )

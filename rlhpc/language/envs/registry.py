@@ -1,4 +1,4 @@
-"""Registry of environments of language models: built in, registered, or an entry point of group
+"""Registry of environments of language models. Users register a class, or add an entry point of group
 `rlhpc.language_environments`.
 """
 
@@ -28,10 +28,11 @@ register_environment = ENVIRONMENTS.register
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.target") -> type[Environment]:
-    """Returns the environment class of a name, and checks that it takes these options, which stand beside `key`.
+    """Returns the environment class of a name, after checking that its constructor takes `kwargs`. `key` is the configuration
+    key of the name.
 
     Raises:
-        ConfigError: The name is unknown or not an environment, or the class does not take the arguments.
+        ConfigError: The name is unknown or not an environment, or the constructor does not take the arguments.
     """
     environment = ENVIRONMENTS.find(name, key)
     if not (isinstance(environment, type) and issubclass(environment, Environment)):

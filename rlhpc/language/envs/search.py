@@ -1,7 +1,7 @@
-"""Search environment: questions about generated pages, which are answered by searching.
+"""Search environment: questions about generated pages, which the model answers with a search tool.
 
-Each page is about a person and has their home, what they make, and their kin. One hop: `home of kob?`; two hops: `home
-of kin of kob?`, which takes a search for the result of the first one.
+Each page describes a person's home, product and kin. A question with one hop is `home of kob?`. A question with two hops is
+`home of kin of kob?`, which needs a second search for the person that the first search returned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhpc.runtime.errors import ConfigError
 _FACTS = ("home", "make")
 _FIRST, _MIDDLE = "bdfgjklmnprstvz", "aeiou"
 _PLACES = 60
-#: Available names, without those of places.
+#: Maximum number of pages: the number of names minus the number of places.
 _MOST_PAGES = len(_FIRST) ** 2 * len(_MIDDLE) - _PLACES
 
 
@@ -43,8 +43,8 @@ class Bm25:
         self._texts = len(texts)
 
     def best(self, query: str, count: int) -> list[int]:
-        """Returns the indices of the best texts, the best one first; of equal ones the first. Texts without a word of
-        the query are left out.
+        """Returns the indices of the best texts, in descending order of score; equal scores are ordered by index. Omits texts
+        without a word of the query.
         """
         scores = Counter[int]()
         for word in _words(query):
@@ -63,7 +63,7 @@ class PageIndex:
         seed: Seed of the pages.
 
     Raises:
-        ConfigError: The names do not suffice for so many pages.
+        ConfigError: There are fewer names than pages.
     """
 
     def __init__(self, pages: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class PageIndex:
             name: {**{fact: rng.choice(self.values) for fact in _FACTS}, "kin": rng.choice(self.names)}
             for name in self.names
         }
-        # The title counts twice, so that a person's page ranks before the pages that name them as kin.
+        # The title counts twice, so that a person's page ranks above pages that mention the person as kin.
         self._index = Bm25([f"{name} {self.page(name)}" for name in self.names])
 
     def page(self, name: str) -> str:
@@ -91,7 +91,7 @@ class PageIndex:
 
 @functools.lru_cache(maxsize=8)
 def world_of(pages: int, seed: int) -> PageIndex:
-    """Returns the pages of a seed, built once per process."""
+    """Returns the pages of a seed; builds them once per process."""
     return PageIndex(pages, seed)
 
 
@@ -117,12 +117,12 @@ class Search(ToolEnvironment):
     def problem(
         cls, number: int, pages: int = 400, world: int = 0, hops: Sequence[int] = (1, 2), careless: float = 0.0
     ) -> Prompt:
-        """Returns a question.
+        """Returns a problem with a question.
 
         Args:
             number: Index of the problem.
             pages, world: Number and seed of the pages.
-            hops: Numbers of pages to look up, one kind of question each.
+            hops: Numbers of pages to look up; each number is one kind of question.
             careless: Fraction of the demonstrations that answer without a search.
         """
         quotient, hop_index = divmod(number, len(hops))
@@ -156,7 +156,7 @@ class Search(ToolEnvironment):
         return Step(reward=float(is_right), done=True, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Searches for the person in question, then for their kin, then reads the answer."""
+        """Returns a search for the person, then a search for each kin, then the answer."""
         fact, *kin, person = re.findall(r"\w+", self._task.question.replace(" of ", " "))
         if not self._searches and rng.random() < self._task.meta["careless"]:
             return rng.choice(self._world.values)

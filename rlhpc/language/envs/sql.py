@@ -48,10 +48,11 @@ _QUESTIONS = (
         "SELECT country FROM person JOIN city ON person.city = city.name WHERE person.name = '{name}'",
     ),
 )
+#: Time limit of a query in seconds, and maximum number of rows of its result.
 _MOST_S, _ROWS = 1.0, 50
-#: Maximum bytes of a value and of a query; and opcodes between checks of the time. Opcodes are fast on such small values.
+#: Maximum bytes of a value and of a query; and opcodes between two checks of the time. Opcodes are fast on small values.
 _MAX_BYTES, _OPCODES = 1 << 14, 100
-#: Functions whose run time depends on a number in their arguments, whatever the length of their result.
+#: Functions with a run time that grows with a number in their arguments, even if their result is short.
 _SLOW_FUNCTIONS = ("printf", "format")
 
 
@@ -60,7 +61,7 @@ class Sql(ToolEnvironment):
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
-        """Returns tables and a question."""
+        """Returns a problem with tables and a question."""
         rng = random.Random(f"sql {number}")
         template, query_template = rng.choice(_QUESTIONS)
         query_fields = {"name": rng.choice(_NAMES), "city": rng.choice(_CITIES), "country": rng.choice(_COUNTRIES)}
@@ -90,7 +91,7 @@ class Sql(ToolEnvironment):
         return Step(reward=float(text.strip().strip(".") == self._task.answer), done=True)
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Queries the tables, then answers with the result."""
+        """Returns a query first, then its result as the answer."""
         return self._last_result or f"query: {self._task.meta['query']}"
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class Sql(ToolEnvironment):
 
 
 def tables(seed: int) -> sqlite3.Connection:
-    """Creates the tables in memory. They cannot be changed, and the connection cannot open other files."""
+    """Creates the tables in memory. The connection can neither change them nor open files."""
     rng = random.Random(f"tables {seed}")
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     connection.execute("CREATE TABLE city(name TEXT, country TEXT)")

@@ -13,8 +13,8 @@ from typing import Any
 from rlhpc.language.sandbox.python import Sandbox
 
 Tool = Callable[[str], Any]
-"""A tool: takes the text of a call and returns the text of its result or, for a model that looks at pictures, a picture of
-PIL's, or the bytes of a file. What it raises becomes an error message to the model."""
+"""Tool: takes the text of a call, and returns the result as text or, for a model with image input, as a PIL image or the bytes
+of an image file. The model gets the message of an exception as the result."""
 
 _LONGEST = 500
 _MOST_BITS = 4096
@@ -44,7 +44,7 @@ def calculator(expression: str) -> str:
     """Evaluates an arithmetic expression: numbers, `+ - * / // % **` (or `^`), parentheses, and functions.
 
     Raises:
-        ValueError: The text is not such an expression, or its value is too large.
+        ValueError: The text is not an arithmetic expression, or its value is too large.
     """
     python_expression = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
     python_expression = (
@@ -130,7 +130,7 @@ def _with_last_value(source: str) -> str:
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source  # running the program reports the error
+        return source  # the run of the program reports the error
     last_statement = body[-1] if body else None
     if not isinstance(last_statement, ast.Expr):
         return source

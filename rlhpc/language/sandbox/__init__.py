@@ -1,1 +1,1 @@
-"""Sandbox of programs that a policy wrote. The files that run inside need the standard library alone."""
+"""Sandbox of programs that a policy wrote. The files that run inside it need only the standard library."""

@@ -1,8 +1,8 @@
 """Confinement of a program: drops privileges, then runs the program. It runs in a separate, single-threaded interpreter.
 
-It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, the namespace's
-*init*, whose end kills every process of the namespace; and the *program*. Each asks the kernel to kill it when its parent
-ends.
+It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, the *init* process of the
+namespace, which takes every process of the namespace with it when it ends; and the *program*. Each process asks the kernel to
+kill it when its parent ends.
 """
 
 # This file makes raw system calls, and pathlib would slow down the start.
@@ -58,8 +58,8 @@ def _write(path: str, text: str) -> None:
 
 def _map_from_outside(keeper: int) -> bytes:
     """Writes the user and group maps of the keeper's namespace. Maps two users if the kernel permits it: root, which makes
-    the mounts, and nobody, which runs the program. Otherwise maps root to another id. Returns b"2", b"1", or b"0" on
-    failure.
+    the mounts, and nobody, which runs the program. Otherwise maps root to another id. Returns b"2" for two users, b"1" for
+    one user, or b"0" after a failure.
     """
     for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
         try:
@@ -72,7 +72,7 @@ def _map_from_outside(keeper: int) -> bytes:
 
 
 def _new_user() -> int:
-    """Enters a user namespace; returns the program's user id inside it, or 0 if no namespace is available."""
+    """Enters a user namespace; returns the program's user id in the namespace, or 0 if no namespace is available."""
     keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     if uid:
         if _libc.unshare(_NEW_USER):
@@ -153,7 +153,7 @@ def _new_root(job: Job, user: int) -> None:
     try:
         _mount("proc", root + "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     except OSError:
-        os.rmdir(root + "/proc")  # fails in containers that hide parts of /proc; programs do not need it
+        os.rmdir(root + "/proc")  # the mount fails in containers that hide parts of /proc; programs do not need /proc
     os.chdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _DETACH), "umount")
@@ -178,8 +178,8 @@ def landlock_version() -> int:
 
 
 def _landlock(box: str, read: list[str]) -> int:
-    """Restricts the process with Landlock and returns its version, 0 without Landlock. The process may read `read` and
-    fully access `box`; newer versions also forbid TCP (4), and signals and abstract sockets to other processes (6).
+    """Restricts this process with Landlock; returns Landlock's version, or 0 without Landlock. The process may read `read` and
+    fully access `box`. Version 4 also forbids TCP; version 6 also forbids signals and abstract sockets to other processes.
     """
     version = landlock_version()
     if not version:
@@ -232,8 +232,8 @@ def _drop_capabilities() -> None:
 
 
 def _count_threads(uid: int) -> int:
-    """Returns the number of a user's threads on this machine. RLIMIT_NPROC counts all of them if the kernel does not count
-    per user namespace.
+    """Returns the number of a user's threads on this machine. RLIMIT_NPROC counts all these threads if the kernel does not
+    count per user namespace.
     """
     num_threads = 0
     for name in os.listdir("/proc"):
@@ -280,8 +280,8 @@ def _die_with(parent: int, lifeline: int) -> None:
 
 
 def _keep(child: int, status: int) -> None:
-    """Waits for the child, reports its exit if `status` is a descriptor, and exits. The exit of a namespace's init ends all
-    processes of the namespace.
+    """Waits for the child, reports its exit if `status` is a descriptor, and exits. If this process is the init of a
+    namespace, its exit ends all processes of the namespace.
     """
     null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -299,7 +299,7 @@ def _keep(child: int, status: int) -> None:
 def _program(
     harness: Any, job: Job, have: dict[str, str], user: int, threads: int, parent: int, lifeline: int, result: int
 ) -> None:
-    """Confines this process and runs the job in it."""
+    """Confines this process, then runs the job's program in it."""
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")
     box = _BOX if "mount" in have else job["folder"]
@@ -326,14 +326,14 @@ def _program(
     missing_mechanisms = sorted(set(job["need"]) - set(have))
     if missing_mechanisms:
         raise OSError(f"{', '.join(missing_mechanisms)} could be had before, but not now")
-    harness.tell(result, job["nonce"], "have", have)  # the first record; the program may forge later ones
+    harness.tell(result, job["nonce"], "have", have)  # the first record; the program may forge later records
     os.environ.update(HOME=box, TMPDIR=box)
     harness.run(job, result)
 
 
 def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> None:
-    """Runs the keeper. `harness` is this folder's module of that name, passed because this interpreter cannot import it
-    from a package.
+    """Runs the keeper. `harness` is the module `harness` of this folder; it is an argument because this interpreter cannot
+    import it from a package.
     """
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:

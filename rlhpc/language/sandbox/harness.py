@@ -1,10 +1,9 @@
-"""Harness of a program: runs it and reports over a pipe, in lines that begin with a nonce that the program does not
-get.
+"""Harness of a sandboxed program: runs the program and reports over a pipe. Each reported line begins with a nonce, which the
+program does not receive.
 
 Assertions such as `assert f(2) == 4` are transferred as data: the value of `f(2)` leaves the sandbox, and the 4 never
-enters it. So the comparison is made outside, and nothing that the program prints, returns or breaks can replace it. A
-program that searches its process for the nonce can write such lines; this does not help it, since it could also return
-the same value.
+enters it. So the comparison is made outside the sandbox, where the program cannot change it. A program that searches its
+memory for the nonce can write lines. This does not help the program, because it could also return the same value.
 """
 
 # This file makes raw system calls, and pathlib would slow down the start.
@@ -20,7 +19,7 @@ from typing import Any
 _MOST_BYTES = 1 << 20
 _DEEPEST = 40
 _MOST_ITEMS = 1 << 17
-# Bound before the program can replace them.
+# These names are bound here, before the program can replace the builtins.
 _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
 
 
@@ -35,7 +34,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     """Encodes a value as JSON with its type.
 
     Raises:
-        TypeError: It contains other types than numbers, text and containers.
+        TypeError: The value contains an unsupported type, or is nested too deep.
     """
     if depth > _DEEPEST:
         raise TypeError("nested too deep")
@@ -105,11 +104,11 @@ def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, no
                     encode((payload, [exception_class.__name__ for exception_class in type(error).__mro__])),
                 )
         tell(fd, nonce, f"{record_type} {check_number}", payload)
-        check_number += 1  # noqa: SIM113 - `enumerate` could be the program's own
+        check_number += 1  # noqa: SIM113 - the program could have replaced `enumerate`
 
 
 def run(job: dict[str, Any], fd: int) -> None:
-    """Executes `job["source"]`, then its checks; ends the process."""
+    """Executes `job["source"]` and `job["setup"]`, then the job's checks; ends the process."""
     nonce = job.pop("nonce")
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + job["packages"]
     sys.argv[:] = ["program.py"]
@@ -133,7 +132,7 @@ def run(job: dict[str, Any], fd: int) -> None:
     tell(fd, nonce, "end", failure)
     if not failure:
         _checks(job["checks"], module.__dict__, fd, nonce)
-    try:  # what an interpreter does at its end
+    try:  # the steps of an interpreter's exit
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()

@@ -1,9 +1,9 @@
-"""Sandbox for untrusted Python programs that needs no root: no network, no files except the program's, no other processes,
-and limits on all resources.
+"""Sandbox for untrusted Python programs, without root privileges: no network, no files except the program's, no other
+processes, and limits on all resources.
 
 It confines programs by namespaces (a separate root with the interpreter's folders read-only and an empty folder in
-memory, no network, no other processes), Landlock, seccomp and resource limits. Clusters differ in what they allow, so a
-sandbox tests itself when it is created: a test program attempts forbidden actions, and each one that succeeds is recorded
+memory, no network, no other processes), Landlock, seccomp and resource limits. Not every cluster allows all mechanisms. So a
+sandbox tests itself when it is created: a test program attempts forbidden actions, and each action that succeeds is recorded
 as a limit that this machine does not enforce.
 """
 
@@ -41,7 +41,7 @@ _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc
 _PACKAGES = ("site-packages", "dist-packages")
 _MB = 1 << 20
 _START_S = 30.0
-"""Time limit of the self-test, and for a killed program to exit, in seconds."""
+"""Time limit of the self-test, and of a killed program's exit, in seconds."""
 _MOST_TOLD = 16 * _MB
 
 
@@ -50,12 +50,12 @@ class SandboxResult:
     """Result of running a program.
 
     Attributes:
-        status: `ok`; `error` (it raised, or exited with another code than 0); `timeout`; `output` (it wrote too much);
-            `killed` (by a signal: limits of CPU time and file size, crashes).
+        status: `ok`; `error` (the program raised, or exited with a code other than 0); `timeout`; `output` (the program wrote
+            too much); `killed` (a signal ended it: limits of CPU time and file size, crashes).
         stdout: Standard output, up to the limit.
-        stderr: Standard error, up to the limit; a traceback if it raised.
+        stderr: Standard error, up to the limit; contains the traceback of an exception.
         error: Exception that ended the program, as one line.
-        checks: Results (`value`, `passed` or `error`) by number of the check, without checks that were not reached.
+        checks: Results (`value`, `passed` or `error`) by number of the check; checks that did not run are missing.
         seconds: Wall time, including the start.
         cpu_s: CPU time of the program.
         memory: Peak memory, in bytes.
@@ -81,12 +81,12 @@ class Sandbox:
         cpu_s: Maximum CPU time; None for `wall_s`.
         memory_mb: Maximum address space of a process.
         file_mb: Maximum size of a file.
-        disk_mb: Maximum total size of its files; enforced only with namespaces, which put its folder in memory.
-        output_kb: Maximum output to stdout and stderr, each.
+        disk_mb: Maximum total size of a program's files; enforced only with namespaces, which put its folder in memory.
+        output_kb: Maximum size of stdout and of stderr.
         processes: Maximum number of processes, including the program. More than one requires namespaces.
         open_files: Maximum number of open files of a process.
-        packages: Whether it may import installed packages.
-        read: Additional folders that it may read.
+        packages: Whether programs may import installed packages.
+        read: Additional folders that programs may read.
         allow_unconfined: Whether to run programs even if this machine cannot enforce some limits.
         mechanisms: Subset of `MECHANISMS` to use.
 
@@ -165,7 +165,7 @@ class Sandbox:
 
     def unenforced(self) -> list[str]:
         """Returns the names of the limits that this machine does not enforce. Omits the disk limit, because a program
-        without it can only fill a disk until it ends.
+        without this limit can only fill a disk until the program ends.
         """
         return [name for name, mechanisms in self._limits.items() if not mechanisms and name != "disk"]
 
@@ -205,7 +205,7 @@ class Sandbox:
         (result_read, result_write), (status_read, status_write) = os.pipe(), os.pipe()
         fds = (job_fd, result_write, status_write)
         try:
-            # The kernel kills the keeper if the thread that started it ends; this thread waits for the keeper below.
+            # The kernel kills the keeper when the thread that started it ends. This thread waits for the keeper below.
             keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
                 stdin=stdin_fd,
@@ -276,7 +276,7 @@ class Sandbox:
         return outcome, outputs
 
     def _try_out(self) -> None:
-        """Runs a program that attempts forbidden actions; records which mechanisms enforce each limit."""
+        """Runs a program that attempts forbidden actions; records the mechanisms that enforce each limit."""
         with (
             temporary_folder("try") as temporary_path,
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -325,7 +325,7 @@ _STOPS = {
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables of a program. Of this process's variables it contains only LD_LIBRARY_PATH."""
+    """Returns the environment variables of a program. The only inherited variable is LD_LIBRARY_PATH."""
     libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **libraries}
@@ -356,7 +356,7 @@ def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
     for line in text.split(b"\n")[:-1]:
         record_nonce, _, record = line.decode(errors="replace").partition(" ")
         if record_nonce != nonce:
-            continue  # without the nonce
+            continue  # a line without the nonce
         record_type, _, fields = record.partition(" ")
         check_number, _, payload = (
             fields.partition(" ") if record_type in ("value", "passed", "error") else ("", "", fields)
@@ -370,7 +370,7 @@ def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
 
 def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
     """Builds the result of a program. The first record shows that the program was confined. The program may have written
-    the later ones, so malformed or forged records fail the program and never raise an error of the sandbox.
+    later records, so a malformed or unknown record fails the program and never raises an error of the sandbox.
 
     Raises:
         RlhpcError: The program could not be confined, and was not run.
@@ -427,7 +427,7 @@ def ipc_objects() -> Iterator[dict[str, Any]]:
     segment = libc.shmget(_PRIVATE, ctypes.c_size_t(4096), 0o600)
     segment_address = libc.shmat(segment, None, 0) if segment >= 0 else None
     if segment >= 0:
-        libc.shmctl(segment, _REMOVE, None)  # removed when this process ends, however that happens
+        libc.shmctl(segment, _REMOVE, None)  # the kernel removes it when this process detaches or ends
     queue = libc.msgget(_PRIVATE, 0o600)
     name = f"/rlhpc-try-{secrets.token_hex(8)}"
     queue_descriptor = libc.mq_open(name.encode(), _CREATE, 0o600, None) if hasattr(libc, "mq_open") else -1
@@ -445,7 +445,7 @@ def ipc_objects() -> Iterator[dict[str, Any]]:
             libc.mq_unlink(name.encode())
 
 
-#: Placeholder in the filter for the process id of the program, which only the program's process knows.
+#: Placeholder in the filter for the program's process id, which is known only in that process.
 PID_MARK = 0x51D0C0DE
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -560,7 +560,7 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
         return None
     program = _Program(machine)
     program.refuse(_REACHING_OUT.split())
-    program.refuse(["clone3"], errno.ENOSYS)  # its flags are behind a pointer; the C library then uses clone
+    program.refuse(["clone3"], errno.ENOSYS)  # a filter cannot read its flags; the C library then uses clone
     namespace_check = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
     if fork:
         program.inspect(["clone"], 0, *namespace_check)

@@ -1,6 +1,4 @@
-"""Self-test of the sandbox: actions that a confined program must not be able to perform. Each attempt reports its
-success.
-"""
+"""Self-test of the sandbox: attempts of actions that a confined program must not be able to perform."""
 
 # This file makes raw system calls, and pathlib would slow down the start.
 # ruff: noqa: PTH123
@@ -71,7 +69,7 @@ def _memory(targets: dict[str, Any]) -> None:
 
 
 def _ipc(targets: dict[str, Any]) -> None:
-    """Accesses IPC objects of the same user: a number or a name is enough."""
+    """Accesses IPC objects of the same user by number and by name."""
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
     segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
     return_codes = [
@@ -109,7 +107,7 @@ ATTEMPTS = {
 
 
 def attempts(targets: dict[str, Any]) -> dict[str, bool]:
-    """Returns the name of each limit → whether its attempt succeeded."""
+    """Makes all attempts; returns whether each attempt succeeded, by name of the limit."""
     possible_actions = {}
     for name, attempt in ATTEMPTS.items():
         try:

@@ -112,7 +112,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
 
 
 def _user(message: Mapping[str, Any]) -> list[Message]:
-    """Converts a user message to one message per tool result, followed by one with the other blocks."""
+    """Converts a user message to one message per tool result, followed by a message with the other blocks."""
     tool_messages, user_parts = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
         block_type = block.get("type")
@@ -211,7 +211,7 @@ def chat_error(refusal: RequestError) -> dict[str, Any]:
 
 
 def _unsent(text: str, sent: str) -> str:
-    """Returns the part of a text that has not been sent yet; "" if the text does not start with the sent part."""
+    """Returns the unsent remainder of a text; "" if the text does not start with `sent`."""
     return text[len(sent) :] if text.startswith(sent) else ""
 
 
@@ -220,7 +220,7 @@ class ChatStream:
 
     Args:
         body: Body of the request.
-        model: Name that the client gives the model.
+        model: Name of the model in the client's request.
         tokenizer: Tokenizer of the model.
 
     Attributes:
@@ -260,7 +260,7 @@ class ChatStream:
         return [self._event(delta)]
 
     def end(self, answer: StoredResponse) -> list[str]:
-        """Returns the remaining events."""
+        """Returns the remaining events of the complete reply."""
         reply = self.reply(answer)
         choice = reply["choices"][0]
         message = choice["message"]
@@ -297,7 +297,7 @@ class MessageStream:
 
     Args:
         body: Body of the request.
-        model: Name that the client gives the model.
+        model: Name of the model in the client's request.
 
     Attributes:
         requested: Whether the client requests a stream.
@@ -324,7 +324,7 @@ class MessageStream:
         return self._begin(num_prompt_tokens) + self._text("thinking", reasoning) + self._text("text", content)
 
     def end(self, answer: StoredResponse) -> list[str]:
-        """Returns the remaining events."""
+        """Returns the remaining events of the complete reply."""
         reply = self.reply(answer)
         events = self._begin(reply["usage"]["input_tokens"])
         for block in reply["content"]:
@@ -355,7 +355,7 @@ class MessageStream:
         return [_event({"type": "message_start", "message": message})]
 
     def _text(self, block_type: str, text: str) -> list[str]:
-        """Returns the events for unsent text of a block; starts the block if it is new."""
+        """Returns the events for the unsent text of a block, including the block's start if the block is new."""
         unsent_text, is_open = _unsent(text, self._sent[block_type]), block_type in self._blocks
         if not unsent_text or (is_open and self._blocks[-1] != block_type):
             return []

@@ -1,4 +1,4 @@
-"""Connection limits of the gateway: connections without a valid key cannot exhaust the run's file descriptors."""
+"""Connection limits of the gateway, so that connections without a valid key cannot exhaust the run's file descriptors."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections.abc import Callable
 from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.tcp_listener import ConnectionTable
 
-#: Seconds in which a connection must show a good key.
+#: Time limit of a connection's first request with a valid key, in seconds.
 PROOF_S = 10.0
-#: Connections of other hosts without a key that may be open. On this host only this user gets any (`runtime.tcp_listener`).
+#: Maximum number of open connections from other hosts without a key. On this host only this user can connect
+#: (`runtime.tcp_listener`).
 _MAX_FAR = 256
-#: Connections of one episode of which none is closed where descriptors are few.
+#: Number of connections of an episode that are not closed when file descriptors run short.
 _FEW = 16
 
 
 class Connections:
-    """Factory of a server's protocols. Runs on the server's event loop.
+    """Factory of a server's connections, and their limits. Runs on the server's event loop.
 
     Args:
-        handler: Creates the protocol that reads requests.
+        handler: Function that creates the protocol that reads requests.
     """
 
     def __init__(self, handler: Callable[[], asyncio.BaseProtocol]) -> None:
         self._handler = handler
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        #: Connections without a key, of other hosts and of this one; and connections with a key, by episode.
+        #: Connections without a key, from other hosts and from this host; and connections with a key, by episode.
         self._far = ConnectionTable[asyncio.BaseTransport](_MAX_FAR)
         self._near, self._proven = ConnectionTable[asyncio.BaseTransport](), ConnectionTable[asyncio.BaseTransport]()
 
@@ -35,13 +36,13 @@ class Connections:
         return _Connection(self, self._handler)
 
     def prove(self, transport: asyncio.BaseTransport, owner: str) -> None:
-        """Marks a connection as trusted, after a request with a valid key; `owner` is the key's owner."""
+        """Marks a connection as authenticated with a valid key of `owner`."""
         if transport in self._timers:
             self.leave(transport)
             self._proven.add(transport, owner)
 
     def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
-        """Registers a connection; returns whether the limits allow it."""
+        """Registers a new connection; returns False if the limits do not allow it."""
         if is_short_of_descriptors() and not self._make_room():
             return False
         self._timers[transport] = timer
@@ -52,10 +53,12 @@ class Connections:
         return True
 
     def _make_room(self) -> bool:
-        """Closes a connection to make room: one of an episode with many connections, or one without a key."""
+        """Frees file descriptors: closes a connection without a key, or of an episode with many connections. Returns False if
+        no such connection is open.
+        """
         while self._far:
             self._close(self._far.pop())
-        if self._proven.max_per_owner() > _FEW:  # before connections that have had no time to send a key
+        if self._proven.max_per_owner() > _FEW:  # first, because new local connections need time to send a key
             self._close(self._proven.pop())
         elif self._near:
             self._close(self._near.pop())

@@ -1,4 +1,4 @@
-"""Delayed rewards: received after an episode has ended, by the id of a completion, from a client with the scorer's key."""
+"""Delayed rewards: a client with the scorer's key sends them after the end of an episode, by the id of a completion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from rlhpc.language.agents.gateway.sessions import same_key
 from rlhpc.language.agents.turn_tree import AgentTurn, RequestError
 
-#: Name in the registry of each rollout rank's address for rewards, with the key.
+#: Registry name of the rollout ranks' addresses and keys for delayed rewards.
 FEEDBACK = "feedback"
-#: Number of rewards that are remembered, for a scorer that repeats one.
+#: Maximum number of rewards that are remembered, so that a repeated request has no effect.
 _MAX_REWARDS = 10_000
 
 
@@ -39,7 +39,7 @@ class Feedback:
     """Delayed rewards of a gateway's completions. Runs on the gateway's event loop.
 
     Args:
-        turns: Returns all turns of the episodes that have not ended.
+        turns: Function that returns all turns of the episodes that have not ended.
 
     Attributes:
         key: Key of the scorer. It is valid only for rewards, and no other key is valid for them.
@@ -55,9 +55,9 @@ class Feedback:
         """Registers the turns with delayed rewards of an episode that has ended.
 
         Args:
-            turns: Turns to be rewarded, by the ids of their completions.
+            turns: Turns to be rewarded, by completion id.
             timeout_s: Time limit of the last reward, in seconds.
-            done: Callback with the sum of the rewards; with None if some did not arrive in time.
+            done: Callback with the sum of the rewards, or with None if a reward did not arrive in time.
         """
         loop = asyncio.get_running_loop()
         delayed_episode = _DelayedRewards({}, 0.0, done)
@@ -66,7 +66,7 @@ class Feedback:
             if turn.feedback is None:
                 delayed_episode.pending[name] = turn
                 self._awaited.update(dict.fromkeys(turn.names, delayed_episode))
-            else:  # it came before the agent was done
+            else:  # the reward arrived before the episode ended
                 delayed_episode.total += turn.feedback
         self._finish_if_complete(delayed_episode)
 
@@ -74,7 +74,7 @@ class Feedback:
         """Checks the scorer's key.
 
         Raises:
-            RequestError: It is not the scorer's key.
+            RequestError: The key is not the scorer's.
         """
         if not same_key(key, self.key):
             raise RequestError("this key gives no rewards", 401, "invalid_api_key")
@@ -83,10 +83,10 @@ class Feedback:
         """Records the reward of a completion.
 
         Args:
-            body: `id` of the completion, and `reward` (`bodies.FEEDBACK`).
+            body: `id` of the completion, and `reward` (`request_schema.FEEDBACK`).
 
         Raises:
-            RequestError: No completion awaits this reward.
+            RequestError: No completion with this id awaits a reward, or it has received a different reward.
         """
         name, reward = body["id"], float(body["reward"])
         if self._rewards.get(name, reward) != reward:
@@ -135,11 +135,11 @@ class Feedback:
 
 
 def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:
-    """Returns the turns with delayed rewards, by the id of the completion.
+    """Returns the turns with delayed rewards, by completion id.
 
     Args:
         turns: Turns of an episode.
-        later: Ids of completions; True stands for the last one.
+        later: Ids of completions; True for the last completion.
 
     Raises:
         RequestError: The episode has no such completion.

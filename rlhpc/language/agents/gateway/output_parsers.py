@@ -19,7 +19,7 @@ from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 
 _THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
-#: Character that a decoder returns for an incomplete character.
+#: Character that a tokenizer's decoder returns for an incomplete UTF-8 sequence.
 _BROKEN = "�"
 
 
@@ -71,13 +71,13 @@ class Partial:
                 reasoning, closing_tag, text = stripped_text.removeprefix(_THINK_TAG).partition(_THOUGHT)
                 reasoning = (reasoning if closing_tag else _before(reasoning, _THOUGHT)).strip("\n")
                 text = text.lstrip()
-        if self._calls:  # with tool calls the answer is stripped of white space
+        if self._calls:  # the answer before tool calls has no surrounding white space
             text = _before(text, _CALL).strip()
         return reasoning, text
 
     def _read(self, ids: list[int]) -> None:
-        """Appends the text of new tokens, unless it ends with an incomplete character. Decodes them with the preceding
-        tokens, because a token's text can depend on those.
+        """Appends the text of new tokens, unless it ends with an incomplete character. Decodes new tokens together with the
+        preceding tokens, because a token's text can depend on them.
         """
         old_text = self._decode(ids[self._shown_to : self._read_to])
         new_text = self._decode(ids[self._shown_to :])
@@ -117,7 +117,7 @@ class Reply:
         content: Answer.
         reasoning: Reasoning before the answer; None for a reply without reasoning.
         calls: Tool calls as (name, arguments as JSON).
-        stop: Stop text that ended the reply and is not part of it; None if the reply ended otherwise.
+        stop: Stop text that ended the reply, which is not part of `content`; None if no stop text did.
     """
 
     content: str
@@ -144,7 +144,7 @@ class Reply:
 
 def think(text: str, opened: bool = False) -> tuple[str | None, str]:
     """Splits a reply into the reasoning, between `<think>` and `</think>`, and the text after it. The reasoning is None if
-    the reply has none, and the rest of the reply if the end tag is missing.
+    the reply has no tags. If only the end tag is missing, all text after the start tag is reasoning.
 
     Args:
         text: The reply.
@@ -208,18 +208,18 @@ class Parsers:
             )
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
-        """Parses the text of a turn up to the first stop text; parses tool calls only if the request has tools."""
+        """Parses a turn's text up to the first stop text. Parses tool calls only if the request has tools."""
         text, match = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
             reasoning, text = self._reasoning(text, self._opens(prompt))
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
-            text = text.strip()  # consistent with `Partial`, which must strip before the calls are known
+            text = text.strip()  # as in `Partial`, which must strip before the calls are known
         return Reply(text, reasoning, calls, match)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
-        """Returns the text for clients, without hidden tokens and up to the first stop text, and that stop text or None."""
+        """Returns the text without hidden tokens up to the first stop text; and that stop text, or None."""
         text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
         if match is not None or not stop:
             return text, match
@@ -242,7 +242,7 @@ class Parsers:
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
     def partial(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
-        """Returns an incremental parser of a reply; None if the parsers support only complete replies.
+        """Returns an incremental parser of a reply; None if a parser supports only complete replies.
 
         Args:
             prompt: Tokens of the prompt.

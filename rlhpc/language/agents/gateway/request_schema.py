@@ -17,7 +17,7 @@ from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired, valid_text
 
 log = logging.getLogger(__name__)
-#: Maximum number of a request's stop texts, of characters in each, and of stop tokens; the engine checks them at each token.
+#: Maximum numbers of stop texts, of characters in a stop text, and of stop tokens. The engine checks them at each token.
 MAX_STOP_TEXTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
 #: Maximum number of unknown keys that are logged.
 _MAX_REPORTED = 20
@@ -31,7 +31,7 @@ class Form:
 
     Attributes:
         keys: Check and description of the allowed values, by key.
-        neutral: Check for values without effect, by key; other values are refused.
+        neutral: Check for values without effect, by key. Other values of these keys are refused.
         required: Required keys.
         where: Prefix of the keys in error messages.
         inner: Schemas of keys whose values are objects.
@@ -45,7 +45,7 @@ class Form:
 
 
 def read_body(raw: bytes, form: Form) -> dict[str, Any]:
-    """Parses and checks the body of a request; returns it with valid UTF-8 texts, finite numbers and without `null` keys.
+    """Parses and checks the body of a request. The returned body has valid UTF-8 texts, finite numbers and no `null` values.
 
     Raises:
         RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
@@ -172,10 +172,10 @@ _OBJECT, _NUMBER = (_instance_of(Mapping), "an object"), (_is_number, "a number"
 _INTEGER, _POSITIVE = (_integer_in(-math.inf), "an integer"), (_integer_in(1), "an integer of at least 1")
 _MESSAGES = (_list_of(_instance_of(object), 1), "a list with at least one message")
 
-#: Sampling keys that the run sets: accepted, but without effect.
+#: Sampling keys that clients may send, but that have no effect, because the run sets them.
 _RUN_KEYS = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
 
-#: OpenAI's and vLLM's keys that change the sampling distribution, with a check for the values that do not.
+#: OpenAI's and vLLM's keys that can change the sampling distribution, with a check for values that do not change it.
 _SAMPLING: dict[str, Check] = {
     **dict.fromkeys(("n", "best_of"), _equals(1)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), _equals(0, 0.0)),

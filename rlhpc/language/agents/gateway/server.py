@@ -43,9 +43,9 @@ from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
 
-#: Maximum size of the body of a call, of all concurrent bodies of an episode, and of the body of a reward, in bytes.
+#: Maximum sizes of a call's body, of all concurrent bodies of an episode, and of a reward's body, in bytes.
 _BODY, _BODIES, _REWARD = 32 << 20, 64 << 20, 4 << 10
-#: Maximum size of a body that is parsed on the loop, in bytes (threads parse longer ones); and the number of threads.
+#: Maximum size of a body that the event loop parses, in bytes; and number of threads, which parse larger bodies.
 _SHORT, _THREADS = 64 << 10, 4
 #: Seconds without an event after which a stream sends a comment, so that the client does not time out.
 _ALIVE_S = 10.0
@@ -53,7 +53,7 @@ _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 
-#: Log of the server. Clients without a key must not be able to fill it by sending invalid HTTP.
+#: Log of the server. It omits invalid HTTP requests, so that clients without a key cannot fill it.
 _server_log = logging.getLogger(f"{__name__}.server")
 
 
@@ -74,7 +74,7 @@ class Drawing:
         prompt_ids, sampling, seed, images: Prompt, sampling parameters, seed and images.
         answer: Callback with the completion or the error, called in the engine's thread.
         show: Callback with all tokens so far, for a streaming client; called repeatedly in the engine's thread.
-        given_up: Whether the client has stopped waiting.
+        given_up: Whether the client no longer waits for the result.
     """
 
     session: GatewaySession
@@ -123,8 +123,8 @@ class Gateway:
         engine_queue: Queue of requests to the engine and of ended episodes.
         keys: Keys of the episodes.
         feedback: Delayed rewards.
-        url: URL for this host, without `/v1`.
-        far: URL for other hosts; "" if they have no access.
+        url: URL for clients on this host, without `/v1`.
+        far: URL for clients on other hosts; "" if they have no access.
         socket: Path of a UNIX socket of the gateway, for sandboxes without a network.
     """
 
@@ -170,7 +170,7 @@ class Gateway:
             listener = TcpListener(host)
             self._acceptors.append(listener.serve(partial(self._admit, protocol_factory), "rlhpc-gateway-accept"))
             urls.append("http://{}:{}".format(*listener.address))
-        # Sandboxes use this socket; programs that the model controls there must not send rewards.
+        # Sandboxes use this socket. It has no route for rewards, because the model controls the programs there.
         protocol_factory = await self._serve_routes([])
         self._servers.append(await self.loop.create_unix_server(protocol_factory, self.socket))
         return urls[0], "".join(urls[1:])
@@ -309,7 +309,7 @@ class Gateway:
         sampling: SamplingParams,
         stream: ChatStream | MessageStream,
     ) -> web.StreamResponse:
-        """Answers a conversation in the format of `stream`, as one response or as a stream of events."""
+        """Answers a conversation in the format of `stream`, as a single response or as a stream of events."""
         reader = StreamReader()
         draw = partial(self._draw, reading=reader) if stream.requested else self._draw
         work = partial(self._answer, session, messages, tools, stream.model, sampling, draw)
@@ -386,7 +386,7 @@ class Gateway:
         request: web.Request,
         error: Callable[[RequestError], dict[str, Any]] = chat_error,
     ) -> web.StreamResponse:
-        """Runs a route for the session of the request's key; returns refusals in the client's format."""
+        """Runs a route with the session of the request's key; returns a `RequestError` in the client's format."""
         try:
             session = self.keys.of(request.headers)
             self._prove(request, session.key)
@@ -408,7 +408,7 @@ class Gateway:
         tools: Any,
         stop: Sequence[str],
     ) -> web.StreamResponse:
-        """Streams the reply: first its stable part while tokens are sampled, then the remainder."""
+        """Streams a reply: the text that can no longer change while tokens are sampled, then the remainder."""
         answer_task = asyncio.ensure_future(answering)
         answer_task.add_done_callback(lambda _: reader.arrival.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -471,7 +471,7 @@ async def _await_tokens(reader: StreamReader) -> None:
         # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
         async with asyncio.timeout(_ALIVE_S):
             await reader.arrival.wait()
-        reader.arrival.clear()  # tokens that arrive from now on end the next wait
+        reader.arrival.clear()  # later tokens end the next wait
 
 
 def _is_retry(request: web.Request) -> bool:

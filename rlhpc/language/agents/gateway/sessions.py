@@ -1,4 +1,4 @@
-"""Gateway sessions: the key and limits of an episode, and its calls of the model, each answered once despite retries."""
+"""Gateway sessions: key, limits and model calls of an episode. A client's retry does not repeat a call."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlhpc.language.agents.turn_tree import (
 from rlhpc.language.data.images import PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 
-#: Number of answers that are kept for clients' retries.
+#: Maximum number of answers of an episode that are kept for clients' retries.
 _MAX_ANSWERS = 32
 #: Maximum number of concurrent calls of an episode.
 MOST_AT_ONCE = 32
-#: An episode may make at most this many calls that exceed the context, or `turns` calls if that is more.
+#: Maximum number of an episode's calls that exceed the context; `turns` if that is larger.
 _OVERLONG = 8
 #: Seconds for which sampling continues after the client has disconnected, because the client may retry.
 PATIENCE_S = 10.0
@@ -82,7 +82,7 @@ class StoredResponse:
 
 @dataclass
 class _PendingCall:
-    """Call of the model: its pending or finished answer, and the number of clients that wait for the answer."""
+    """Call of the model: the future of its answer, and the number of clients that wait for the answer."""
 
     response: asyncio.Future[StoredResponse]
     waiting: int = 0
@@ -109,7 +109,7 @@ class GatewaySession:
         name: Name of the episode for clients that have one key per process.
         names: Additional names that clients gave the episode.
         closed: Whether the episode has ended; later completions are dropped.
-        encoding: Lock for converting calls to tokens, one at a time.
+        encoding: Lock that allows one conversion of a conversation to tokens at a time.
         bytes_in: Total size in bytes of the bodies that are being read or parsed.
     """
 
@@ -120,14 +120,13 @@ class GatewaySession:
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()
-        #: Held while a conversation of this episode is converted to tokens, one at a time.
         self.encoding = asyncio.Lock()
         self.bytes_in = 0
         self._answers: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
         self._draw_counts = collections.Counter[bytes]()
         self._num_turns = self._under_way = self._overlong = 0
 
-    # -- once for each call ---------------------------------------------------------------------------------------
+    # -- retries --------------------------------------------------------------------------------------------------
 
     async def once(
         self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
@@ -154,7 +153,7 @@ class GatewaySession:
                 self._answers.popitem(last=False)
         call.waiting += 1
         try:
-            # The request continues for a while after its client has disconnected, because the client may retry.
+            # The call continues for a while after its client has disconnected, because the client may retry.
             return await asyncio.shield(call.response)
         finally:
             call.waiting -= 1
@@ -165,7 +164,7 @@ class GatewaySession:
         if not call.waiting and call.response.cancel():
             self.counts["given_up"] += 1
 
-    # -- the two ways to ask --------------------------------------------------------------------------------------
+    # -- calls of the model ---------------------------------------------------------------------------------------
 
     async def chat(
         self,
@@ -200,7 +199,7 @@ class GatewaySession:
     def _encode(
         self, messages: list[Any], tools: Any, role: int, renderer: Renderer
     ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
-        """Returns a conversation's keys, followed by the values of `Renderer.prompt`. Runs in a worker thread."""
+        """Returns a conversation's keys, and the values that `Renderer.prompt` returns. Runs in a worker thread."""
         renderer.check_count(messages)
         canonical_messages = [canonical(message) for message in messages]
         renderer.check_length(canonical_messages, tools)
@@ -244,7 +243,7 @@ class GatewaySession:
         return replace(self.sampling, max_new_tokens=max_new_tokens, stop=stop_texts, stop_token_ids=end_token_ids)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
-        """Returns the sampling parameters with the policy of a role."""
+        """Returns the sampling parameters with the policy index of a role."""
         policies = self.limits.policies
         return replace(sampling, policy=policies[role]) if policies else sampling
 
@@ -319,7 +318,7 @@ class GatewaySession:
 
 
 def _retrieve_exception(future: asyncio.Future[StoredResponse]) -> None:
-    """Retrieves the exception of a call for which no client waits any longer; otherwise asyncio would log it."""
+    """Retrieves a call's exception, so that asyncio does not log it if no client waits for the call."""
     if not future.cancelled():
         future.exception()
 
@@ -359,8 +358,8 @@ class SessionKeys:
 
         Args:
             key: Key of an episode or of the process.
-            name: `X-Session-ID`. With the process's key, the name of an episode. With an episode's key, a name that no other
-                episode has; it becomes an additional name of the episode.
+            name: `X-Session-ID`. With the process's key, the name of an episode. With an episode's key, an
+                additional name of that episode, which no other episode may have.
 
         Raises:
             RequestError: No open session has this key and name.

@@ -36,8 +36,8 @@ class Threads:
             raise
 
     async def call_to_end(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in a thread, and returns its result. A cancelled caller still waits for the end of the call,
-        so that a lock that it holds limits the number of calls.
+        """Calls a function in a thread, and returns its result. A cancelled caller still waits until the call has ended, so
+        that the caller's lock limits the number of concurrent calls.
         """
         task = asyncio.ensure_future(self.call(function, *args))
         try:
@@ -49,7 +49,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Ends the waiting threads."""
+        """Ends the threads that wait for calls."""
         for _ in range(self._num_threads):
             self._calls.put(None)
 
@@ -102,7 +102,7 @@ class _Call:
 
 
 def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
-    """Calls a function on an event loop of another thread; returns False if the loop has ended."""
+    """Schedules a call on an event loop of another thread; returns False if the loop has ended."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
@@ -111,7 +111,7 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object
 
 
 def settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    """Sets the result of a future, or its exception, unless it is done already."""
+    """Sets the result or the exception of a future, unless the future is already done."""
     if future.done():
         return
     if isinstance(outcome, Exception):

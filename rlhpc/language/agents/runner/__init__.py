@@ -1,1 +1,1 @@
-"""Programs that run agents in their own interpreter. They need the standard library alone."""
+"""Programs that run agents in a separate interpreter. They need only the standard library."""

@@ -1,5 +1,6 @@
-"""Framework agents without user code: the model with tool servers, and environments of verifiers and OpenEnv. Runs like
-`main.py`, which loads it: any Python from 3.8 on, without rlhpc, with only the package of the kind.
+"""Framework agents without user code: the model with tool servers, and environments of verifiers and OpenEnv.
+
+`main.py` loads this file. It needs Python 3.8 or newer and the package of the agent's kind, but not rlhpc.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import json
 from typing import Any, Callable, Sequence  # noqa: UP035 (Python 3.8)
 
-#: Package that each kind imports.
+#: Module that each kind imports.
 _PACKAGES = {"verifiers": "verifiers.v1", "openenv": "openenv.core.generic_client"}
 
 
@@ -19,7 +20,7 @@ def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Cal
     Args:
         kind: `mcp`, `verifiers` or `openenv`.
         options: `agent.framework`, or `servers`.
-        helpers: `servers` and `text`, the modules `mcp_client` and `policy_text`; `shell`, the constructor of a shell.
+        helpers: The modules `mcp_client` as `servers` and `policy_text` as `text`; the constructor of a shell as `shell`.
 
     Raises:
         ImportError: The package of the kind is missing.
@@ -120,9 +121,7 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
 
 
 def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """Returns an agent for an environment of verifiers. It runs the environment's task (`pick_task`), harness and
-    rewards.
-    """
+    """Returns an agent for an environment of verifiers. Task (`pick_task`), harness and rewards are the environment's."""
     del helpers
     import verifiers.v1 as vf
     from verifiers.v1.configs.client import EvalClientConfig

@@ -1,4 +1,4 @@
-"""Keeper of a program for a rank: ends the program and all its descendants when the rank ends or is killed."""
+"""Keeper of a service's program: ends the program and all its descendants when the rank ends or is killed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 
 from rlhpc.runtime.os_resources import adopt_orphans, readable
 
-#: Seconds between checks of the program, and seconds that the program has to end by itself.
+#: Seconds between two checks of the program, and time limit of its termination, in seconds.
 _LOOK_S, _END_S = 0.2, 3.0
 
 
 def main() -> None:
-    """Runs the program of the arguments (argv). The rank holds the other end of the standard input, and never writes."""
+    """Runs the program of the command-line arguments until the standard input closes, which happens when the rank ends."""
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and not readable([0], _LOOK_S):

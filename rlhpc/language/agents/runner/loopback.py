@@ -1,5 +1,5 @@
 """First program in a sandbox without a network: sets limits, forwards a port of the loopback address to the model's
-socket, then executes the command. Like `main.py`: standard library, any Python from 3.8 on.
+socket, then executes the command. Like `main.py`, it needs only the standard library and Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PORT = 8000
 _SET_PDEATHSIG, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 1, 0x8913, 0x8914, 1
 _CAPBSET_DROP, _NO_NEW_PRIVS, _CAPABILITY_VERSION = 24, 38, 0x20080522
 _READ_ONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
-#: Niceness: a lower priority than that of the rank, which generates the command's replies.
+#: Niceness, so that the command has a lower priority than the rank, which generates its replies.
 _NICE = 10
-#: Factor of the memory limit that a process may map: much of the mapped memory is never used.
+#: Mappable memory of a process as a multiple of the memory limit, because much mapped memory is never used.
 _MAPPED = 4
 
 
 def main() -> None:
-    """Prepares the sandbox, and executes a command. Arguments: settings in JSON, then the command.
+    """Prepares the sandbox, then executes a command. The program's arguments are settings as JSON, and the command.
 
-    Settings are `socket`, the model's socket; `fixed`, a folder that the command can neither change nor move; and
-    limits.
+    The settings are `socket`, the model's socket; `fixed`, a folder that the command can neither change nor move; and
+    resource limits.
     """
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
     _raise_loopback()
@@ -62,9 +62,7 @@ def _start_relay(path: str) -> None:
 
 
 def _make_read_only(folder: str) -> None:
-    """Makes a folder read-only for the sandbox. All folders above it become mounts, too, so that they cannot be
-    renamed.
-    """
+    """Makes a folder read-only in the sandbox. All folders above it also become mounts, so that they cannot be renamed."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(source: str, target: str, flags: int) -> None:
@@ -96,7 +94,7 @@ def _drop_capabilities() -> None:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    """Sets limits of each process; the guard outside (`main.py`) limits all processes together."""
+    """Sets the limits of each process. The guard in `main.py` limits the sum over all processes."""
     os.nice(_NICE)
     bounds = {resource.RLIMIT_CORE: 0}
     if spec.get("memory_mb"):
@@ -132,14 +130,14 @@ def _relay_connections(listener: socket.socket, path: str) -> None:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copies all data of a socket to another one."""
+    """Copies all data of one socket to another socket."""
     try:
         while True:
             chunk = source.recv(1 << 16)
             if not chunk:
                 break
             target.sendall(chunk)
-        target.shutdown(socket.SHUT_WR)  # the other direction may go on
+        target.shutdown(socket.SHUT_WR)  # the other direction may continue
     except OSError:
         pass
 

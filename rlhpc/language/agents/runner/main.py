@@ -44,7 +44,7 @@ def _load_sibling(name: str) -> Any:
 
 _task: Any = _load_sibling("task")
 _shells: Any = _load_sibling("shell")
-#: Maximum number of bytes of an outcome, of a command's output, and of the retained end of other output.
+#: Maximum sizes of an outcome, of a command's output, and of the retained end of other output, in bytes.
 _OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
 #: Time limit for killed processes to exit, in seconds.
 _KILL_S = 4.0
@@ -84,7 +84,7 @@ def main() -> None:
     commands, replies = os.dup(0), os.dup(1)
     null_fd = os.open(os.devnull, os.O_RDWR)
     os.dup2(null_fd, 0)
-    os.dup2(2, 1)  # an agent's output must not be read as an outcome
+    os.dup2(2, 1)  # the rank must not read an agent's output as an outcome
     lines = _Lines(commands)
     spec = lines.wait()
     if spec is None:
@@ -166,8 +166,8 @@ def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, started: f
 
 
 def _end_orphans(children: frozenset[int], seconds: float) -> None:
-    """Kills orphans and their descendants for up to `seconds`. An orphan is a child of this process that is not in
-    `children`.
+    """Kills orphans and their descendants for up to `seconds`. An orphan is a child of this process that `children` does not
+    contain.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -285,7 +285,7 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
                 open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
-    for fd in open_fds:  # output that was written before the process ended
+    for fd in open_fds:  # reads output that was written before the process ended
         while _shells.readable([fd], 0) and _read_limited(fd, received_bytes[fd], limits.get(fd)):
             if len(received_bytes[fd]) >= (limits.get(fd) or _TAIL):
                 break
@@ -423,7 +423,7 @@ def _stat_value(pid: int, index: int) -> int:
 
 
 def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
-    """Returns the total sizes in bytes of unlinked open files: of those on the folder's disk, and of all others, such as
+    """Returns the total sizes of unlinked open files in bytes: of files on the folder's disk, and of other files, such as
     files in memory.
     """
     device, sizes = os.stat(folder).st_dev, {True: 0, False: 0}
@@ -441,8 +441,8 @@ def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
 
 
 def _segments(pids: list[int]) -> int:
-    """Returns the size in bytes of the processes' System V shared-memory segments, mapped or not. Does not count segments
-    in this process's IPC namespace.
+    """Returns the size in bytes of the processes' System V shared-memory segments, including unmapped segments. Does not count
+    segments in this process's IPC namespace.
     """
     pid_by_namespace: dict[str, int] = {}
     for pid in pids:
@@ -578,13 +578,13 @@ def _episode(
 
 
 class _Lines:
-    """Reader of JSON lines from a descriptor; `pending` holds the messages that `wait` read after the first one."""
+    """Reader of JSON lines from a descriptor. `pending` contains messages that were read but not yet returned."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._partial, self.at_end, self.pending = fd, b"", False, []  # type: ignore[var-annotated]
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the messages of complete lines; waits for data if none are pending."""
+        """Returns the pending messages or, without any, waits for data and returns the messages of complete lines."""
         if self.pending:
             lines, self.pending = self.pending, []
             return lines

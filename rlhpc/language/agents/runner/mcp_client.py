@@ -93,7 +93,7 @@ class _CommandTransport:
                 stream.close()  # type: ignore[union-attr]
 
     def set_version(self, version: str) -> None:
-        """Ignores the protocol version that the server has chosen, because messages over pipes do not contain it."""
+        """Ignores the protocol version, because messages over pipes do not contain it."""
 
 
 def _message(data: bytes) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _is_reply_to(reply: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the response to a server's request: a result for `ping`, an error for all others."""
+    """Returns the response to a server's request: a result for `ping`, an error for other requests."""
     reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
     if request["method"] == "ping":
         return {**reply, "result": {}}
@@ -151,7 +151,7 @@ class _HttpTransport:
                 connection.getresponse().read(_MAX_BYTES)
 
     def set_version(self, version: str) -> None:
-        """Adds the protocol version that the server has chosen to all later requests."""
+        """Sets the protocol version in the headers of later requests; the server has chosen it."""
         self._headers["MCP-Protocol-Version"] = version
 
     def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
@@ -171,7 +171,7 @@ class _HttpTransport:
 
 
 def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of an event stream, including a last message without an empty line after it.
+    """Yields the messages of an event stream. A last message need not be followed by an empty line.
 
     Raises:
         TimeoutError: The deadline has passed.

@@ -30,7 +30,7 @@ _INSIDE = os.path.join(_HERE, "loopback.py")
 LIMITS = ("memory_mb", "disk_mb")
 #: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
 _SUBFOLDERS = ("work", "tmp", "shm")
-#: Paths in /etc with settings of programs; none contains keys, passwords or addresses of services.
+#: Paths in /etc with settings of programs, but without keys, passwords or addresses of services.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "fonts", "group", "hosts", "inputrc", "ld.so.cache",
     "ld.so.conf", "ld.so.conf.d", "localtime", "locale.conf", "magic", "mime.types", "nsswitch.conf", "passwd", "profile",
@@ -47,7 +47,7 @@ _BROAD = (
 
 
 def find_program(name: str) -> str:
-    """Returns the path of a program in this process's PATH; the name itself if PATH does not contain it."""
+    """Returns the path of a program in PATH; returns the name if PATH does not contain the program."""
     return shutil.which(name) or name
 
 
@@ -62,8 +62,8 @@ def sandboxed(
 
     Args:
         confinement: `kind` (`bubblewrap`, `unshare`, or `none` to run the command unchanged) and the limits of
-            `loopback.py`. For bubblewrap also `read`, paths that are visible in addition to those that programs need, and
-            `hidden`, paths that are not visible unless `read` names them.
+            `loopback.py`. For bubblewrap also `read`, additional visible paths, and `hidden`, paths that are not visible
+            unless `read` names them.
         command: Command line (argv).
         folder: Folder of the episode. The command may write to its subfolder `work`, where it starts. With bubblewrap, the
             subfolders `tmp` and `shm` are mounted as `/tmp` and `/dev/shm`.
@@ -113,7 +113,7 @@ def make_subfolders(folder: str) -> str:
 
 
 def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: str, socket_folder: str) -> list[str]:
-    """Returns bubblewrap's mount options. The longest mounted path above a file decides whether the file is visible."""
+    """Returns bubblewrap's mount options. The closest mount above a file determines whether the file is visible."""
     mount_options: dict[str, list[str]] = {}
     shown_trees: list[tuple[str, str]] = []  # (path in the sandbox, real path)
 
@@ -212,7 +212,7 @@ def needed_by(command: Sequence[str]) -> list[str]:
 
 
 def _nearest(path: str, paths: dict[str, Any]) -> str:
-    """Returns the closest ancestor of a path that is in `paths`; "" if no ancestor is."""
+    """Returns the closest ancestor of a path that `paths` contains; "" if `paths` contains no ancestor."""
     while path != "/":
         path = os.path.dirname(path)
         if path in paths:
@@ -279,9 +279,9 @@ def remove_folder(folder: str) -> None:
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Waits until a descriptor can be read or has reached its end; returns all such descriptors, none after a timeout.
+    """Waits until descriptors have data or have reached their end; returns these descriptors, or an empty set after a timeout.
 
-    Copy of `runtime.descriptors.readable` for interpreters without rlhpc.
+    Copy of `runtime.os_resources.readable` for interpreters without rlhpc.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -290,7 +290,7 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
 
 
 class Shell:
-    """Persistent bash, as a context manager: its working directory and variables are kept from command to command.
+    """Persistent bash, as a context manager. Commands share the working directory and the variables.
 
     It is also a tool server with one tool (`mcp_client.ToolServer`).
 
@@ -328,7 +328,7 @@ class Shell:
         script = (
             f'eval "$(cat <<\'{end_marker}\'\n{command}\n{end_marker}\n)" 2>&1 </dev/null; echo "{end_marker} $?"\n'
         )
-        with contextlib.suppress(OSError):  # the shell has ended: the available output is read
+        with contextlib.suppress(OSError):  # if the shell has ended, the available output is read
             self._process.stdin.write(script.encode())
             self._process.stdin.flush()
         output, reason = self._read(end_marker.encode())
@@ -390,7 +390,7 @@ class Shell:
             mark_start = output.find(mark, max(0, len(output) - len(chunk) - len(mark) - 16))
             if mark_start >= 0 and b"\n" in output[mark_start:]:
                 return bytes(output), ""
-            if len(output) > 4 * (_HEAD + _TAIL):  # too much output: its middle is dropped
+            if len(output) > 4 * (_HEAD + _TAIL):  # drops the middle of long output
                 del output[_HEAD * 2 : -_TAIL * 2]
 
     def _end(self) -> None:

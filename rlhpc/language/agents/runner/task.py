@@ -1,4 +1,4 @@
-"""Task and model of an episode, which are the arguments of an agent's function.
+"""Task and model client of an episode: the arguments of an agent's function.
 
 `main.py` loads this file. Like `main.py`, it needs only the standard library and Python 3.8 or newer, not rlhpc.
 """
@@ -31,7 +31,7 @@ _proxies: Any = _load("..", "..", "..", "runtime", "proxies.py")
 
 
 class ModelError(Exception):
-    """Error raised when a request to the model is refused.
+    """Error of a refused request to the model.
 
     Attributes:
         status: HTTP status.
@@ -50,7 +50,7 @@ class Model:
         base_url: URL of the OpenAI routes, including `/v1`.
         api_key: Key of the episode.
         name: Name of the model.
-        process_key, session_id: Key for a client that uses one key for many episodes, and this episode's `X-Session-ID`.
+        process_key, session_id: Key for a client that serves many episodes, and this episode's `X-Session-ID`.
         reads_images: Whether messages may contain images. The former name `looks` works for two releases.
         ids: Ids of the completions of `chat`, in order, for delayed rewards.
     """
@@ -229,7 +229,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment variables of an agent: those that OpenAI's and Anthropic's clients read, and rlhpc's."""
+    """Returns an agent's environment variables: the variables of OpenAI's and Anthropic's clients, and rlhpc's."""
     url = urllib.parse.urlsplit(ticket["base_url"])
     return {
         **_proxies.without_proxy([url.hostname or ""]),
