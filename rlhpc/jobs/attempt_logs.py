@@ -1,4 +1,4 @@
-"""Log files with several starts of a run: a rule line separates the output of two starts."""
+"""Log files that hold several starts of a run; a marker line separates the output of two starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST, ALL = "last", "all"
 
 
 def mark_start(folder: Path) -> None:
-    """Writes a rule line to the end of each log in a folder for a further start, if ranks have written there before."""
+    """Appends a marker line for a new start to each log of a folder; does nothing if no rank has written there yet."""
     files = [file for pattern in ("*.out", "*.err") for file in folder.glob(pattern) if file.stat().st_size]
     if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may already exist
         return
@@ -29,7 +29,7 @@ def mark_start(folder: Path) -> None:
 
 
 def _number_of(file: Path) -> int:
-    """Returns the number of a log's last start."""
+    """Returns the number of the last start in a log."""
     with file.open(encoding="utf-8", errors="replace") as log:
         start_numbers = [int(match[1]) for line in log if (match := _RULE.fullmatch(line.rstrip("\n")))]
     return max(start_numbers, default=1)
@@ -39,19 +39,19 @@ def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
     """Returns the lines that a start of the run wrote.
 
     Args:
-        lines: Lines of a log, or its last ones.
+        lines: Lines of a log or of its end.
         start: The start's number, `last` or `all`.
     """
     if start == ALL:
         return list(lines)
     start_lines: list[str] = []
-    start_number, selects = 1, start in (LAST, "1")
+    start_number, is_selected = 1, start in (LAST, "1")
     for line in lines:
         if match := _RULE.fullmatch(line):
             start_number = int(match[1])
-            selects = start in (LAST, str(start_number))
+            is_selected = start in (LAST, str(start_number))
             if start == LAST:
                 start_lines.clear()
-        elif selects:
+        elif is_selected:
             start_lines.append(line)
     return start_lines

@@ -1,4 +1,4 @@
-"""Cancelling of a run's jobs: they save and stop, and no retry starts them again."""
+"""Cancellation of a run's jobs: the driver saves and stops, and no retry starts the job again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlhpc.runtime.errors import RlhpcError, UserError
 
 
 def require_ownership(paths: RunPaths) -> None:
-    """Checks that this user submitted the run and may thus end its jobs; root may end any.
+    """Checks that this user submitted the run and may therefore cancel its jobs; root may cancel the jobs of any run.
 
     Raises:
-        UserError: Another user submitted it; the message names that user.
+        UserError: Another user submitted the run; the message names that user.
     """
     try:
         owner = paths.submit.stat().st_uid
@@ -31,7 +31,7 @@ def require_ownership(paths: RunPaths) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Returns a user's name, or the uid as text if it has no name on this host."""
+    """Returns the name of a user; `user <uid>` if this host knows no name for the uid."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -39,19 +39,19 @@ def user_name(uid: int) -> str:
 
 
 def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
-    """Ends the jobs of a run: they save and stop; processes that remain after the grace period are killed.
+    """Cancels the jobs of a run: the drivers save and stop. Processes that remain after the grace period are killed.
 
     Args:
         paths: The run.
-        segment: End only this segment's job; by default those of all segments.
+        segment: Number of the segment to cancel; by default all segments and helper jobs.
         grace_s: Maximum time for the driver to save.
 
     Returns:
-        A sentence for every job that was ended; empty if none was running.
+        A sentence for every cancelled job; empty without a live job.
 
     Raises:
         RlhpcError: A job runs on another host, or scancel failed.
-        UserError: The run is another user's, or names a job or a process that does not belong to the run.
+        UserError: The run belongs to another user, or names a job or a process that does not belong to the run.
     """
     require_ownership(paths)
     sentences = []
@@ -85,7 +85,10 @@ def _ends_by_itself(files: SegmentJournal) -> bool:
 
 
 def _end_waiting(files: SegmentJournal) -> bool:
-    """Marks a segment that waits for room in the queue, so that the process trying to submit it stops."""
+    """Marks a segment that waits for room in the queue as cancelled, which stops the submitting process.
+
+    Returns False if the segment does not wait, or is already cancelled.
+    """
     with files.submit_lock():
         record = JobRecord.read(files)
         if record is None or record.phase != "waiting" or files.cancelled(record.token):
@@ -95,7 +98,7 @@ def _end_waiting(files: SegmentJournal) -> bool:
 
 
 def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None:
-    """Asks only the driver to save and stop, as a plain scancel would kill the ranks at once; then ends the job."""
+    """Signals only the driver, which saves and stops; then ends the job. A plain scancel would kill the ranks at once."""
     name = segment_job_name(files)
     is_job_named(record.job_id, name)  # refuses another job before anything is written
     files.mark_cancelled(record.token)  # pending or running: no other job may follow when this one ends
@@ -111,7 +114,7 @@ def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
 
 
 def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None:
-    """Sends SIGTERM to the job, which forwards it to the driver to make it save; then SIGKILL to the remaining processes."""
+    """Sends SIGTERM to the job, which makes the driver save; sends SIGKILL to the processes that remain."""
     deadline = time.monotonic() + grace_s
     signalled_pids: set[int] = set()
     while time.monotonic() < deadline + 10.0:

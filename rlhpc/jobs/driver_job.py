@@ -1,4 +1,4 @@
-"""Driver job that submitit runs: it starts the driver, forwards signals to it, has it save, and asks for a requeue."""
+"""Driver job that submitit runs: starts the driver, forwards signals, waits for its checkpoint and requests a requeue."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from rlhpc.runtime.os_resources import start_bound_to_parent
 _POLL_S = 0.1
 #: Prefix that the command line puts before every error message.
 ERROR_PREFIX = "rlhpc: error:"
-#: Bytes at the end of a driver's output that are searched for it: more than any message with the tails of its ranks' logs.
+#: Bytes at the end of a driver's output that are searched for an error message; longer than any message with log tails.
 _TAIL_BYTES = 1 << 18
 
 
 def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
-    """Returns the first error message at the end of a driver's output and the following lines or, without one, the last
-    lines.
+    """Returns the first error message near the end of a driver's output, with the lines that follow it.
 
-    A driver prints its error last; libraries may print any amount before that.
+    Without an error message, returns the last lines. A driver prints its error last, after any output of libraries.
 
     Args:
         err_file: The output.
         offset: Start of this attempt's output.
         lines: Maximum number of lines.
     """
-    before_end, prefix, message = _partition_end(err_file, offset)
+    text_before, prefix, message = _partition_end(err_file, offset)
     if prefix:
         return "\n".join(message.strip().splitlines()[:lines])
-    return "\n".join(before_end.strip().splitlines()[-lines // 2 :])
+    return "\n".join(text_before.strip().splitlines()[-lines // 2 :])
 
 
 def error_line(err_file: Path) -> str:
@@ -54,8 +53,9 @@ def error_line(err_file: Path) -> str:
 
 
 def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
-    """Returns the end of an output: text before the first error message, its prefix, and the text after it; the last two
-    are empty without a message, and all three if the output cannot be read.
+    """Splits the end of an output at the first error message: text before the message, its prefix, and the text after it.
+
+    Without a message, the last two are empty. If the output cannot be read, all three are empty.
     """
     try:
         with open_file(err_file) as file:
@@ -69,21 +69,21 @@ def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
 def start_driver(
     command: Sequence[str], files: SegmentJournal, environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a driver whose output goes to its log files, and which saves and ends when this process or the calling thread
-    ends.
+    """Starts a driver that writes to the segment's log files. When this process or the calling thread ends, the driver saves
+    and ends.
 
     Args:
-        command: Its argv.
-        files: Files of the segment that it trains.
-        environment: Variables to set for it.
+        command: argv of the driver.
+        files: Journal of the segment that the driver trains.
+        environment: Environment variables to set for the driver.
         options: Options of `subprocess.Popen`.
 
     Raises:
         OSError: A log cannot be written, or the command does not exist.
     """
-    with files.driver_out.open("ab") as stdout_file, files.driver_err.open("ab") as err:
+    with files.driver_out.open("ab") as stdout_file, files.driver_err.open("ab") as stderr_file:
         return start_bound_to_parent(
-            command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=stdout_file, stderr=err,
+            command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=stdout_file, stderr=stderr_file,
             env=_driver_environment(environment), **options,
         )  # fmt: skip
 
@@ -96,14 +96,14 @@ def _driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class DriverJob:
-    """Callable for submitit with its checkpoint protocol (`checkpoint()` returns the job to run after the requeue).
+    """Callable for submitit's checkpoint protocol: `checkpoint()` returns the job to run after the requeue.
 
     Args:
         run_root: The run folder.
         segment: Number of the segment that the driver trains.
         command: argv of the driver, which writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` if a signal
             made it save and stop.
-        token: The submission's token, by which a waiter recognises its own job.
+        token: Token of the submission, by which a waiter recognises its job.
         executor: "local" or "slurm".
         environment: Variables to set for the driver.
         save_grace_s: Maximum time for the driver to save and stop before it is killed.
@@ -131,7 +131,7 @@ class DriverJob:
         return SegmentJournal(RunPaths(Path(self.run_root)), self.segment)
 
     def __call__(self) -> dict[str, Any]:
-        """Runs the driver until it ends. The result is only for submitit's log; the marker file counts."""
+        """Runs the driver until it ends. The result is only for submitit's log; other processes read the marker file."""
         from submitit import JobEnvironment
 
         files = self.files
@@ -152,11 +152,11 @@ class DriverJob:
             self._release()
 
     def _attempts(self, files: SegmentJournal) -> dict[str, Any]:
-        """Runs the driver, and restarts it after failures that it did not cause."""
+        """Runs the driver, and restarts it after failures that the driver did not cause."""
         attempts = Attempts(files, self.token)
         while True:
             assert self._claim is not None
-            # includes earlier attempts without progress whose ends this process did not see
+            # also counts attempts of an earlier process, which may have died without recording their end
             num_idle = attempts.idle(self._newest())
             if num_idle > max(self.max_restarts, self.max_stalled):
                 return self._record_exit(1, self._stuck(num_idle))
@@ -215,7 +215,7 @@ class DriverJob:
         return status if is_current and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
-        """Makes the driver save, waits for its end, and returns the job to run next. submitit calls it on the end signal."""
+        """Makes the driver save, waits for its end, and returns the job to run next. submitit calls this on SIGUSR2."""
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
         if self.files.result() is not None:
@@ -251,8 +251,10 @@ class DriverJob:
             self._pid = process.pid
             self._claim = self._claim.update(driver=ProcessId.of(process.pid))
         except OSError as error:
-            with files.driver_err.open("ab") as err:
-                err.write(f"{ERROR_PREFIX} cannot start {self.command[0]}: {error.strerror or error}\n".encode())
+            with files.driver_err.open("ab") as stderr_file:
+                stderr_file.write(
+                    f"{ERROR_PREFIX} cannot start {self.command[0]}: {error.strerror or error}\n".encode()
+                )
             return 127
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
@@ -263,8 +265,8 @@ class DriverJob:
         return 128 - code if code < 0 else code
 
     def _driver_gone(self) -> bool:
-        """Returns whether the driver has ended. Does not reap it: the signal handler asks too, and Popen's lock is not
-        reentrant.
+        """Returns whether the driver has ended. Does not reap the process, because the signal handler calls this method too
+        and Popen's lock is not reentrant.
         """
         if self._pid is None:
             return True
@@ -292,7 +294,7 @@ class DriverJob:
         self._signal_driver(signal.SIGTERM)
 
     def _check_owner(self) -> None:
-        """Ends the driver if a later job has taken the segment over, as seen at the interval of renewals."""
+        """Kills the driver if a later job has taken over the segment; checks at most once per `RENEW_S`."""
         if self._claim is None or time.monotonic() - self._checked_at < RENEW_S:
             return
         self._checked_at = time.monotonic()
@@ -307,7 +309,7 @@ class DriverJob:
                 self._claim = self._claim.update(released=True)
 
     def _record_exit(self, code: int, message: str = "") -> dict[str, Any]:
-        """Records how the driver ended, for processes that wait now or ask later."""
+        """Writes the exit record of the driver, which waiting and later processes read; returns its content."""
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}

@@ -1,4 +1,4 @@
-"""Driver lock: a run has one driver. A second one is rejected before it changes anything; the message names the first."""
+"""Driver lock of a run: a second driver is rejected before it changes anything, with an error that names the first."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rlhpc.runtime.network import job_address
 
 @contextlib.contextmanager
 def sole_driver(paths: RunPaths) -> Iterator[None]:
-    """Holds the driver lock of a run until the block or the process ends. It takes over the lock of an earlier start of the
-    same job and of a process or job that has ended.
+    """Holds the driver lock of a run until the block or the process ends.
+
+    Takes over a lock that an earlier start of the same job left, or a process or job that has ended.
 
     Raises:
         UserError: Another driver trains this run.
@@ -42,9 +43,9 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
 
 
 def require_no_driver(paths: RunPaths) -> None:
-    """Checks that no other driver trains the run, before this one reads or writes anything.
+    """Checks that no other driver trains the run, before this driver reads or writes anything.
 
-    The search for a checkpoint removes unfinished saves, and would remove one that a live driver is writing.
+    The search for a checkpoint removes unfinished saves. With a second driver, it would remove a save in progress.
 
     Raises:
         UserError: Another driver trains this run.
@@ -58,7 +59,7 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
     job = str(content.get("job") or "")
     process = ProcessId.from_json(content.get("process"))
     if process is None or (job and job == os.environ.get("SLURM_JOB_ID") and process.alive() is None):
-        return  # the latter is an earlier start of this job
+        return  # no process is named, or an earlier start of this job holds the lock
     if not is_holder_alive(paths.driver_record, content, lambda: _is_running(job)):
         return
     holder_text = f"process {process.pid} on {process.host.split('/')[0]}"
@@ -69,7 +70,7 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
 
 
 def _is_running(job: str) -> bool | None:
-    """Returns whether a job runs; None if Slurm does not know it, or the job is empty."""
+    """Returns whether a job is alive in Slurm; None if Slurm gives no answer, or for an empty job id."""
     if not job:
         return None
     report = SlurmProbe().query_job(job)
@@ -84,8 +85,9 @@ def _end_command(paths: RunPaths, job: str) -> str:
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks with one query that the job named in the environment is not over; if Slurm does not answer, `srun` will report
-    the error.
+    """Checks with one Slurm query that the job named in the environment is not over.
+
+    Passes if Slurm does not answer, because `srun` reports that error later.
 
     Raises:
         ConfigError: The job is over.
@@ -104,7 +106,7 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def require_hosts(cluster: Cluster) -> None:
-    """Checks that `srun` can start ranks on other hosts, and that they can connect to this one.
+    """Checks that `srun` can start ranks on other hosts, and that those ranks can connect to this host.
 
     Raises:
         ConfigError: A node is another host, and there is no `srun` here or no route between the hosts.

@@ -1,4 +1,4 @@
-"""Executors of submitit, for local and Slurm jobs."""
+"""submitit executors for local and Slurm jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.runtime.errors import SubmitError
 
-#: Keeps every Popen alive: garbage collection of one whose process is running emits a warning.
+#: References to all local controllers: Python warns when it collects the Popen of a running process.
 _started: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "
@@ -23,14 +23,14 @@ _CONTROLLER = (
 def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int) -> Any:
     """Builds a `submitit.LocalExecutor` whose controller has its own session.
 
-    submitit's own executor starts the controller in the submitter's process group and on its terminal, where Ctrl-C, a
-    hang-up or a workflow engine that kills its group would end the job. It also hides every GPU from a job that asks
-    for none, and stops after six requeues.
+    The executor of submitit starts the controller in the submitter's process group and on its terminal. Ctrl-C, a hang-up
+    or a workflow engine that kills its process group would end the job. That executor also hides all GPUs from a job that
+    requests none, and stops after six requeues.
 
     Args:
         folder: Folder for the jobs' pickles and logs.
         timeout_min: Time limit of a job.
-        max_num_timeout: How many times a job may reach that limit.
+        max_num_timeout: Maximum number of times that a job may reach the limit.
     """
     from submitit.local.local import LocalExecutor, LocalJob
 
@@ -69,34 +69,34 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
 
 
 def python_path() -> str:
-    """Returns PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
-    python_path = os.environ.get("PYTHONPATH", "")
+    """Returns PYTHONPATH of this process; adds the folder of this package if the package is not installed."""
+    inherited_path = os.environ.get("PYTHONPATH", "")
     package_root = Path(__file__).resolve().parents[2]
-    if package_root.name in ("site-packages", "dist-packages") or str(package_root) in python_path.split(os.pathsep):
-        return python_path
-    return os.pathsep.join(path_entry for path_entry in (python_path, str(package_root)) if path_entry)
+    if package_root.name in ("site-packages", "dist-packages") or str(package_root) in inherited_path.split(os.pathsep):
+        return inherited_path
+    return os.pathsep.join(path_entry for path_entry in (inherited_path, str(package_root)) if path_entry)
 
 
-#: In minutes; submitit requires a limit, but not every job has one.
+#: Time limit in minutes for jobs without a limit, because submitit requires one.
 NO_LIMIT_MIN = 10 * 365 * 24 * 60
 
 
 def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *, max_num_timeout: int) -> Any:
-    """Builds a `submitit.SlurmExecutor` whose jobs run one Python in place of the batch shell.
+    """Builds a `submitit.SlurmExecutor`. In its jobs, Python replaces the batch shell.
 
     Args:
         folder: Folder for the jobs' pickles and logs.
-        job_name: Name of its jobs.
-        slurm: submitit's parameters. A job is requeued where `additional_parameters` do not say `no-requeue`.
-        max_num_timeout: How many times a job may reach its walltime.
+        job_name: Name of the jobs.
+        slurm: Parameters of submitit. Slurm may requeue the job unless `additional_parameters` contain `no-requeue`.
+        max_num_timeout: Maximum number of times that a job may reach its walltime.
 
     Raises:
-        SubmitError: This submitit writes its batch script in another way than rlhpc knows.
+        SubmitError: The batch script of the installed submitit has an unknown form.
     """
     import submitit
 
     class SlurmExecutor(submitit.SlurmExecutor):
-        """Slurm executor that leaves a missing walltime to the partition's limit; submitit would request five minutes."""
+        """Slurm executor that requests no walltime if none is configured; submitit would request five minutes."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             script = str(super()._make_submission_file_text(command, uid))
@@ -111,7 +111,7 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
     python = f"exec {shlex.quote(sys.executable)} -P"
     executor = SlurmExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
     parameters = dict(slurm)
-    setup = list(parameters.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
+    setup = list(parameters.pop("setup", None) or [])  # may begin with the #SBATCH lines of other job components
     if python_path():
         setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
     additional = {"signal": "B:USR2@120", **parameters.pop("additional_parameters", {})}

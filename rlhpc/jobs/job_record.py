@@ -1,4 +1,4 @@
-"""Search for the live job of a segment, and for a finished segment that a longer run opens again."""
+"""Lookup of a segment's live job, and reopening of a finished segment when a run becomes longer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rlhpc.runtime.errors import ConfigError, SubmitError, UserError
 
 
 def job_name(paths: RunPaths, purpose: str) -> str:
-    """Returns a name unique to run folder and purpose, by which a job can be found whose id was never recorded."""
+    """Returns a job name that is unique to run folder and purpose; it identifies jobs with an unrecorded id."""
     digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:8]
     folder = paths.root.name.replace(",", "_")  # squeue separates names by commas
     return f"rlhpc-{folder}-{purpose}-{digest}"
 
 
 def segment_job_name(files: SegmentJournal) -> str:
-    """Returns the Slurm name of a segment's jobs; never taken from the record, as the folder may come from elsewhere."""
+    """Returns the Slurm name of a segment's jobs. Does not read the record, because the run folder may be a copy."""
     return job_name(files.paths, str(files.segment))
 
 
 def end_process(process: ProcessId, paths: RunPaths, signum: int) -> None:
-    """Signals a process of a run on this host; a process that has already ended is no error.
+    """Signals a process of a run on this host; ignores a process that has already ended.
 
     Raises:
-        UserError: It has no file of the run folder open, such as its logs: the folder was copied from elsewhere.
+        UserError: The process has no file of the run folder open, such as a log, so the folder was copied from elsewhere.
     """
     has_open_files = process.has_open_below(paths.root)
     if has_open_files is False and process.alive():
@@ -57,9 +57,14 @@ def probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
 
 
 def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -> JobRecord:
-    """Returns the record, or the job that holds the claim if two were submitted or the id was never recorded.
+    """Returns the record of the job that owns a segment.
 
-    `alive`: the holder of the claim is known to be alive.
+    This is the given record, unless another job holds the claim or the job's id was never recorded.
+
+    Args:
+        files: Journal of the segment.
+        record: Record of the segment's last submission.
+        alive: True if the holder of the claim is known to be alive.
     """
     claim = Claim.newest(files)
     if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
@@ -82,7 +87,7 @@ def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -
 
 
 def find_job(files: SegmentJournal) -> JobRecord | None:
-    """Returns the live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
+    """Returns the live job of a segment: the recorded job, the holder of the claim, or a job found by name; else None."""
     record = JobRecord.read(files)
     if record is None or record.phase == "refused" or files.exit_of(record.token) is not None:
         return None
@@ -100,13 +105,13 @@ def find_job(files: SegmentJournal) -> JobRecord | None:
     if not record.job_id:
         return None
     report = probe.query_job(record.job_id)
-    # a job on another host that has stopped renewing its claim
+    # a local job on another host that no longer renews its claim
     has_stopped = record.executor == "local" and not report.conclusive and claim is not None
     return None if report.is_over or has_stopped else record
 
 
 def was_cancelled(files: SegmentJournal) -> JobRecord | None:
-    """Returns the segment's last submission if it was ended on purpose, by `rlhpc cancel` or scancel."""
+    """Returns the last submission of a segment if `rlhpc cancel` or scancel ended it; otherwise None."""
     record = JobRecord.read(files)
     if record is None or files.cancelled(record.token):
         return record
@@ -118,22 +123,22 @@ def was_cancelled(files: SegmentJournal) -> JobRecord | None:
     )
 
 
-#: Seconds between two looks for a job that is ending: of this host, and of Slurm.
+#: Seconds between two checks of a job that is ending: a local job, and a Slurm job.
 _LOOKS_S = (0.05, 2.0)
-#: Stop reasons of a segment that ended where it was planned to.
+#: Stop reasons of a segment that reached its planned end.
 _AS_PLANNED = ("max_steps", "segment_end")
 
 
 def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
-    """Returns the finished segment that the run's new length opens again; None if all finished segments end as planned.
+    """Returns the finished segment that must continue because the run became longer; None if no segment must continue.
 
     Args:
         paths: The run.
         ends: New end step of each segment.
-        goal_moved: True if the goal of a segment that ended by reaching it (`runner.stop_return`) has changed.
+        goal_moved: True if the goal `runner.stop_return` has changed, so that a segment that reached it must continue.
 
     Raises:
-        ConfigError: A finished segment would end at another step, and not just because the last one grows.
+        ConfigError: A finished segment would get another end step, and it is not the last segment or would become shorter.
     """
     done_segments = {
         k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None
@@ -159,12 +164,12 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
 
 
 def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> None:
-    """Waits for the job that finished a segment, which ends a moment after that.
+    """Waits until the job that finished a segment has ended.
 
-    If it were opened again earlier, the segment would seem to have a live job that left no marker.
+    If the segment were reopened earlier, it would seem to have a live job without a marker file.
 
     Raises:
-        SubmitError: It has not ended `within_s` seconds later.
+        SubmitError: The job has not ended after `within_s` seconds.
     """
     files, deadline = SegmentJournal(paths, segment), time.monotonic() + within_s
     while (job := find_job(files)) is not None:
@@ -177,9 +182,9 @@ def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> No
 
 
 def reopen(paths: RunPaths, segment: int) -> Path:
-    """Renames the marker of a finished segment, so that training continues; returns its new name.
+    """Renames the marker file of a finished segment, so that training continues; returns the new path.
 
-    The new name still ends in .json, so that the step at which the segment ended before keeps its checkpoint.
+    The new name still ends in .json, so that the checkpoint of the segment's previous end step is kept.
     """
     marker = paths.segment_done(segment)
     record = read_json_file(marker) or {}

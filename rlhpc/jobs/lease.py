@@ -1,4 +1,4 @@
-"""Leases: files that name the one process on any host that may do something; the process renews its file while it lives."""
+"""Leases: exclusive rights of one process on any host, held through a file that the process renews while it lives."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ RENEW_S = 5.0
 
 
 def is_holder_alive(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
-    """Returns whether the holder of a lease is alive: by its process id on this host; elsewhere by the result of `ask` or, if
-    that is None, by whether the holder renews the file.
+    """Returns whether the holder of a lease is alive.
+
+    Checks the process id on this host. For another host, calls `ask`; if `ask` returns None, watches whether the holder
+    renews the file.
 
     Args:
-        path: The lease.
+        path: File of the lease.
         content: Content of the file.
-        ask: Asks another source, such as the scheduler.
+        ask: Queries another source, such as the scheduler.
     """
     process = ProcessId.from_json(content.get("process"))
     if process is None:
@@ -42,18 +44,18 @@ def is_holder_alive(path: Path, content: Mapping[str, Any], ask: Callable[[], bo
 
 
 def holder() -> dict[str, Any]:
-    """Returns the content of a lease of this process."""
+    """Returns the content of a lease that this process holds."""
     return {"process": ProcessId.of(os.getpid()).to_json(), "nonce": secrets.token_hex(8)}
 
 
 class Lease:
     """Exclusive right of one process, held through a file that it created exclusively and renews.
 
-    Filesystem locks are not used: some filesystems have none, and some limit them to one node.
+    Does not use filesystem locks: some filesystems do not have them, and others limit them to one node.
 
     Args:
-        path: The file. Its folder must exist.
-        content: Its content; by default that of `holder`.
+        path: File of the lease. Its folder must exist.
+        content: Content of the file; by default the result of `holder()`.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any] | None = None) -> None:
@@ -62,10 +64,10 @@ class Lease:
         self._released = threading.Event()
 
     def take(self) -> bool:
-        """Takes the lease and renews it from now on; returns False if the file exists.
+        """Takes the lease and starts a thread that renews it; returns False if the file exists.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if not create_exclusively(self.path, json.dumps(self.content).encode(), mode=0o600):
             return False
@@ -86,21 +88,21 @@ class Lease:
         return read_json_file(self.path) == self.content
 
     def take_over(self) -> bool:
-        """Takes the lease if no process or a dead one holds it; returns False if the holder is alive.
+        """Takes the lease if it is free or its holder is dead; returns False if the holder is alive.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self.take():
             return True
-        holder = read_json_file(self.path)
-        if holder is not None and is_holder_alive(self.path, holder):
+        holder_content = read_json_file(self.path)
+        if holder_content is not None and is_holder_alive(self.path, holder_content):
             return False
-        self.remove_dead(holder)
+        self.remove_dead(holder_content)
         return self.take()
 
     def remove_dead(self, content: Mapping[str, Any] | None) -> None:
-        """Removes the lease of a dead holder; restores it if another process took it in the meantime."""
+        """Removes the lease of a dead holder; restores the file if another process took the lease in the meantime."""
         stale_path = self.path.with_suffix(f".stale-{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self.path.rename(stale_path)
@@ -109,7 +111,7 @@ class Lease:
         stale_path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Releases the lease. A file that another process has taken over is left alone."""
+        """Releases the lease. Keeps the file if another process has taken over the lease."""
         self.end_renewal()
         if self.owns():
             self.path.unlink(missing_ok=True)
@@ -120,9 +122,9 @@ def lease_lock(path: Path, subject: str, timeout_s: float = 120.0) -> Iterator[N
     """Holds a lock under which one process at a time, on any host, decides about a job.
 
     Args:
-        path: File that names the process; its folder must exist.
+        path: File of the lease; its folder must exist.
         subject: Name of the job, for messages.
-        timeout_s: Maximum wait for another process.
+        timeout_s: Maximum seconds to wait for another process.
 
     Raises:
         DeadlineExceeded: The other process did not finish in time.

@@ -1,4 +1,4 @@
-"""File names of a run folder, all in one place (the layout is a public format)."""
+"""File names of a run folder. The layout is a public format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.runtime.files import expand_home
 #: Names of files inside a checkpoint, including those copied into it from the run.
 CONFIG, COMPLETE, MANIFEST, MODEL = "config.yaml", "COMPLETE", "manifest.json", "model.safetensors"
 REGISTRY, LOGS = "registry", "logs"
-#: Name of the link to a run's best checkpoint, and the word that stands for it.
+#: Name of the link to a run's best checkpoint; commands accept it in place of a step.
 BEST = "best"
 _CHECKPOINTS, _EXPORT, PAGE = "checkpoints", "export", "index.html"
 _STEP = re.compile(r"global_step_(\d+)")
@@ -60,12 +60,12 @@ class RunPaths:
 
     @classmethod
     def of(cls, run_dir: str | Path, name: str) -> RunPaths:
-        """Returns the paths of run `name` below `run_dir`, absolute."""
+        """Returns the absolute paths of run `name` below `run_dir`."""
         return cls(expand_home(run_dir).absolute() / name)
 
     @classmethod
     def around(cls, checkpoint: Path) -> RunPaths | None:
-        """Returns the run folder that contains a checkpoint; None if it is not in one."""
+        """Returns the paths of the run that contains a checkpoint; None if the checkpoint is not in a run folder."""
         return cls(checkpoint.parent.parent) if checkpoint.parent.name == _CHECKPOINTS else None
 
     @property
@@ -86,7 +86,7 @@ class RunPaths:
 
     @property
     def loggers(self) -> Path:
-        """State that loggers need when the run is resumed, such as the run's id at the logging service."""
+        """File with the state that loggers need on resume, such as the run's id at the logging service."""
         return self.root / "loggers.json"
 
     @property
@@ -119,14 +119,14 @@ class RunPaths:
 
     @property
     def submit(self) -> Path:
-        """submitit's folder: job pickles and the record that lets a later process re-attach."""
+        """Folder of submitit: job pickles, and the records by which a later process attaches to a job."""
         return self.root / "submit"
 
     def submitted(self) -> list[int]:
         """Returns the segments that have been submitted, ascending.
 
         Raises:
-            OSError: The folder is another user's.
+            OSError: The folder belongs to another user.
         """
         matches = (_RECORD.fullmatch(path.name) for path in self.submit.glob(f"{segment_name('*')}.json"))
         return sorted(int(match.group(1)) for match in matches if match)
@@ -144,15 +144,15 @@ class RunPaths:
         return self.checkpoints / BEST
 
     def best_step(self) -> int | None:
-        """Returns the step of the best checkpoint; None for a run that keeps none."""
+        """Returns the step of the best checkpoint; None without a best checkpoint."""
         step = step_of(self.best.resolve().name)
         return step if step is not None and (self.checkpoint(step) / COMPLETE).is_file() else None
 
     def chosen_step(self) -> int | None:
-        """Returns the step of the checkpoint that represents the run if no other is named: the best one if the run keeps it
-        (`runner.keep_best`), otherwise the last complete one; None without a checkpoint.
+        """Returns the step of the checkpoint that represents the run: the best checkpoint if the run keeps it
+        (`runner.keep_best`), otherwise the last complete checkpoint. None without a checkpoint.
 
-        Evaluation, export, recording and the displayed result of a run use this step, in commands and in the workflow.
+        Commands and the workflow use this step for evaluation, export, recording and the displayed result.
         """
         return self.best_step() or max((step for step, _ in self.complete_steps()), default=None)
 
@@ -174,7 +174,7 @@ class RunPaths:
         return self.eval / step_name(step) / f"{suite}.json"
 
     def eval_results(self, suite: str = "*") -> list[Path]:
-        """Returns the existing results of one suite, or of all."""
+        """Returns the files with existing results of one suite, or of all suites."""
         return sorted(self.eval.glob(f"{step_name('*')}/{suite}.json"))
 
     def export(self, step: int | str) -> Path:
@@ -182,7 +182,7 @@ class RunPaths:
 
     @property
     def chosen_export(self) -> Path:
-        """Folder of the chosen step's policy (`chosen_step`), for a run that starts from it."""
+        """Folder with the exported policy of `chosen_step`, from which another run can start."""
         return self.root / _EXPORT / "chosen"
 
     def recording(self, step: int | str) -> Path:
@@ -190,7 +190,7 @@ class RunPaths:
         return self.root / "demos" / f"{step_name(step)}.h5"
 
     def film(self, step: int | str) -> Path:
-        """Returns the film of a step's policy that `rlhpc play` writes."""
+        """Returns the video file of a step's policy, which `rlhpc play` writes."""
         return self.root / "play" / f"{step_name(step)}.mp4"
 
     @property
@@ -199,12 +199,12 @@ class RunPaths:
 
     @property
     def accounting(self) -> Path:
-        """Cost of the run's Slurm jobs, by role and job component."""
+        """File with the cost of the run's Slurm jobs, by role and job component."""
         return self.root / "report" / "accounting.json"
 
     @property
     def tuning(self) -> Path:
-        """Results of `rlhpc tune`: costs, candidates, the configuration of the best."""
+        """Folder of the results of `rlhpc tune`: costs, candidates and the recommended configuration."""
         return self.root / "tune"
 
     @property
@@ -214,17 +214,17 @@ class RunPaths:
 
     @property
     def tuned_config(self) -> Path:
-        """Configuration with the changes that `rlhpc tune` recommends."""
+        """File with the configuration that `rlhpc tune` recommends."""
         return self.tuning / "tuned.yaml"
 
     @property
     def attendance(self) -> Path:
-        """Ranks that joined the run while it was running, with a line for each join and each leave with its reason."""
+        """Attendance log: a line for each rank that joined or left during the run, with the reason for leaving."""
         return self.root / "attendance.jsonl"
 
     @property
     def helpers(self) -> Path:
-        """submitit's folder of the helper jobs, whose ranks join the run."""
+        """Folder of submitit for the helper jobs. Their ranks join the run."""
         return self.submit / "helpers"
 
     def helper_jobs(self, group: str) -> Path:
@@ -233,25 +233,23 @@ class RunPaths:
 
     @property
     def asked_ranks(self) -> Path:
-        """Requested number of ranks of helper jobs."""
+        """File with the requested number of helper ranks."""
         return self.submit / "scale.json"
 
     @property
     def driver_record(self) -> Path:
-        """Process that drives the run. Not in the registry, whose removal must not admit a second driver."""
+        """Driver lock file. It is outside the registry, because removing the registry must not admit a second driver."""
         return self.root / ".driver.json"
 
     @property
     def driver_state(self) -> Path:
-        """State for `rlhpc status`: step, rates, ETA, stop reason; replaced atomically."""
+        """File with the state for `rlhpc status`: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"
 
 
 def model_name(folder: Path) -> str:
-    """Returns the name of a model in a folder: for a run's checkpoint or export the run's name instead of
-    `global_step_<N>`.
-    """
-    step = folder.name.partition("-")[0]  # exports of critics have the folder's name and a suffix
+    """Returns the name of the model in a folder: the run's name for a checkpoint or export, otherwise the folder's name."""
+    step = folder.name.partition("-")[0]  # exports of critics append a suffix to the step's name
     if step_of(step) is None or folder.parent.name not in (_CHECKPOINTS, _EXPORT):
         return folder.name
     return folder.parent.parent.name
@@ -259,29 +257,29 @@ def model_name(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class SweepPaths:
-    """Paths of a sweep, whose runs are folders below its own; creates nothing."""
+    """Paths of a sweep: the folders of its runs lie below the sweep's folder; creates nothing."""
 
     root: Path
 
     @classmethod
     def around(cls, run: RunPaths) -> SweepPaths | None:
-        """Returns the sweep that a run is part of; None if it is part of none."""
+        """Returns the sweep that contains a run; None if no sweep does."""
         sweep = cls(run.root.parent)
         return sweep if sweep.is_there else None
 
     @property
     def is_there(self) -> bool:
-        """True if the sweep exists. A name that the filesystem refuses is reported when its folder is created."""
+        """True if the sweep exists; False also for a name that the filesystem rejects."""
         return os.path.isfile(self.record)
 
     @property
     def record(self) -> Path:
-        """Record of the sweep's current runs."""
+        """File with the record of the sweep's current runs."""
         return self.root / "sweep.json"
 
     @property
     def cancelled(self) -> Path:
-        """Marker that exists while the sweep is cancelled: no workflow starts another of its runs."""
+        """Marker file of a cancelled sweep. While it exists, no workflow starts another run of the sweep."""
         return self.root / ".cancelled"
 
     @property

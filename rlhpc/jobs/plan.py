@@ -1,6 +1,6 @@
 """Job plan of a run: job components with sbatch directives, one step per worker group, and the placement grid.
 
-Pure functions: they take a configuration (and the cluster it is meant for), return data and text, and submit nothing.
+Pure functions that turn a configuration and a cluster into data and text. They submit nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "me
 #: Keys that make a node group a separate job component.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
-#: Sections of the workflow that describe jobs other than training.
+#: Workflow sections for jobs other than training.
 _WORKFLOW_JOBS: tuple[Key, ...] = ("eval_job", "convert_job")
 
 
 @dataclass(frozen=True)
 class JobComponent:
-    """Component of a Slurm job; a heterogeneous job has several.
+    """Component of a Slurm job; a heterogeneous job has several components.
 
     Attributes:
-        index: Its number for `--het-group`.
-        label: Labels of its node groups; `cluster` for nodes without a group.
-        nodes: Ranks of its nodes.
+        index: Number of the component for `--het-group`.
+        label: Labels of the component's node groups; `cluster` for nodes without a group.
+        nodes: Ranks of the component's nodes.
         options: sbatch options and their values, in order.
     """
 
@@ -51,14 +51,14 @@ class JobComponent:
 
     @property
     def directives(self) -> tuple[str, ...]:
-        """Lines of the batch script for this component."""
+        """Lines of the batch script that request this component."""
         het_separator = ("#SBATCH hetjob",) if self.index else ()
         return (*het_separator, *(f"#SBATCH --{name}={option_value}" for name, option_value in self.options))
 
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """Node of the placement grid; `cpus` is 0 if the site determines the number."""
+    """Node of the placement grid; `cpus` is 0 if the site determines the number of CPUs."""
 
     name: str
     component: int
@@ -86,7 +86,8 @@ class JobPlan:
     def submitit_parameters(self) -> dict[str, Any]:
         """Returns the job's resources as parameters of `submitit.SlurmExecutor`.
 
-        submitit writes only one component. The others are at the start of its `setup`, whose `#SBATCH` lines sbatch reads.
+        submitit writes one component only. The `#SBATCH` lines of the other components are at the start of `setup`, where
+        sbatch still reads them.
         """
         options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
         more_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
@@ -97,7 +98,7 @@ class JobPlan:
         }
 
     def test_script(self) -> str:
-        """Returns a batch script that requests the same nodes and does nothing, for `sbatch --test-only`."""
+        """Returns a batch script for `sbatch --test-only` that requests the same nodes and does nothing."""
         options = [f"#SBATCH {option}" for option in self.job_options]
         directive_blocks = ("\n".join((*component.directives, *options)) for component in self.components)
         return "\n".join(["#!/bin/sh", *directive_blocks, "exit 0", ""])
@@ -157,30 +158,31 @@ def build_plan(
 
 
 def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, section: SectionSource) -> None:
-    """Checks that walltimes exceed the time reserved for saving; otherwise a job would be requeued without having done a step.
+    """Checks that walltimes exceed the time reserved for saving; otherwise a job would be requeued before its first step.
 
     Raises:
         ConfigError: A component's walltime is no longer than `cluster.signal_lead_s` or `runner.save_reserve_s`.
     """
-    walltimes = {
+    reserved_s = {
         "cluster.signal_lead_s": int(read_key(section, "signal_lead_s", 120)),
         "runner.save_reserve_s": float(read_key(runner, "save_reserve_s", 60.0)),
     }
-    key = max(walltimes, key=lambda name: walltimes[name])
+    key = max(reserved_s, key=lambda name: reserved_s[name])
     for component in components:
         time = dict(component.options).get("time")
-        if time is not None and 0 < 60 * minutes_of(time) <= walltimes[key]:
+        if time is not None and 0 < 60 * minutes_of(time) <= reserved_s[key]:
             raise ConfigError(
-                f"cluster.time is {time} ({component.label}), of which the last {walltimes[key]:g} s are for saving ({key}): "
-                f"no step has room in it; allowed: more than {math.ceil((walltimes[key] + 1) / 60)} minutes, or a lower {key}"
+                f"cluster.time is {time} ({component.label}), of which the last {reserved_s[key]:g} s are for saving ({key}): "
+                f"no step has room in it; allowed: more than {math.ceil((reserved_s[key] + 1) / 60)} minutes, or a lower {key}"
             )
 
 
 def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
     """Returns the configured partition, account, qos and constraint of a Slurm job other than training.
 
-    Values that the job's own section omits come from the whole cluster or, if it omits them too, from one of the run's node
-    groups: the first with accelerators if the job requests some, otherwise the first without; failing that, the first group.
+    Without a partition, the values that the job's section omits come from one of the run's node groups with a partition: the
+    first group with accelerators if the job requests accelerators, otherwise the first group without; failing that, the
+    first group.
 
     Args:
         section: Section `cluster` of the configuration.
@@ -222,12 +224,12 @@ def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluste
 
 
 def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
-    """Divides the nodes into components: those of the allocation, or one for each node group with its own resources."""
+    """Divides the nodes into components: the allocation's components, or one for each node group that requests resources."""
     by_rank = {
         r: raw_group for raw_group in groups for r in cluster.node_group(str(read_key(raw_group, "label"))).node_ranks
     }
     has_allocation = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
-    runs_of_nodes: list[tuple[Any, list[int]]] = []
+    node_ranges: list[tuple[Any, list[int]]] = []
     for node in cluster.nodes:
         raw_group = by_rank.get(node.rank)
         has_resources = raw_group is not None and any(read_key(raw_group, key) is not None for key in _RESOURCES)
@@ -238,18 +240,18 @@ def _components(groups: Sequence[SectionSource], section: SectionSource, cluster
             if has_resources
             else "cluster"
         )
-        if not runs_of_nodes or runs_of_nodes[-1][0] != key:
-            runs_of_nodes.append((key, []))
-        runs_of_nodes[-1][1].append(node.rank)
-    keys = [key for key, _ in runs_of_nodes]
-    for key, ranks in runs_of_nodes:
+        if not node_ranges or node_ranges[-1][0] != key:
+            node_ranges.append((key, []))
+        node_ranges[-1][1].append(node.rank)
+    keys = [key for key, _ in node_ranges]
+    for key, ranks in node_ranges:
         if keys.count(key) > 1:
             raise ConfigError(
                 f"cluster.node_groups: the nodes of {key!r} do not follow one another (node {ranks[0]}): a job component "
                 f"is a row of nodes; give the groups node_ranks without gaps"
             )
     components = []
-    for index, (_, ranks) in enumerate(runs_of_nodes):
+    for index, (_, ranks) in enumerate(node_ranges):
         members = [raw_group for raw_group in groups if any(by_rank.get(r) is raw_group for r in ranks)]
         labels = "+".join(str(read_key(raw_group, "label")) for raw_group in members) or "cluster"
         accelerators = max(len(cluster.nodes[r].accelerators) for r in ranks)
@@ -261,7 +263,7 @@ def _components(groups: Sequence[SectionSource], section: SectionSource, cluster
 def _options(
     members: Sequence[SectionSource], section: SectionSource, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
-    """Returns the sbatch options of a component: those of its groups or, without groups, those of the whole cluster."""
+    """Returns the sbatch options of a component from its node groups; the cluster's values are the defaults."""
 
     def common_value(key: Key) -> str | None:
         values = {str(v) for raw_group in members if (v := read_key(raw_group, key)) is not None}
@@ -284,8 +286,8 @@ def _options(
 
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
-    """Returns the step of a group on this machine, whose ranks are forked from the driver's fork server or, with an
-    `interpreter`, started with it.
+    """Returns the step of a group on this machine. The driver's fork server forks the ranks; with an `interpreter`, that
+    interpreter starts each rank.
     """
     module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
     hosts = tuple(names[p.node_rank] for p in ranks)
@@ -315,7 +317,7 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
 
 
 def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
-    """Returns the ranks on one accelerator of a node or, if `index` is None, those without an accelerator."""
+    """Returns the ranks on one accelerator of a node; if `index` is None, the node's ranks without an accelerator."""
     return [
         f"{group}-{p.rank}"
         for group, ranks in placements.items()

@@ -1,7 +1,7 @@
 """Job states, and probes that determine whether a job is alive.
 
-`JobState` has every state that Slurm can report. `JobProbe` answers for a batch of jobs: `LocalProbe` from /proc,
-`SlurmProbe` from squeue, then sacct, then scontrol, then a marker file of rlhpc.
+`JobState` has every state that Slurm can report. `JobProbe` queries the states of many jobs at once: `LocalProbe` reads
+/proc; `SlurmProbe` asks squeue, sacct and scontrol, and then looks for a marker file of rlhpc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhpc.runtime.slurm import TIMEOUT_S, CommandOutput, ask
 
 
 class JobState(Enum):
-    """State of a batch job, by Slurm's name; `meaning` describes it and its consequences."""
+    """State of a batch job, by Slurm's name; `meaning` describes the state and its consequences."""
 
     meaning: str
     code: str
@@ -119,7 +119,7 @@ def _stat_of(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identity of a process, which differs from that of a later process with the same pid."""
+    """Identity of a process; a later process with the same pid has another identity."""
 
     pid: int
     start: int
@@ -127,7 +127,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Returns the identity of a running process on this host (start 0 if it has ended)."""
+        """Returns the identity of a process on this host; `start` is 0 if the process has ended."""
         stat = _stat_of(pid)
         return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())
 
@@ -143,7 +143,7 @@ class ProcessId:
         return {"pid": self.pid, "start": self.start, "host": self.host}
 
     def alive(self) -> bool | None:
-        """Returns True or False on the process's own host, False after a reboot, None on another host."""
+        """Returns whether the process is alive: False after a reboot of its host, None if it belongs to another host."""
         if self.host != process_space():
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
             local_host, boot_here, _ = (*process_space().split("/"), "", "")[:3]
@@ -152,8 +152,8 @@ class ProcessId:
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
 
     def has_open_below(self, folder: Path) -> bool | None:
-        """Returns whether the process has a file of a folder open; None if it is not alive or has no open files at all, as
-        while it is ending.
+        """Returns whether the process has a file below a folder open; None if the process is dead, or is ending and has no
+        open files.
         """
         root, has_open = folder.resolve(), None
         with contextlib.suppress(OSError):
@@ -170,9 +170,9 @@ class JobReport:
 
     Attributes:
         state: The job's state.
-        reason: Reason why the job is waiting, or how it ended, in the scheduler's words.
+        reason: Reason why the job is waiting or how it ended, as the scheduler prints it.
         source: Source of the answer: proc, squeue, sacct, scontrol, marker or none.
-        conclusive: False if no source answered, so that UNKNOWN does not mean that the job has ended.
+        conclusive: False if no source answered. UNKNOWN then does not mean that the job has ended.
     """
 
     state: JobState
@@ -187,11 +187,11 @@ class JobReport:
 
 
 class JobProbe(ABC):
-    """Probe of the states of many jobs at once."""
+    """Interface of probes, which query the states of many jobs at once."""
 
     @abstractmethod
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
-        """Returns a report for each job id; never raises because the scheduler failed."""
+        """Returns a report for each job id; does not raise if the scheduler fails."""
 
     def query_job(self, job_id: str) -> JobReport:
         return self.query([job_id])[job_id]
@@ -202,10 +202,10 @@ class JobProbe(ABC):
 
 
 class LocalProbe(JobProbe):
-    """Probe of jobs that are processes of this host.
+    """Probe of jobs that are processes on this host.
 
     Args:
-        processes: The process of each job id.
+        processes: Job id → process.
     """
 
     def __init__(self, processes: Mapping[str, ProcessId]) -> None:
@@ -223,7 +223,7 @@ class LocalProbe(JobProbe):
             return JobReport(JobState.UNKNOWN, f"runs on {process.host.split('/')[0]}", conclusive=False)
         if is_alive:
             return JobReport(JobState.RUNNING, source="proc")
-        # /proc does not show how it ended: a waiter reads the marker or the exit record
+        # /proc does not show how the process ended: a waiter reads the marker or the exit record
         return JobReport(JobState.UNKNOWN, f"process {process.pid} is gone", source="proc")
 
 
@@ -233,7 +233,7 @@ def _leader(job_id: str) -> str:
 
 
 def _has_answered(answer: CommandOutput) -> bool:
-    """Returns whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
+    """Returns whether Slurm answered. "Invalid job id" is an answer too: Slurm has forgotten all of the jobs."""
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 
 
@@ -241,10 +241,10 @@ class SlurmProbe(JobProbe):
     """Probe of Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
     Args:
-        finished: Returns whether the job with this id has written its marker file; asked last.
+        finished: Returns whether the job with this id has written its marker file; called last.
         interval_s: Minimum time between two queries; in between, the last answer is returned.
-        max_interval_s: While Slurm does not answer, the interval doubles up to this.
-        command_timeout_s: A command that takes longer than this counts as failed.
+        max_interval_s: Limit of the interval, which doubles while Slurm does not answer.
+        command_timeout_s: Maximum seconds for a command, after which it counts as failed.
         clock: Returns monotonic seconds.
     """
 
@@ -276,7 +276,7 @@ class SlurmProbe(JobProbe):
         return {i: self._last[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
-        """Returns the id of this user's waiting or running job with this name; None without one.
+        """Returns the id of this user's waiting or running job with this name; None without such a job.
 
         Raises:
             NotNow: Slurm does not answer, so the job may exist.
@@ -342,8 +342,7 @@ class SlurmProbe(JobProbe):
 
     @staticmethod
     def _collect(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
-        """Adds reports by job id; a het job gets the report of a component that is alive or, without one, of the one that
-        ended worst.
+        """Adds reports by job id. A het job gets the report of a live component or, if all have ended, of the worst end.
 
         When one component fails, Slurm cancels the others, so a job counts as cancelled only if no component failed.
         """

@@ -1,9 +1,10 @@
-"""Journal of a segment: its submission, its attempts, its end, and the job that owns it.
+"""Journal of a segment: its submission, its attempts, its end, and the job that owns the segment.
 
 Two guards prevent two races. `SegmentJournal.submit_lock` lets one process at a time check and submit. A job takes a `Claim`
-when it starts. Claims are numbered files, created exclusively and never removed. A job may take the next number only once the
-holder of the last one is dead, and the highest number owns the segment. So two jobs never train at once, even if they were
-submitted without knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted).
+when it starts. Claims are numbered files, created exclusively and never removed. A job may take the next number only after the
+holder of the previous number has died. The job with the highest number owns the segment. Two jobs therefore never train at
+once, even if two submitters did not know of each other (a submitter was killed between two system calls, or a job was both
+requeued and resubmitted).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SegmentJournal:
 
     @property
     def exit(self) -> Path:
-        """File with the record of a driver's end, if it ended without finishing the segment (`ExitRecord`)."""
+        """File with the record of a driver that ended without finishing the segment (`ExitRecord`)."""
         return self.paths.submit / f"{self._name}.exit.json"
 
     @property
@@ -63,11 +64,11 @@ class SegmentJournal:
         return self.paths.submit / f"{self._name}.cancel.json"
 
     def result(self) -> dict[str, Any] | None:
-        """Returns the result that the driver wrote when it finished the segment; None if it has not finished."""
+        """Returns the result that the driver wrote at the end of the segment; None if the segment has not finished."""
         return read_json_file(self.marker)
 
     def exit_of(self, token: str) -> ExitRecord | None:
-        """Returns the exit record of this token's submission; None if its driver has not ended without finishing."""
+        """Returns the exit record of the submission with this token; None without a record of that submission."""
         content = read_json_file(self.exit)
         return ExitRecord.from_json(content) if content is not None and content.get("token") == token else None
 
@@ -84,8 +85,8 @@ class SegmentJournal:
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     def submit_lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
-        """Returns a lock under which one process at a time checks whether the segment has a job, and submits one if not. The
-        folder `submit/` must exist.
+        """Returns the submit lock: its holder checks whether the segment has a job, and submits a job if not. The folder
+        `submit/` must exist.
         """
         return lease_lock(self.lease, f"segment {self.segment}", timeout_s)
 
@@ -100,8 +101,8 @@ class SegmentJournal:
     def newest_claim(self) -> int:
         """Returns the number of the newest claim; 0 without one.
 
-        Claims are never removed and have no gaps. The listing may be outdated, so it only determines where the search by name
-        starts.
+        Claims are never removed and have no gaps. The folder's listing may be outdated, so the search by name starts at the
+        highest number in it.
         """
         pattern = re.compile(rf"^{self._name}\.claim\.(\d+)\.json$")
         try:
@@ -131,12 +132,12 @@ class JobRecord:
     """The last submission of a segment: content of `submit/segment_<k>.json`.
 
     Attributes:
-        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs,
-            "refused" if it will never accept this one.
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs;
+            "refused" if the site will never accept this job.
         reason: Why the job is waiting or was refused.
-        process: The local controller; None for Slurm.
+        process: Local controller of the job; None for Slurm.
         attempt: Number of this submission, from 1.
-        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
+        job_log: File with the output of the job; the driver's output is in `logs/segment_<k>/`.
     """
 
     segment: int
@@ -183,12 +184,12 @@ class ExitRecord:
     """End of a driver that did not finish its segment: content of `submit/segment_<k>.exit.json`.
 
     Attributes:
-        token: Token of its submission.
-        attempt: Number of its last attempt.
-        signal: Name of the signal that ended it; "" without one.
-        cancelled: Whether its job was cancelled.
-        message: Its first error.
-        end_time: Unix time of its end.
+        token: Token of the submission.
+        attempt: Number of the last attempt.
+        signal: Name of the signal that ended the driver; "" without a signal.
+        cancelled: Whether the job was cancelled.
+        message: First error message of the driver.
+        end_time: Unix time at which the driver ended.
     """
 
     token: str
@@ -202,7 +203,7 @@ class ExitRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ExitRecord:
-        """Reads the file's content; invalid values become defaults, because another version may have written the file."""
+        """Builds the record from a file's content. Invalid values become defaults: another version may have written them."""
         end_time = value.get("ended", 0.0)
         return cls(
             token=str(value.get("token", "")),
@@ -232,11 +233,11 @@ class Claim:
         job_id: submitit's job id (Slurm's, or the pid of the local controller).
         executor: "local" or "slurm".
         job: The process that runs the driver and renews this claim.
-        driver: The driver, once started.
-        started: Unix time, for display.
-        err_offset: Size of driver.err when this attempt started; everything before it belongs to earlier attempts.
+        driver: The driver; None before its start.
+        started: Unix time of the job's start, for display.
+        err_offset: Size of driver.err when this attempt started. The bytes before belong to earlier attempts.
         released: Whether the job released the claim at its end.
-        lease: Renews the file, so that other hosts see that the job is alive; None except in the job's own process.
+        lease: Lease that renews the file, so that other hosts see that the job is alive; None outside the job's process.
     """
 
     files: SegmentJournal = field(repr=False)
@@ -260,7 +261,7 @@ class Claim:
         """Returns the claim with the highest number; None if no job has ever started."""
         look_again(files.paths.submit)
         for claim_number in range(files.newest_claim(), 0, -1):
-            for _ in range(3):  # without hard links, a half-written claim may be seen
+            for _ in range(3):  # on a filesystem without hard links, the claim may be half-written
                 claim_content = read_json_file(files.claim(claim_number))
                 job = ProcessId.from_json((claim_content or {}).get("job"))
                 if claim_content is not None and job is not None:
@@ -283,7 +284,7 @@ class Claim:
     def take(
         cls, files: SegmentJournal, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
-        """Claims the segment for this process; returns None if another live job has it."""
+        """Claims the segment for this process; returns None if another live job owns the segment."""
         last_number = files.newest_claim()
         newest_claim = cls.newest(files)
         if newest_claim is not None and newest_claim.number > last_number:
@@ -306,7 +307,7 @@ class Claim:
         return replace(claim, lease=lease) if lease.take() else None  # otherwise another job was faster
 
     def alive(self, probe: JobProbe | None = None) -> bool:
-        """Returns whether the job or its driver is alive, by pid on this host and by the scheduler or renewals on others."""
+        """Returns whether the job or its driver is alive: by pid on this host, by the scheduler or renewals on other hosts."""
         alive_here = self.alive_here()
         if alive_here is not None:
             return alive_here
@@ -315,18 +316,18 @@ class Claim:
             if report.state.is_terminal:
                 return False
             if report.conclusive and report.state.has_processes:
-                return True  # its node may be cut off from the filesystem for longer than a lease lasts
+                return True  # the node may have lost the filesystem for longer than a lease lasts
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
-        """Returns whether the job or its driver is alive, by their pids alone; None if these belong to another host."""
+        """Returns whether the job or its driver is alive, by pid alone; None if the pids belong to another host."""
         if self.released:
             return False
         liveness = [p.alive() for p in (self.job, self.driver) if p is not None]
         return True if True in liveness else None if None in liveness else False
 
     def owns(self) -> bool:
-        """Returns whether the claim still owns the segment: its file exists, and no later claim does."""
+        """Returns whether the claim still owns the segment: its file exists, and there is no later claim."""
         look_again(self.path.parent)
         return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
@@ -357,7 +358,7 @@ _MAX_ATTEMPTS = 100
 
 
 class Attempts:
-    """Record of a submission's attempts, which are starts of its driver; a new submission counts from 0 again.
+    """Record of a submission's attempts. An attempt is a start of the driver; a new submission counts from 0 again.
 
     Args:
         files: The segment's journal.
@@ -380,7 +381,7 @@ class Attempts:
         return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
 
     def begin(self, step: int, job_id: str) -> None:
-        """Adds an attempt: the driver starts from checkpoint `step` (-1: none)."""
+        """Adds an attempt, whose driver starts from the checkpoint of `step`; -1 stands for no checkpoint."""
         self._rows.append(
             {"number": self.count, "step": step, "job_id": job_id, "began": time.time(), "how": "running"}
         )
@@ -399,7 +400,7 @@ class Attempts:
             self._write()
 
     def idle(self, newest: int) -> int:
-        """Returns the number of last attempts in a row that began at checkpoint `newest`, and thus added no checkpoint."""
+        """Returns the number of attempts in a row, up to the last one, that began at step `newest` and added no checkpoint."""
         return sum(1 for _ in itertools.takewhile(lambda row: row.get("step") == newest, reversed(self._rows)))
 
     def blames(self, node: str) -> bool:

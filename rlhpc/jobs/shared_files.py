@@ -1,4 +1,4 @@
-"""Small files on a shared filesystem, which processes of several hosts read and replace."""
+"""Small files on a shared filesystem that processes on several hosts read and replace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhpc.runtime.files import read_file, read_json, replace_durably
 def look_again(folder: Path) -> int:
     """Returns the time at which an entry of the folder was last added, removed or renamed, in ns; -1 if the folder is missing.
 
-    Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
+    Opening the folder makes the NFS client query the server (close-to-open consistency) instead of its cache of names.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -28,7 +28,7 @@ def look_again(folder: Path) -> int:
 
 
 def read_json_file(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
+    """Returns the JSON object in a file; None if the file is missing or holds no JSON object (yet)."""
     look_again(path.parent)
     try:
         parsed = read_json(read_file(path).decode())
@@ -38,15 +38,15 @@ def read_json_file(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replaces a file atomically with a JSON object, which is on disk when this returns."""
+    """Replaces a file atomically with a JSON object; returns when the object is on disk."""
     replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
 
 
 def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
-    """Watches a file for up to `seconds`; returns True as soon as its owner renews it, False if it is not renewed or is
-    removed.
+    """Watches a file for up to `seconds`; returns True as soon as its modification time changes or `alive_again` returns True.
 
-    Only changes count, never the file's age: the clocks of two hosts need not agree.
+    Returns False after that time, or if the file is removed. Does not use the file's age, because the clocks of two hosts
+    may differ.
     """
     try:
         first_mtime = path.stat().st_mtime_ns

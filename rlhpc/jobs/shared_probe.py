@@ -1,8 +1,8 @@
-"""Shared Slurm query: any one of a user's waiting commands on this host queries Slurm for all of them.
+"""Shared Slurm query: one waiting command queries Slurm for all waiting commands of a user on this host.
 
-The commands share a small folder below the temporary folder. A file there lists the jobs that they wait for and Slurm's last
-answers. No command is the leader: the first one to see that the answers are too old makes the query, and the others read its
-answers. A command that is killed leaves no state that others would wait for.
+The commands share a small folder below the temporary folder. A file in that folder lists the jobs that the commands wait for
+and Slurm's last answers. No command is the leader: the first command to see outdated answers makes the query, and the other
+commands read the new answers. A killed command leaves no state for which other commands would wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENEWED_S = 15.0
 
 
 def wait_folder() -> Path:
-    """Returns the folder that this user's waiting commands share: one for each host, installation and cluster."""
+    """Returns the folder that this user's waiting commands share; each host, installation and cluster has its own folder."""
     key_fields = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
     key = hashlib.sha256("\0".join(key_fields).encode()).hexdigest()[:12]
@@ -39,10 +39,10 @@ def wait_folder() -> Path:
 
 
 class SharedProbe(JobProbe):
-    """Probe that answers from the last query of any waiting command, and makes the next query when it is due.
+    """Probe that returns the answers of the last query by any waiting command, and makes the next query when it is due.
 
     Args:
-        probe: Slurm probe; used directly if the folder cannot be used.
+        probe: Slurm probe; queried directly if the folder is not usable.
         folder: Folder that the commands share.
         interval_s: Minimum time between two queries.
     """
@@ -63,15 +63,15 @@ class SharedProbe(JobProbe):
     def _query(self, ids: list[str]) -> dict[str, JobReport]:
         now = time.monotonic()
         answers = self._read()
-        renew = [job for job in ids if now - self._renewed.get(job, -_RETENTION_S) > _RENEWED_S]
-        if renew or self._is_due(answers, now):
+        jobs_to_renew = [job for job in ids if now - self._renewed.get(job, -_RETENTION_S) > _RENEWED_S]
+        if jobs_to_renew or self._is_due(answers, now):
             with self._lock() as has_lock:
-                if has_lock:  # otherwise another command is asking right now, and the next query reads its answer
+                if has_lock:  # otherwise another command is querying Slurm, and the next call reads its answer
                     answers = self._renew_and_query(self._read(), ids, now)
         return {job: _report(answers["reports"].get(job)) for job in ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Removes jobs that this process no longer waits for; the last command to leave cleans up."""
+        """Removes jobs that this process no longer waits for; the last command to leave removes the folder."""
         with contextlib.suppress(OSError), self._lock() as has_lock:
             answers = self._read()
             for job in job_ids:
@@ -86,7 +86,7 @@ class SharedProbe(JobProbe):
                 self._folder.rmdir()
 
     def _renew_and_query(self, answers: dict[str, Any], ids: list[str], now: float) -> dict[str, Any]:
-        """Adds the jobs of this process, and asks Slurm if a query is due; the caller holds the lock."""
+        """Adds the jobs of this process, and queries Slurm if a query is due. The caller must hold the lock."""
         renewal_times = {job: renewed for job, renewed in answers["wanted"].items() if now - renewed < _RETENTION_S}
         for job in ids:
             renewal_times[job] = self._renewed[job] = now
@@ -104,7 +104,7 @@ class SharedProbe(JobProbe):
         return answers
 
     def _is_due(self, answers: dict[str, Any], now: float) -> bool:
-        # a time from before the last boot lies in the future
+        # a time that was written before the last reboot lies in the future
         return not 0 <= now - float(answers["asked"]) < float(answers["pause"])
 
     def _usable(self) -> bool:
@@ -145,7 +145,7 @@ class SharedProbe(JobProbe):
 
 
 def _report(row: list[Any] | None) -> JobReport:
-    """Returns the report on a job from the file; unknown if Slurm was not asked about it yet."""
+    """Returns the report on a job from the file's row; UNKNOWN if Slurm was not queried for the job yet."""
     if row is None:
         return JobReport(JobState.UNKNOWN, conclusive=False)
     return JobReport(JobState.parse(row[0]), str(row[1]), str(row[2]), bool(row[3]))

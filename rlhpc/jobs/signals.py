@@ -1,4 +1,4 @@
-"""Signals of a job: the driver records them and stops between two steps; the workers ignore them."""
+"""Signals of a job: the driver records a signal and stops between two steps; the workers ignore the signals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from rlhpc.jobs.slurm import end_of
 from rlhpc.runtime.errors import Stopped
 
-#: The driver saved everything and stopped before its segment was finished, because the job had to end
-#: (walltime, preemption): started again, it continues. sysexits.h calls this code EX_TEMPFAIL.
+#: Exit code of a driver that saved and stopped before the end of its segment, because its job had to end (walltime,
+#: preemption). Another start continues the segment. sysexits.h calls this code EX_TEMPFAIL.
 EXIT_REQUEUE = 75
-#: Environment variable with the number of consecutive failures that a driver may recover from by itself.
+#: Environment variable with the number of consecutive failures from which a driver may recover by itself.
 MAX_RESTARTS = "RLHPC_MAX_RESTARTS"
 
 _REASONS = {
@@ -28,10 +28,10 @@ _REASONS = {
 
 
 class StopRequest:
-    """Stop flag set by SIGUSR2, SIGTERM and SIGINT, which the runner polls between steps.
+    """Stop flag that SIGUSR2, SIGTERM and SIGINT set, and that the runner polls between steps.
 
-    A second SIGINT raises KeyboardInterrupt, so that a user can end the run at once. Use it as a context manager, or call
-    `install()` and `restore()`; only the main thread can install it.
+    A second SIGINT raises KeyboardInterrupt, so that a user can end the run at once. Use the object as a context manager, or
+    call `install()` and `restore()`. Only the main thread can install the handlers.
     """
 
     def __init__(self) -> None:
@@ -52,17 +52,19 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code after the save: `EXIT_REQUEUE` for SIGUSR2, 128 + n for a signal that ends the run, otherwise 0."""
+        """Exit code after the save: `EXIT_REQUEUE` for SIGUSR2 or a request without a signal, 128 + n for another signal n, 0
+        without a request.
+        """
         if self._signal is None:
             return EXIT_REQUEUE if self._reason else 0
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
 
     def request(self, reason: str) -> None:
-        """Requests a stop without a signal, for example if no further step fits into the walltime; keeps the first reason."""
+        """Requests a stop without a signal, for example if no further step fits into the walltime. Keeps an earlier reason."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
-        """Raises if a stop was requested; for waits during which there is nothing to save.
+        """Raises `Stopped` if a stop was requested. Called in waits during which no state has to be saved.
 
         Raises:
             Stopped: A stop was requested.
@@ -84,7 +86,7 @@ class StopRequest:
         """Restores the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
-                # None: installed by C code, which Python cannot restore
+                # None stands for a handler of C code, which Python cannot restore
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -102,24 +104,24 @@ class StopRequest:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        # a request to end the run outweighs one to continue it later: scancel may follow a walltime signal
+        # a request to end the run overrides a request to continue the run later: scancel may follow a walltime signal
         if self._signal is None or (self._signal is signal.SIGUSR2 and signal_id is not signal.SIGUSR2):
             self._signal = signal_id
             self._reason = _REASONS[signal_id]
 
 
-#: Maximum and minimum interval between queries of a job's end; the interval shrinks as the end approaches.
+#: Maximum and minimum seconds between two queries of a job's end; the interval shrinks as the end approaches.
 _ASK_AGAIN_S, _LEAST_PAUSE_S = 600.0, 30.0
 
 
 @dataclass
 class _JobEnd:
-    """Last known end of a job.
+    """Last known end time of a job.
 
     Attributes:
-        job: The job's id, and its end by the environment.
+        job: The job's id, and its end time according to the environment.
         time: Time of the query, by the monotonic clock.
-        at: Unix time; infinite without a limit, None if unknown.
+        at: End of the job in Unix time; infinite without a limit, None if unknown.
     """
 
     job: tuple[str, str]
@@ -143,7 +145,7 @@ def end_of_job(*, at_once: bool = False) -> float | None:
     end is returned.
 
     Args:
-        at_once: Query Slurm now, whatever the age of the last answer.
+        at_once: Query Slurm now, even if the last answer is recent.
     """
     global _last_job_end
     job, end_text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")

@@ -1,4 +1,4 @@
-"""Slurm queries and commands for jobs: steps, end times, start estimates, limits and cancelling."""
+"""Slurm queries and commands for jobs: steps, end times, start estimates, limits and cancellation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlhpc.runtime.text import short_repr
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the job ids of this job's components; the job's own id if it has none."""
+    """Returns the job ids of this job's components; only the job's id for a job without components."""
     size = environ.get("SLURM_HET_SIZE") or "0"
     ids = [environ.get(f"SLURM_JOB_ID_HET_GROUP_{k}", "") for k in range(int(size) if size.isdigit() else 0)]
     return [job for job in ids if job] or [job for job in [environ.get("SLURM_JOB_ID", "")] if job]
 
 
 def end_steps(timeout_s: float = 20.0) -> bool:
-    """Kills the job steps that a dead driver left running and waits for their end; returns whether no step remains."""
+    """Kills the job steps that a dead driver left, and waits for their end; returns whether all steps have ended."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.5
     jobs = component_ids()
     while True:
@@ -45,16 +45,16 @@ def end_steps(timeout_s: float = 20.0) -> bool:
         pause_s = min(2 * pause_s, 4.0)
 
 
-#: A node refuses to restart a job with a credential that is older, by the node's clock, than the end of the job's
-#: previous start; the job would be lost. Slurm waits two minutes to be safe; this delay tolerates clocks that differ.
+#: Seconds until the new start of a requeued job. A node refuses a job whose credential is older, by the node's clock, than the
+#: end of the job's previous start, and the job would be lost. Slurm waits two minutes; this delay tolerates differing clocks.
 _START_DELAY_S = 15
 
 
 def bring_start_forward(job_id: str, name: str) -> None:
-    """Brings forward the start of a requeued job, which Slurm delays by two minutes by default.
+    """Moves the start of a requeued job forward; Slurm delays the start by two minutes by default.
 
-    Use it only for a job whose processes have all ended (state PENDING, no longer COMPLETING). It does not change a job with
-    another name or one that Slurm does not report.
+    All processes of the job must have ended (state PENDING, no longer COMPLETING). Leaves a job alone if its name differs or
+    Slurm does not report the job.
     """
     try:
         if not is_job_named(job_id, name):
@@ -72,9 +72,9 @@ def bring_start_forward(job_id: str, name: str) -> None:
 
 
 def requeue_without(job_id: str, node: str) -> bool:
-    """Requeues this job with a node excluded; returns True if Slurm accepted, in which case it soon ends this process.
+    """Requeues this job and excludes a node; returns whether Slurm accepted. If so, Slurm soon ends this process.
 
-    The requeue ends every process of the job, so the following update is made by a process that ignores the first signal.
+    The requeue ends every process of the job. A child process that ignores SIGTERM therefore makes the update that follows.
     """
     if "Requeue=1" not in ask("scontrol", "show", "job", job_id).text:
         return False
@@ -87,7 +87,7 @@ def requeue_without(job_id: str, node: str) -> bool:
 
 
 def end_of(job_id: str) -> float | None:
-    """Returns the Unix time at which Slurm ends a job, infinite without a limit; None if Slurm does not answer."""
+    """Returns the Unix time at which Slurm ends a job; infinite without a limit, None if Slurm does not answer."""
     time_texts = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
     end_times = [parse_time(time_text) for time_text in time_texts]  # one per component; N/A without a limit
     return min((math.inf if end_time is None else end_time for end_time in end_times), default=None)
@@ -98,11 +98,11 @@ _START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 
 @dataclass(frozen=True)
 class Start:
-    """Slurm's start estimate for a job that is not submitted.
+    """Start estimate of Slurm for a job that is not submitted.
 
     Attributes:
-        at: Unix time at which it would start; None if it would not.
-        words: Slurm's reason if it would not.
+        at: Unix time of the start; None if the job would not start.
+        words: Slurm's reason why the job would not start.
     """
 
     at: float | None
@@ -110,10 +110,10 @@ class Start:
 
 
 def would_start(script: str) -> Start:
-    """Returns when a batch script's job would start if it were submitted now, by `sbatch --test-only`.
+    """Returns the start estimate of `sbatch --test-only` for a batch script.
 
-    This is an estimate from the time limits of the running and waiting jobs: they may end earlier, and other jobs may be
-    scheduled before this one.
+    Slurm estimates from the time limits of the running and waiting jobs. Those jobs may end earlier, and other jobs may be
+    scheduled before this job.
     """
     sbatch_output = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
     start_time = _start_in(sbatch_output)
@@ -124,8 +124,8 @@ def would_start(script: str) -> Start:
 
 @functools.cache
 def has_gpus(partition: str | None) -> bool:
-    """Returns whether all nodes of a partition (None: the default one) have GPUs, by `sinfo`; False if Slurm does not
-    report it.
+    """Returns whether `sinfo` reports GPUs on all nodes of a partition; None stands for the default partition. False without
+    an answer.
     """
     sinfo_output = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
     rows = [line.split("|") for line in sinfo_output.lines if "|" in line]
@@ -134,7 +134,7 @@ def has_gpus(partition: str | None) -> bool:
 
 
 def _start_in(answer: CommandOutput) -> float | None:
-    """Returns the Unix time at which a job would start, from the output of `sbatch --test-only`."""
+    """Parses the Unix time of a job's start from the output of `sbatch --test-only`; returns None without a time."""
     match = _START.search(answer.error + answer.text)
     return parse_time(match[1]) if match else None
 
@@ -145,8 +145,8 @@ class Allowance:
 
     Attributes:
         account: Name of the account.
-        minutes: TRES (`cpu`, `gres/gpu`, …) → allowed minutes and used minutes.
-        fair_share: This user's fair-share factor, 0 to 1; None if the site has none.
+        minutes: TRES (`cpu`, `gres/gpu`, …) → (allowed minutes, used minutes).
+        fair_share: This user's fair-share factor, 0 to 1; None if the site does not use fair share.
     """
 
     account: str
@@ -155,10 +155,10 @@ class Allowance:
 
 
 def allowance(account: str | None) -> Allowance | None:
-    """Returns the resource limits of an account and of this user in it; None if Slurm does not report them.
+    """Returns the resource limits of an account and of this user in that account; None if Slurm does not report them.
 
     Args:
-        account: Name of the account; None for this user's first.
+        account: Name of the account; None for this user's first account.
     """
     account_filter = [f"--accounts={account}"] if account else []
     columns = "Account,User,FairShare,GrpTRESMins,GrpTRESRaw"
@@ -183,20 +183,20 @@ def allowance(account: str | None) -> Allowance | None:
 
 
 def _tres(text: str) -> dict[str, float]:
-    """Parses `cpu=100,gres/gpu=600` into its numbers."""
+    """Parses a TRES list such as `cpu=100,gres/gpu=600` into a dict of numbers."""
     assignments = (assignment.partition("=") for assignment in text.split(","))
     return {name: float(count) for name, _, count in assignments if count.replace(".", "", 1).isdigit()}
 
 
 def nothing_queued() -> bool:
-    """Returns whether this user has no job at all, so that a limit on their number will never admit one."""
+    """Returns whether this user has no job in the queue. A limit on the number of jobs then never admits the refused job."""
     squeue_output = ask("squeue", "--noheader", "--me", "--format=%i")
     return squeue_output.ok and not squeue_output.text.strip()
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Origin of a job, as Slurm reports it. A run folder, and the job ids in it, may come from another user.
+    """Origin of a job, as Slurm reports it. A run folder and its job ids may come from another user.
 
     Attributes:
         name: Name of the job.
@@ -218,7 +218,7 @@ def identify_job(job_id: str) -> JobIdentity | None:
     Raises:
         RlhpcError: Slurm did not answer.
     """
-    if not _JOB_ID.fullmatch(job_id):  # a list, or an option of the command
+    if not _JOB_ID.fullmatch(job_id):  # such as a list of ids or an option of squeue
         return None
     squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i|%Z|%k|%j")
     if not squeue_output.ok and "nvalid job id" not in squeue_output.error:
@@ -232,9 +232,9 @@ def identify_job(job_id: str) -> JobIdentity | None:
 
 
 def is_job_named(job_id: str, name: str) -> bool:
-    """Returns whether a job with that id and that name exists; False if Slurm has forgotten the job.
+    """Returns whether Slurm knows a job with this id and this name.
 
-    Called before each command that changes a job whose id was read from a run folder.
+    A run folder may contain the id of another run's job, so callers check the name before each command that changes a job.
 
     Raises:
         UserError: The job has another name.
@@ -251,12 +251,12 @@ def is_job_named(job_id: str, name: str) -> bool:
 
 
 def scancel(job_id: str, *options: str, name: str) -> None:
-    """Ends a job, or signals it; a job that has already ended is no error.
+    """Ends or signals a job; ignores a job that has already ended.
 
     Args:
         job_id: The job's id.
         options: Options of the command.
-        name: The job's name: a job with another one is left alone.
+        name: Expected name of the job.
 
     Raises:
         UserError: The job has another name.
@@ -275,9 +275,9 @@ class QueuedJob:
 
     Attributes:
         state: Slurm's state: PENDING, RUNNING, COMPLETING, …
-        reason: Reason why it waits.
-        node: Node it runs on; "" while it does not run.
-        started: Unix time; None while it does not run.
+        reason: Reason why the job waits.
+        node: Node on which the job runs; "" for a job that does not run.
+        started: Unix time of the start; None for a job that does not run.
     """
 
     id: str
@@ -288,7 +288,7 @@ class QueuedJob:
 
 
 def jobs_named(name: str) -> list[QueuedJob] | None:
-    """Returns this user's jobs of that name that have not ended; None if Slurm does not answer."""
+    """Returns this user's jobs with a name that have not ended; None if Slurm does not answer."""
     squeue_output = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
     if not squeue_output.ok:
         return None
@@ -300,7 +300,7 @@ def jobs_named(name: str) -> list[QueuedJob] | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Parses a local time as Slurm prints it, into Unix time; returns None for words such as N/A."""
+    """Parses a local time in Slurm's format into Unix time; returns None for other texts such as N/A."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -308,12 +308,12 @@ def parse_time(text: str) -> float | None:
 
 
 def end_named(name: str, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> bool:
-    """Ends this user's jobs of that name; returns whether Slurm has answered.
+    """Ends this user's jobs with a name; returns whether all commands succeeded.
 
     Args:
         name: Name of the jobs.
-        queued_only: End only jobs that are not running.
-        softly: Send SIGUSR1 to running jobs, which then end by themselves.
+        queued_only: End only pending jobs.
+        softly: End pending jobs, and send SIGUSR1 to running jobs, which then leave by themselves.
         timeout_s: Maximum seconds for Slurm to answer.
     """
     if shutil.which("scancel") is None:
@@ -327,8 +327,9 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
 
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Returns the seconds until Slurm would start a job with these sbatch options, by its current plans, and Slurm's words;
-    None instead of seconds if it would not start or Slurm does not say.
+    """Returns (seconds until Slurm would start a job with these sbatch options, Slurm's message).
+
+    The seconds are an estimate from `sbatch --test-only`; None without an estimate.
     """
     option_words = [f"--{name}={option_value}" for name, option_value in options.items()]
     sbatch_output = ask("sbatch", "--test-only", *option_words, "--wrap=true", environment=free_of_job(os.environ))
@@ -340,7 +341,7 @@ _OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
 
 
 def free_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns a copy of an environment for another job, without the variables that Slurm set for this process's job."""
+    """Returns a copy of an environment without the variables of this process's job, for the submission of another job."""
     return {name: value for name, value in environ.items() if not _OF_JOB.match(name) and name not in _MASKS}
 
 
@@ -348,8 +349,8 @@ _MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def minutes_of(time: str) -> int:
-    """Returns the minutes of a walltime in Slurm's syntax, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`,
-    `1-12:00:00`.
+    """Returns the minutes of a walltime in Slurm's syntax: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`. Rounds up, as
+    Slurm does.
     """
     days, has_days, clock = time.rpartition("-")
     clock_fields = [int(clock_field) for clock_field in clock.split(":")]

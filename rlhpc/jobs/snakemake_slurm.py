@@ -1,11 +1,11 @@
 """Adapter of Snakemake's Slurm executor (snakemake-executor-plugin-slurm 2.8.0).
 
-Snakemake forgets a job that a round of status queries neither returns as active nor reports as ended. If all queries of a
-round fail, as they do while slurmdbd or slurmctld restarts, `check_active_jobs` returns no job at all, and Snakemake waits
-for jobs that it no longer queries (`keep_unanswered_jobs`).
+Snakemake forgets a job that a round of status queries neither returns as active nor reports as ended. While slurmdbd or
+slurmctld restarts, all queries of a round fail. `check_active_jobs` then returns no job, and Snakemake waits for jobs that it
+no longer queries. `keep_unanswered_jobs` returns such jobs as active.
 
-The executor knows only the jobs that it submitted itself. Two Snakemakes that work on the same run would each submit every
-job (`share_jobs`).
+The executor knows only the jobs that it submitted. Two Snakemakes that work on the same run would each submit every job.
+`share_jobs` makes them share a job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhpc.jobs.slurm import identify_job
 from rlhpc.runtime.errors import RlhpcError
 
 _PLUGIN = "snakemake_executor_plugin_slurm"
-#: Attributes of an executor: the jobs that it has reported as ended, those that it has submitted, its own Slurm query.
+#: Attributes added to an executor: jobs that it has reported as ended, jobs that it has submitted, and its Slurm probe.
 _REPORTED, _SUBMITTED, _PROBE = "_reported_jobs", "_submitted_jobs", "_attached_probe"
 #: Marks a job that another Snakemake submitted, in `SubmittedJobInfo.aux`.
 _ATTACHED = "attached"
@@ -38,12 +38,13 @@ _ATTACHED = "attached"
 _DIGESTED_BYTES = 1 << 20
 #: Final states of a job that do not mean failure.
 _NOT_FAILED = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
-#: Types of parameters that are compared by their text; Snakemake compares the same types between two runs of a rule.
+#: Types of parameters that the digest contains as text; Snakemake compares the same types between two runs of a rule.
 _COMPARED = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
 
 
 def _unadapted_executor(mark: str) -> Any:
-    """Returns the class of Snakemake's Slurm executor, and marks it as adapted; None without it, or if it has the mark.
+    """Returns the class of Snakemake's Slurm executor and marks the class as adapted; None if the class is not imported or
+    already has the mark.
 
     Snakemake imports its executors before it reads a workflow.
     """
@@ -83,7 +84,7 @@ def keep_unanswered_jobs() -> None:
 def _noting(report: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(report)
     def note(self: Any, job_info: Any, *arguments: Any, **options: Any) -> None:
-        # the job itself, not only its identity: a later one must not get the same
+        # keeps the object alive, so that no later job gets the same id()
         self.__dict__.setdefault(_REPORTED, {})[id(job_info)] = job_info
         report(self, job_info, *arguments, **options)
 
@@ -93,9 +94,9 @@ def _noting(report: Callable[..., None]) -> Callable[..., None]:
 def share_jobs() -> None:
     """Makes Snakemake's Slurm executor wait for a job that another Snakemake has submitted for the same outputs.
 
-    The Slurm job of a rule is recorded next to the rule's log, under a lock. If the recorded job has the same parameters and
-    is alive, or has written outputs that are newer than the inputs, no job is submitted. Jobs of a rule without a log, grouped
-    jobs and job arrays are not shared.
+    A file next to the rule's log records the rule's Slurm job; a lock protects the file. No job is submitted if the recorded
+    job has the same parameters and is alive or has written outputs that are newer than the inputs. Jobs of a rule without a
+    log, grouped jobs and job arrays are not shared.
     """
     executor = _unadapted_executor("_shares_jobs")
     if executor is None:
@@ -152,7 +153,7 @@ def share_jobs() -> None:
     @functools.wraps(cancel)
     def cancel_jobs(self: Any, active_jobs: list[Any]) -> None:
         _probe_of(self).leave([job_info.external_jobid for job_info in active_jobs if _is_attached(job_info)])
-        # the Snakemake that submitted a job decides about it, as long as it runs
+        # only the Snakemake that submitted a job cancels the job, as long as that Snakemake runs
         cancel(self, [job_info for job_info in active_jobs if not _is_attached(job_info) or _is_orphan(job_info)])
 
     executor.run_job, executor.report_job_submission = run_job, report_job_submission
@@ -160,13 +161,13 @@ def share_jobs() -> None:
 
 
 def _record_of(job: Any) -> Path | None:
-    """Returns the file that names the Slurm job of a rule's job; None if it cannot be shared."""
+    """Returns the file that records the Slurm job of a Snakemake job; None if the job cannot be shared."""
     logs = [] if job.is_group() else list(job.log)
     return Path(str(logs[0])).with_suffix(".job.json") if logs else None
 
 
 def _digest(job: Any) -> str:
-    """Returns a digest of a job's rule and of the parameters whose change would start it again."""
+    """Returns a digest of a job's rule, its outputs, and the parameters that restart the job when they change."""
     param_texts = sorted(repr(param) for param in job.non_derived_params if isinstance(param, _COMPARED))
     return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), param_texts]).encode()).hexdigest()
 
@@ -182,8 +183,8 @@ def _content(job: Any, job_id: str) -> dict[str, Any]:
 
 
 def _inputs(job: Any) -> dict[str, str]:
-    """Returns digests of the small inputs. Each Snakemake that regards a job as finished touches its outputs, which are
-    inputs of the next job.
+    """Returns digests of the small inputs. Modification times do not suffice: each Snakemake that regards a job as finished
+    touches the job's outputs, which are inputs of the next job.
     """
     digests = {}
     for path in job.input:
@@ -194,7 +195,7 @@ def _inputs(job: Any) -> dict[str, str]:
 
 
 def _find_shared(executor: Any, job: Any, record: Path) -> Any:
-    """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None if a new one must be submitted."""
+    """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None if a new job must be submitted."""
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
     job_content = read_json_file(record)
@@ -208,15 +209,15 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
 
 
 def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bool:
-    """Returns whether a finished job is up to date: all outputs exist, and no input has changed since."""
+    """Returns whether a finished job is up to date: all outputs exist, and no input has changed since their creation."""
     if executor.workflow.dag.reason(job).forced:
         return False
     inputs_before, inputs_now = content.get("inputs") or {}, _inputs(job)
     try:
-        oldest = min(os.stat(path).st_mtime for path in job.output)
+        oldest_mtime = min(os.stat(path).st_mtime for path in job.output)
         return all(
             path.is_ancient
-            or os.stat(path).st_mtime <= oldest
+            or os.stat(path).st_mtime <= oldest_mtime
             or (path in inputs_now and inputs_now[path] == inputs_before.get(path))
             for path in job.input
         )
@@ -229,8 +230,9 @@ def _is_attached(info: Any) -> bool:
 
 
 def _is_orphan(info: Any) -> bool:
-    """Returns whether the Snakemake that submitted the job is known to have ended, and Slurm knows the job as one of this
-    rule, submitted in this folder: the file that names the job may have been copied from elsewhere.
+    """Returns whether the Snakemake that submitted the job has ended, and Slurm reports a job of this rule from this folder.
+
+    The second check is needed because the job's record may have been copied from elsewhere.
     """
     process = ProcessId.from_json(info.aux[_ATTACHED].get("process"))
     if process is None or process.alive() is not False:
@@ -255,10 +257,10 @@ def _probe_of(executor: Any) -> SharedProbe:
 
 
 async def _settle(executor: Any, info: Any, report: JobReport) -> bool:
-    """Reports the end of a job that another Snakemake submitted; returns False while it has not ended.
+    """Reports the end of a job that another Snakemake submitted; returns False if the job has not ended.
 
-    A job that was cancelled or preempted, or that Slurm has forgotten, is submitted again: it did not fail, and the other
-    Snakemake may be gone.
+    Submits the job again if it was cancelled or preempted or Slurm has forgotten it: the job did not fail, and the other
+    Snakemake may have ended.
     """
     if report.state.is_success:
         executor.report_job_success(info)

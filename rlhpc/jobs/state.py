@@ -1,4 +1,4 @@
-"""State of a run's newest attempt, determined from the run's files and, for Slurm jobs, a single query."""
+"""State of a run's newest attempt, from the run's files and, for Slurm jobs, a single query."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rlhpc.runtime.host import node_name
 
 #: States of a driver that ended by itself.
 FINAL = ("finished", "failed", "stopped")
-#: States in which no process of the run is left.
+#: States in which no process of the run remains.
 OVER = (*FINAL, "cancelled", "dead")
-#: A driver on another host that has not written its status for this long no longer counts as running.
+#: Seconds without a new status after which a driver on another host no longer counts as running.
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
            JobState.REQUEUE_FED, JobState.EXPEDITING, JobState.RESV_DEL_HOLD)  # fmt: skip
@@ -47,7 +47,7 @@ class RunState:
         state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed,
             cancelled, dead (its processes are gone) or unknown.
         reason: Consequence or cause of the state.
-        job: `Slurm job 27`, for example; "" for a run that was not submitted.
+        job: Name of the job, such as `Slurm job 27`; "" for a run that was not submitted.
         is_current: Whether `status.json` is from the newest attempt.
     """
 
@@ -88,7 +88,7 @@ class Facts:
         return None if self.claim is not None and self.claim.alive_here() else record.job_id
 
     def state(self, report: JobReport | None = None) -> RunState:
-        """Returns the run's state, given Slurm's report on `slurm_job` if available."""
+        """Returns the run's state; `report` is Slurm's report on `slurm_job`, None without a report."""
         record, files = self.record, self.files
         if record is None or files is None or self._by_hand():
             return RunState(*self._of_status())
@@ -118,7 +118,7 @@ class Facts:
         return self.files is not None and self.files.marker.exists()
 
     def _by_hand(self) -> bool:
-        """Returns whether the run was trained with `rlhpc train` after the last submission was over."""
+        """Returns whether `rlhpc train` trained the run after the last submission ended."""
         started_at, claim, record = number_of(self.status, "started"), self.claim, self.record
         if started_at is None or record is None:
             return False
@@ -171,7 +171,7 @@ class Facts:
         return RunState(state, job, job) if state else self._running(job)
 
     def _by_processes(self, report: JobReport | None, job: str) -> RunState:
-        """Returns the state judged by the processes on this host, for when neither the files nor Slurm determine it."""
+        """Returns the state from the processes on this host, if neither the files nor Slurm determine the state."""
         claim, record = self.claim, self.record
         assert record is not None
         if report is not None and report.conclusive:
@@ -224,12 +224,12 @@ class Facts:
 
 
 def ending_words(reason: str) -> str:
-    """Returns the reason why a run ended, in words: the driver's stop reasons for a planned end are translated."""
+    """Returns the stop reason of a run as text; the keywords for a planned end are translated."""
     return _ENDS.get(reason, reason)
 
 
 def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list[tuple[Facts, RunState]]:
-    """Returns facts and states of runs, with one query for all of their jobs."""
+    """Returns facts and states of runs; queries Slurm once for all of their jobs."""
     facts = [Facts.read(paths) for paths in folders]
     jobs = {job for run in facts if (job := run.slurm_job)}
     reports = (probe or SlurmProbe(command_timeout_s=10.0)).query(sorted(jobs)) if jobs else {}
@@ -243,7 +243,9 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
 
 
 def newest_segment(paths: RunPaths) -> SegmentJournal | None:
-    """Returns the segment that was submitted last; None without one, or if it is another user's."""
+    """Returns the journal of the segment that was submitted last; None without a submission, or if the folder belongs to
+    another user.
+    """
     try:
         segments = paths.submitted()
     except OSError:
@@ -257,7 +259,7 @@ def owner(paths: RunPaths) -> str:
 
 
 def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
-    """Yields the runs below a folder, by name; run folders themselves are not searched further."""
+    """Yields the runs below a folder, sorted by name. Does not search inside run folders."""
     try:
         subfolders = [
             subfolder for subfolder in os.scandir(folder) if subfolder.is_dir() and not subfolder.name.startswith(".")
@@ -273,7 +275,7 @@ def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
 
 
 def duration(seconds: float | None) -> str:
-    """Formats seconds as `1h02m`, `3m20s`, `12s`; `?` if unknown."""
+    """Formats seconds as `1h02m`, `3m20s` or `12s`; as `?` for unknown durations."""
     if seconds is None or seconds != seconds or seconds < 0 or seconds == float("inf"):
         return "?"
     minutes, remaining_s = divmod(int(seconds), 60)
@@ -284,7 +286,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _refusal(paths: RunPaths) -> str:
-    """Returns the error line of the run's failed workflow plan; "" if it has not failed."""
+    """Returns the error line of the run's failed workflow plan; "" if the plan exists."""
     if (paths.root / "workflow" / "plan.txt").exists():
         return ""
     return error_line(paths.logs / "workflow" / "prepare.log")
@@ -295,13 +297,13 @@ def _readable(folder: Path) -> bool:
 
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
-    """Returns the number under a key of a JSON object; None if the key is missing or another type."""
+    """Returns the number under a key of a JSON object; None if the key is missing or its value is not a number."""
     number = values.get(key)
     return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
 
 
-#: Minimum interval between Slurm queries, and the number of equal answers required in a row: between the end of one attempt
-#: and the start of the next, a run may look dead for a moment.
+#: Minimum seconds between two Slurm queries, and the number of equal answers in a row that are required: between the end of
+#: one attempt and the start of the next, a run may look dead for a moment.
 _LOOK_S, _TIMES = 10.0, 2
 _OVER = ("finished", "failed", "cancelled", "dead")
 
@@ -311,7 +313,7 @@ class Ending:
 
     Args:
         paths: The run.
-        look_s: Minimum seconds between two checks of more than its status.
+        look_s: Minimum seconds between two checks of the job; the run's status is read in every call.
     """
 
     def __init__(self, paths: RunPaths, look_s: float = _LOOK_S) -> None:
@@ -328,5 +330,5 @@ class Ending:
 
     def _is_over(self) -> bool:
         [(facts, run)] = states([self._paths])
-        # A run stopped at a terminal has ended; a submitted one is continued by its job.
+        # A run that stopped at a terminal has ended; the job of a submitted run continues it.
         return run.state in _OVER or (run.state == "stopped" and facts.record is None)

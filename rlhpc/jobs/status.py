@@ -27,8 +27,8 @@ _MAX_LEFT_LINES = 12
 
 
 def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
-    """Returns lines about helper jobs: those in the queue, and a table of the ranks that have joined; [] without either."""
-    record, joined_ranks, now = HelperRecord.read(paths), stays(paths), time.time()
+    """Returns lines about helper jobs: jobs in the queue, and a table of the ranks that have joined; [] without helpers."""
+    record, rank_stays, now = HelperRecord.read(paths), stays(paths), time.time()
     queued_jobs = [] if over else [job for job in record.live() if job.started is None]
     lines = []
     if queued_jobs:
@@ -36,12 +36,12 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
         lines.append(
             f"helpers      {len(queued_jobs)} job{'s' if len(queued_jobs) > 1 else ''} in the queue: {reasons}"
         )
-    if not joined_ranks:
+    if not rank_stays:
         return lines
-    present_stays = [stay for stay in joined_ranks if stay.left_at is None]
-    departed_stays = [stay for stay in joined_ranks if stay.left_at is not None]
-    hours = sum(stay.hours(now) for stay in joined_ranks)
-    lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present_stays)} there now, {hours:.2f} hours")
+    present_stays = [stay for stay in rank_stays if stay.left_at is None]
+    departed_stays = [stay for stay in rank_stays if stay.left_at is not None]
+    hours = sum(stay.hours(now) for stay in rank_stays)
+    lines.append(f"joined       {len(rank_stays)} ranks in all, {len(present_stays)} there now, {hours:.2f} hours")
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
     for stay in [*departed_stays[-_MAX_LEFT_LINES:], *present_stays]:
         joined_at, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
@@ -59,19 +59,19 @@ def _clock(at: float) -> str:
     return time.strftime("%d.%m %H:%M", time.localtime(at))
 
 
-#: Headline numbers of runs as columns: title → a text for each run.
+#: Headline numbers of runs as columns: title of the column → a text for each run.
 Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
-    """Returns `step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" if the driver wrote nothing after `since`."""
+    """Returns a progress line such as `step 12/100, return 34.5, ETA 1m20s`; "" without a status newer than `since`."""
     status = read_json_file(paths.driver_state)
     if status is None or (number_of(status, "updated") or 0.0) < since:
         return ""
     return ", ".join(_progress(status))
 
 
-#: Key of status.json → phrase with its number, in the order of the progress line.
+#: Key of status.json → format of its number, in the order of the progress line.
 _PHRASES = {
     "return": "return {:.1f}",
     "env_steps_per_s": "{:.0f} env steps/s",
@@ -92,14 +92,14 @@ def _progress(status: dict[str, Any]) -> list[str]:
 
 
 def _step_text(status: dict[str, Any]) -> str:
-    """Returns `12/100`; "" before the first step."""
+    """Returns step and maximum, such as `12/100`; "" before the first step."""
     step, max_steps = number_of(status, "step"), number_of(status, "max_steps")
     goal = f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""
     return "" if step is None else f"{step:.0f}{goal}"
 
 
 def best_words(status: dict[str, Any]) -> str:
-    """Returns `step 30, by eval/loss 0.42` from a run's status.json; "" without a best checkpoint."""
+    """Returns the best checkpoint, such as `step 30, by eval/loss 0.42`, from status.json; "" without a best checkpoint."""
     step, best_value = number_of(status, "best_step"), number_of(status, "best_value")
     return (
         ""
@@ -109,7 +109,7 @@ def best_words(status: dict[str, Any]) -> str:
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
-    """Returns the registry folder of the current generation; the newest one if none is declared current."""
+    """Returns the registry folder of the current generation; without one, the newest folder or None."""
     with contextlib.suppress(OSError, ValueError):
         generation_folder = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
         if generation_folder.is_dir():
@@ -122,7 +122,7 @@ def newest_generation(paths: RunPaths) -> Path | None:
 
 
 def members(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns the contents of the newest generation's member files, sorted by group and rank; the state of lost ranks is
+    """Returns the contents of the newest generation's member files, sorted by group and rank. Lost ranks have the state
     `left`.
     """
     generation = newest_generation(paths)
@@ -133,16 +133,14 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
         row, departure = read_json_file(path), read_json_file(generation / DEPARTED / path.name)
         if row is None or "group" not in row or not is_count(row.get("rank") or 0):
             continue
-        # A rank that lost its connection no longer writes its own file; the driver records that it continues without it.
+        # A rank that lost its connection no longer writes its file; the driver records the departure.
         is_lost = departure is not None and departure.get("incarnation") == row.get("incarnation")
         rows.append({**row, "state": "left"} if is_lost else row)
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
 def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Returns the bytes of shared memory that the session has allocated and those in use; None if the session is over or on
-    another host.
-    """
+    """Returns (allocated bytes, used bytes) of the session's shared memory; None if the session is over or on another host."""
     from rlhpc.runtime.comm.shared_memory import bytes_in_use  # imports numpy, which only this part needs
 
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
@@ -156,7 +154,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
 
     Args:
         paths: The run.
-        headlines: Returns the numbers by which the run is judged.
+        headlines: Returns the headline numbers of the run.
 
     Raises:
         UserError: The run does not exist.
@@ -193,7 +191,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
 
 
 def _robot_lines(paths: RunPaths) -> list[str]:
-    """Returns a line for each robot outside the cluster that has connected or for which the run waits."""
+    """Returns a line for each remote robot: the robot has connected, or the run waits for it."""
     generation, lines = newest_generation(paths), []
     for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
         robot_state = read_json_file(file) or {}
@@ -208,7 +206,7 @@ def _robot_lines(paths: RunPaths) -> list[str]:
 
 
 def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
-    """Returns lines with the run's total training time and its training time since the latest start."""
+    """Returns lines with the run's total training time and the training time since the latest start."""
     started_at, updated_at, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
     if started_at is None or updated_at is None:
         return []
@@ -222,7 +220,9 @@ def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
 
 
 def _generation_is_new(facts: Facts, run: RunState) -> bool:
-    """Returns whether the ranks in the registry belong to the newest attempt; both files are dated by the file server."""
+    """Returns whether the ranks in the registry belong to the newest attempt, by the modification times of two files. The
+    same file server sets both times.
+    """
     if facts.files is None:
         return True
     try:
@@ -238,14 +238,13 @@ def render_runs(
     *,
     headlines: Headlines | None = None,
 ) -> str:
-    """Renders a table with a line for each run below a folder, after one Slurm query for all of them. Omits columns that are
-    empty for every run.
+    """Renders a table with a line for each run, after one Slurm query for all runs. Omits columns without any text.
 
     Args:
         folder: The folder.
-        named: Runs to show, including runs that have not begun; by default those below the folder.
+        named: Runs to show, including runs that have not begun; by default the runs below the folder.
         notes: Name of a run → an additional note.
-        headlines: Returns the numbers by which the runs are judged: title → a text for each run.
+        headlines: Returns the headline numbers of the runs: title of the column → a text for each run.
 
     Raises:
         UserError: No run exists.
@@ -298,7 +297,7 @@ def _member_line(row: dict[str, Any], *, over: bool) -> str:
 
 
 def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Path, str]:
-    """Returns log files and the labels of their lines: files in the newest segment's folder, and those that members name."""
+    """Returns log file → label of its lines, for the files in the newest segment's folder and the files that ranks name."""
     labels: dict[Path, str] = {}
     for row in members(paths):
         for key in ("log_out", "log_err"):
@@ -307,7 +306,7 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     folders = sorted(paths.logs.glob(segment_name("*")), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
     for path in sorted([*folders[-1].glob("*.out"), *folders[-1].glob("*.err")]) if folders else []:
         labels.setdefault(path, path.stem)
-    # the driver has no rank
+    # the driver's label contains no rank
     pattern = re.compile(
         rf"{'.+' if group is None else re.escape(group)}{r'(-[^-]*)?' if rank is None else f'-{rank}'}"
     )
@@ -338,20 +337,20 @@ def print_logs(
     out: TextIO | None = None,
     poll_s: float = 0.5,
 ) -> None:
-    """Prints the last lines of the logs, each prefixed with `[group-rank]`, the driver's with `[driver]`.
+    """Prints the last lines of the logs, each with the prefix `[group-rank]`, or `[driver]` for the driver's lines.
 
     Args:
         paths: The run.
         group: Print only this group's logs (`driver` is a group too).
         rank: Print only this rank's logs.
         follow: Keep printing new lines until the run is over or the user presses Ctrl-C.
-        lines: Number of lines to print of each file.
-        start: The start whose lines are printed: its number, `last`, or `all`.
+        lines: Maximum number of lines to print of each file.
+        start: Start of the run to print: its number, `last`, or `all`.
         out: Output stream; stdout by default.
         poll_s: Seconds between two checks for new lines.
 
     Raises:
-        UserError: No such logs exist; the message names those that exist.
+        UserError: No such logs exist; the message names the existing logs.
     """
     target = out or sys.stdout
     files = _log_files(paths, group, rank)

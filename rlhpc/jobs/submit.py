@@ -1,9 +1,8 @@
-"""Submission of a segment's driver through submitit, with a wait that survives a kill of the waiting process.
+"""Submission of a segment's driver through submitit, and the wait for it. Another process can continue a killed wait.
 
 The job and the waiter share only the run folder: `submit/segment_<k>.json` names the submitted job,
-`submit/segment_<k>.claim.<n>.json` names the job that owns the segment, `submit/segment_<k>.exit.json` records how a driver
-failed, and `segments/<k>.json`, which the driver writes last, marks the segment as finished. A waiter can be killed at any
-moment.
+`submit/segment_<k>.claim.<n>.json` names the job that owns the segment, and `submit/segment_<k>.exit.json` records how a
+driver failed. The driver writes `segments/<k>.json` last, which marks the segment as finished.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ __all__ = [
 ]
 
 EXECUTORS = ("auto", "local", "slurm")
-#: submitit gives up after this many timeouts; here, progress between attempts decides instead (`DriverJob.max_stalled`).
+#: Maximum number of timeouts for submitit, never reached: `DriverJob.max_stalled` ends jobs without progress instead.
 _NO_COUNT = 10**6
-#: A job that is lost within this many seconds after it was found was already ending when it was found.
+#: Seconds after the attachment to a live job. A job that is lost within this time was already ending at the attachment.
 DYING_S = 10.0
 
 
@@ -87,12 +86,12 @@ class SubmitRequest:
         segment: Number of the segment, from 0.
         executor: "local", "slurm", or "auto": Slurm if sbatch exists and this process is not inside a job.
         environment: Variables to set for the driver.
-        slurm: submitit's Slurm parameters (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
+        slurm: Slurm parameters for submitit (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
         save_grace_s: Maximum seconds for the driver to save when its job must end.
         max_restarts: Maximum number of restarts of a killed driver in a row, without a new checkpoint in between.
         attempt: Number of the workflow engine's attempt, from 1. A retry (2 and more) does not restart a cancelled job.
-        on_decision: Called under the submit lock before this submission attaches to a live job (True) or submits a new one
-            (False); an exception from it ends the submission.
+        on_decision: Called under the submit lock before this submission attaches to a live job (True) or submits a new job
+            (False). An exception in the callable ends the submission.
     """
 
     run_root: Path
@@ -116,10 +115,10 @@ class WaitOptions:
         poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
         deadline_s: Maximum seconds to wait, after which the wait ends with an error; the job goes on.
-        patient: Wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow` instead.
-        requester: Process whose end ends the wait as well; the job goes on.
-        hand_over: Called once, when only the wait for this job remains. It may let another process wait instead, and then
-            does not return.
+        patient: Whether to wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow`.
+        requester: Process that requested the wait. When the process ends, the wait ends; the job goes on.
+        hand_over: Called once, when only the wait for this job remains. If the callable lets another process wait, it does
+            not return.
         stream: Stream for progress; None for stderr.
     """
 
@@ -138,8 +137,8 @@ class _Job:
     """The job to wait for.
 
     Attributes:
-        record: Its record.
-        attached_at: Time at which the job was found, in monotonic seconds; None if this submission started it.
+        record: Record of the job.
+        attached_at: Time of the attachment to a live job, in monotonic seconds; None if this submission started the job.
     """
 
     record: JobRecord
@@ -151,15 +150,15 @@ class _Job:
 
     @property
     def is_new(self) -> bool:
-        """True shortly after the job was found: if it ends now, it was probably already ending when it was found."""
+        """True shortly after the attachment: a job that ends now was probably already ending at the attachment."""
         return self.attached_at is not None and time.monotonic() - self.attached_at <= DYING_S
 
 
 class Submission:
-    """Start of a segment's driver as a job, or attachment to the job that is running, and the wait for it.
+    """Submission of a segment's driver as a job, or attachment to the live job, and the wait for that job.
 
-    It is always safe to submit again: if the segment has finished, `run` returns at once; if its job is alive, `run` waits for
-    it; and if the job is dead, a new one resumes. Two concurrent submissions start only one job.
+    A repeated submission is always safe. If the segment has finished, `run` returns at once. If its job is alive, `run` waits
+    for that job. If the job is dead, a new job resumes the segment. Two concurrent submissions start only one job.
 
     Args:
         request: Command and resources of the job.
@@ -176,12 +175,12 @@ class Submission:
         self._out = self.wait.stream or sys.stderr
         self._began = time.monotonic()
         self._backoff = Backoff(self.wait.deadline_s)
-        #: Content of the cancel marker at the beginning: a cancellation from before is no reason to stop.
+        #: Content of the cancel marker at the start; an earlier cancellation does not stop this submission.
         self._cancel_mark = read_json_file(self.files.cancel)
         self._handed_over = False
 
     def run(self) -> dict[str, Any]:
-        """Submits or attaches, then waits.
+        """Submits a job or attaches to the live job, then waits.
 
         Returns:
             `{"state": "finished" | "submitted" | "attached", "segment", "executor", "job_id", "result"}`; `result` is the
@@ -190,7 +189,8 @@ class Submission:
         Raises:
             SubmitError: The job could not be submitted.
             DriverRejected: The driver found the configuration wrong.
-            DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if it was cancelled.
+            DriverFailed: The driver failed; the message is its first error. JobLost or JobCancelled if the job was killed or
+                cancelled.
             WaitInterrupted: Ctrl-C, or the requester has ended.
             DeadlineExceeded: The deadline has passed.
         """
@@ -217,11 +217,10 @@ class Submission:
                     raise
 
     def _submit_or_attach(self) -> dict[str, Any] | NotNow | _Job:
-        """Finds the live job or submits a new one, under the submit lock, so that two submissions start only one job.
+        """Finds the live job or submits a new job, under the submit lock, so that two submissions start only one job.
 
         Returns:
-            The result of a segment that has finished, the refusal if no job can be submitted at present, or the job to wait
-            for.
+            The result of a finished segment, the refusal if no job can be submitted at present, or the job to wait for.
         """
         files, request = self.files, self.request
         with files.submit_lock():
@@ -242,7 +241,7 @@ class Submission:
                 return refusal
 
     def _check_still_requested(self) -> None:
-        """Raises if the segment was cancelled since the beginning, or if the requester has ended."""
+        """Raises if the segment was cancelled since the start of this submission, or if the requester has ended."""
         files = self.files
         if read_json_file(files.cancel) != self._cancel_mark and (waiting_record := JobRecord.read(files)) is not None:
             raise cancelled_error(files, waiting_record)
@@ -272,8 +271,9 @@ class Submission:
             raise WaitInterrupted(interruption_text(self.files, owner_of(self.files, job.record))) from None
 
     def _hand_over(self, job: _Job, waiter: Waiter) -> None:
-        """Calls `WaitOptions.hand_over` once it is certain that the job was not already ending when it was found, so that no
-        other job has to follow it.
+        """Calls `WaitOptions.hand_over` once, as soon as no other job has to follow this job.
+
+        A job that was already ending at the attachment may need a successor, so the call waits for `DYING_S`.
         """
         cancelled_before = self._cancel_mark is not None and self._cancel_mark.get("token") == waiter.record.token
         if self._handed_over or job.is_new or (job.attached_at is not None and cancelled_before):
@@ -282,8 +282,8 @@ class Submission:
         self.wait.hand_over(waiter)
 
     def _was_ending_when_found(self, job: _Job, error: JobLost | JobCancelled) -> bool:
-        """Returns whether to submit another job, because the job was already ending when it was found (as after a kill and
-        restart of the run), or because it was cancelled before this command started.
+        """Returns whether to submit another job: the job was already ending at the attachment, or was cancelled before this
+        command started.
         """
         if isinstance(error, JobLost):
             return job.is_new
@@ -296,7 +296,7 @@ class Submission:
     # -- the job --------------------------------------------------------------------------------------------------
 
     def _start_job(self) -> JobRecord:
-        """Submits a `DriverJob` through submitit and returns its record; the caller holds the submit lock."""
+        """Submits a `DriverJob` through submitit and returns its record. The caller must hold the submit lock."""
         files, request, command = self.files, self.request, list(self.request.command)
         previous_record = JobRecord.read(files)
         record = JobRecord(
@@ -338,7 +338,7 @@ class Submission:
         return record
 
     def _explain_refusal(self, record: JobRecord, error: Exception) -> SubmitError:
-        """Returns the error for a job that was not accepted, `NotNow` if waiting may help; writes the reason to the record."""
+        """Builds the error for a refused job, `NotNow` if waiting may help; writes the reason to the record."""
         files = self.files
         refusal = not_now(files.segment, str(error)) if self.executor == "slurm" else None
         if refusal is None:
@@ -363,7 +363,7 @@ class Submission:
 
 
 def started_line(files: SegmentJournal, record: JobRecord, state: str) -> str:
-    """Returns the line printed when a job was submitted or found."""
+    """Returns the line to print after a job was submitted or attached to."""
     verb = "waiting for" if state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
 
@@ -391,8 +391,9 @@ def _make_folders(files: SegmentJournal) -> None:
 
 
 def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
-    """Waits until a driver whose job was killed has saved and ended, because the next driver must not start before; kills it
-    after `grace_s` seconds.
+    """Waits until the driver of a killed job has saved and ended; kills the driver after `grace_s` seconds.
+
+    The next driver must not start before.
     """
     deadline = time.monotonic() + grace_s
     is_reported = False

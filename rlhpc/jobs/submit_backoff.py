@@ -1,4 +1,4 @@
-"""Submit back-off for jobs that cannot be submitted now: the site limits their number, or Slurm does not answer."""
+"""Submit back-off: repeated attempts while the site admits no more jobs or Slurm does not answer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable
 
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 
-#: Limits on the number of jobs in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, …; a limit on a job's
-#: size, by contrast, refuses the job for good.
+#: Limits on the number of jobs in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, … A limit on the size of a
+#: job is permanent and does not match.
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)\w*Submit\w*\b")
-#: MaxJobCount is reached; sbatch itself has already tried for some minutes.
+#: Messages for a full queue (MaxJobCount). sbatch has already tried for some minutes.
 _FULL = re.compile(r"Resource temporarily unavailable|temporarily unable to accept job")
 _SILENT = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|Connection refused|"
     r"[Cc]ommunication connection failure|Transport endpoint",
 )
-#: Seconds between two tries, growing from the first number to the second.
+#: Minimum and maximum seconds between two attempts; the pause doubles.
 FIRST_S, MOST_S = 10.0, 120.0
-#: Maximum wait for a Slurm that does not answer.
+#: Maximum seconds to wait while Slurm does not answer.
 SILENT_S = 900.0
 
 
 class NotNow(SubmitError):
-    """Temporary refusal: the job was not submitted, and may be later.
+    """Error: Slurm refused the job for now, and a later attempt may succeed.
 
     Attributes:
-        reason: The reason, in Slurm's words.
+        reason: Name of the limit, or another short reason.
         silent: True if Slurm did not answer at all.
     """
 
@@ -38,7 +38,7 @@ class NotNow(SubmitError):
 
 
 def not_now(segment: int, output: str) -> NotNow | None:
-    """Returns sbatch's message as a temporary refusal; None if the refusal is permanent."""
+    """Builds the error for a temporary refusal from sbatch's output; returns None if the refusal is permanent."""
     message = f"segment {segment} could not be submitted (slurm): {output}"
     if match := _LIMIT.search(output):
         return NotNow(message, reason=match.group())
@@ -50,7 +50,7 @@ def not_now(segment: int, output: str) -> NotNow | None:
 
 
 def refusal_text(refusal: NotNow) -> str:
-    """Formats the refusal: `QOSMaxSubmitJobPerUserLimit: waits for room` and the like."""
+    """Formats a refusal, such as `not submitted yet: QOSMaxSubmitJobPerUserLimit; waits for room`."""
     return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
 
 
@@ -58,7 +58,7 @@ class Backoff:
     """Pauses between submit attempts.
 
     Args:
-        deadline_s: Maximum total wait.
+        deadline_s: Maximum total seconds of waiting; None for no limit.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -68,7 +68,7 @@ class Backoff:
         self._silent_since: float | None = None
 
     def wait(self, refusal: NotNow, check: Callable[[], None]) -> None:
-        """Sleeps until the next attempt; `check` is called once a second and may raise.
+        """Sleeps until the next attempt. Calls `check` once a second; `check` may raise.
 
         Raises:
             DeadlineExceeded: The wait was longer than `deadline_s`.

@@ -1,9 +1,10 @@
-"""Wait client: becomes a small shell, for which one watcher per user and host follows all runs and sends the output.
+"""Wait client: replaces a waiting command by a small shell that prints the output of the wait server.
 
-The command that submitted connects to the watcher, starting one if none runs, and becomes a shell, which takes about a
-megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code (X). If either
-side ends, the connection tells the other. A shell whose watcher has ended becomes Python again (`rlhpc.cli.wait`), which hands
-over again. The watcher has sent it a number of seconds to wait first (D), so that a hundred shells do not do so at once.
+The waiting command connects to the server (`wait_server`, one per user and host), or starts a server if none runs. Then the
+command becomes a shell, which takes about a megabyte of memory. The shell reads lines for stderr (E) and stdout (O) from the
+connection, and at the end the exit code (X). The closed connection tells either side that the other side has ended. If the
+server has ended, the shell becomes a Python process again (`rlhpc.cli.wait`), which hands over again. The server sends each
+shell a pause in seconds for this case (D), so that a hundred shells do not start Python at once.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from rlhpc.jobs.waiter import Waiter, interruption_text
 from rlhpc.runtime.env_references import values_read
 from rlhpc.runtime.imports import python_path, run_module
 
-#: Files in that folder; the watcher holds the lock for as long as it lives.
+#: Files in the wait folder: the server's socket, and the lock that the server holds while it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
-#: First message of the watcher, before the lines for the shell.
+#: First message of the server, before the lines for the shell.
 WELCOME = b"ok\n"
-#: The shell's variables: its program, its output on Ctrl-C, and the wait for the Python process it may become.
+#: Environment variables of the shell: its program, its output on Ctrl-C, and the wait in JSON for a later Python process.
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
-#: Seconds to try to reach a watcher before this process waits by itself.
+#: Maximum seconds to connect to a server, after which this process waits by itself.
 _REACH_S = 20.0
-#: Maximum number of watchers started in a row that took no request.
+#: Maximum number of started servers in a row that accepted no request.
 _STARTS = 4
 _SHELL = "/bin/sh"
 _FD = 3
-#: Short, because `ps` shows it.
+#: Command of the shell; short, because `ps` shows it.
 SHELL_COMMAND = f'eval "${_PROGRAM}"'
 SHELL_PROGRAM = r"""trap 'printf "%s\n" "$RLHPC_STOPPED" >&2; exit 130' INT
 alone= pause=0
@@ -64,14 +65,14 @@ exec "$@" $alone
 
 @dataclass(frozen=True)
 class Wait:
-    """Description of a wait, with which any process of the user on this host can do the waiting.
+    """Description of a wait, from which any process of the user on this host can continue the wait.
 
     Attributes:
         root: The run folder.
         record: The job's record, as JSON.
         began: Start of the wait, in monotonic seconds.
-        answers: Whether the result goes to stdout as JSON.
-        secrets: Names of variables whose values must not be shown.
+        answers: Whether to print the result to stdout as JSON.
+        secrets: Names of environment variables with secret values.
     """
 
     root: str
@@ -111,14 +112,14 @@ class Wait:
 
 
 def hand_over(wait: Wait) -> None:
-    """Becomes a shell that prints the output of a watcher; returns only if no watcher is available."""
+    """Replaces this process by a shell that prints the server's output; returns only if no server is available."""
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
     files = SegmentJournal(RunPaths(Path(wait.root)), wait.segment)
     record = JobRecord.from_json(wait.record)
     assert record is not None
-    # PYTHONPATH is for starting Python again; the shell submits no job
+    # the shell needs PYTHONPATH to start Python again; it submits no job
     environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
     environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {interruption_text(files, record)}"}
     name = f"rlhpc submit: {files.paths.root.name}"
@@ -137,12 +138,12 @@ def is_peer_same_user(connection: socket.socket) -> bool:
 
 
 def address(folder_fd: int, name: str = SOCKET) -> str:
-    """Returns the socket address of a file in an open folder, however long the folder's path is."""
+    """Returns a short socket address of a file in an open folder, because a socket address has limited length."""
     return f"/proc/self/fd/{folder_fd}/{name}"
 
 
 def _reach(wait: Wait) -> socket.socket | None:
-    """Connects to a watcher that will report on the wait; starts one if none runs."""
+    """Connects to a server and sends it the wait; starts a server if none runs. Returns None if no server is available."""
     deadline, num_started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
@@ -154,7 +155,7 @@ def _reach(wait: Wait) -> socket.socket | None:
                 if _start(folder_fd):
                     num_started += 1
                 else:
-                    time.sleep(0.05)  # another watcher is just starting, or about to end
+                    time.sleep(0.05)  # another server is starting or about to end
     except OSError:
         pass
     return None
@@ -165,7 +166,7 @@ def _open_wait_folder() -> Any:
     """Opens the folder that a user's waiting commands share.
 
     Raises:
-        OSError: The folder cannot be made, or is not private to this user.
+        OSError: The folder cannot be created, or other users have access to it.
     """
     path = wait_folder()
     with contextlib.suppress(FileExistsError):
@@ -181,7 +182,7 @@ def _open_wait_folder() -> Any:
 
 
 def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
-    """Returns a connection to a watcher that took the request; None if no watcher runs, or it is about to end."""
+    """Returns a connection to a server that accepted the request; None if no server runs or the server is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_REACH_S)
@@ -202,15 +203,17 @@ def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
 
 
 def _start(folder_fd: int) -> bool:
-    """Starts a watcher unless another process has the lock. It inherits lock and socket, so no process waits for its start."""
+    """Starts a server, and returns True, unless another process holds the lock. The server inherits the bound socket, so a
+    client can connect at once.
+    """
     try:
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
     except FileNotFoundError:
-        return False  # the folder was removed with a watcher that has just ended
+        return False  # a server that has just ended removed the folder
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(LOCK, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
-            return False  # the lock of a watcher that has just ended
+            return False  # this is the lock of a server that has just ended
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SOCKET, dir_fd=folder_fd)
         with socket.socket(socket.AF_UNIX) as listener:

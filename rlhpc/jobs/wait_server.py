@@ -1,7 +1,7 @@
 """Wait server (`python -m rlhpc.jobs.wait_server`): one process per user and host that follows all runs with waiting commands.
 
-The first waiting command starts it (`wait_client`), and it ends when no command waits any more. It has one thread per
-run, so that a hanging filesystem delays only the runs on it.
+The first waiting command starts the server (`wait_client`). The server ends when no command waits any more. It has one thread
+per waiting command, so that a hanging filesystem delays only the commands that use this filesystem.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlhpc.jobs.waiter import answer_line
 from rlhpc.runtime.env_references import masked
 from rlhpc.runtime.errors import RlhpcError
 
-#: Seconds without a waiting command after which the watcher ends.
+#: Seconds without a waiting command after which the server ends.
 _LINGER_S = 2.0
-#: Seconds that a process has to send its request after connecting.
+#: Maximum seconds between a process's connection and its request.
 _REQUEST_S = 10.0
-#: Number of shells per second that become Python if the watcher is killed: all at once might overload the machine.
+#: Number of shells per second that become Python processes if the server is killed: all at once might overload the machine.
 _AT_ONCE = 8
 _STACK_BYTES = 1 << 20
 
 
 class ReportCache(JobProbe):
-    """Cache of Slurm's last reports on all jobs that this process follows; one thread at a time queries all of them."""
+    """Cache of Slurm's last reports on all followed jobs. One thread at a time queries Slurm for all jobs."""
 
     def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
         self._probe, self._every_s = probe, every_s
@@ -75,10 +75,10 @@ class ReportCache(JobProbe):
 
 
 class Watcher:
-    """Server of connections, each from a shell that waits.
+    """Server for the connections of waiting shells.
 
     Args:
-        listener: The socket that accepts them.
+        listener: Socket that accepts the connections.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -97,7 +97,7 @@ class Watcher:
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 served_at = time.monotonic() if self._threads else served_at
                 continue
-            except OSError:  # too many open files: the connecting process will finally wait by itself
+            except OSError:  # too many open files: the connecting process waits by itself after a timeout
                 time.sleep(_LINGER_S / 4)
                 continue
             served_at = time.monotonic()
@@ -126,7 +126,7 @@ class Watcher:
     def _wait(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
         waiter = wait.waiter(lambda line: _tell(connection, "E", f"rlhpc: {line}"), self._find_probe)
         hangup = select.poll()
-        hangup.register(connection, select.POLLIN)  # the connection only becomes readable when it ends
+        hangup.register(connection, select.POLLIN)  # the connection becomes readable only when it closes
         try:
             while (wait_result := waiter.poll()) is None:
                 if hangup.poll(1000 * waiter.poll_s):
@@ -139,7 +139,7 @@ class Watcher:
         except RlhpcError as error:
             _tell(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
             _tell(connection, "X", str(error.exit_code))
-        except Exception:  # the shell waits by itself, and reports the error as any command would
+        except Exception:  # tells the shell to wait by itself and report the error
             _tell(connection, "A", "")
         finally:
             waiter.leave()
@@ -159,16 +159,16 @@ def _tell(connection: socket.socket, stream: str, text: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the server; `arguments` are the inherited descriptors of the lock, the socket and the folder that contains both."""
+    """Runs the server. `arguments` are the inherited file descriptors of the lock, the socket, and the folder of both."""
     lock, socket_fd, folder_fd = map(int, arguments)
     for fd in map(int, arguments):
         os.set_inheritable(fd, False)  # squeue must not inherit it
     threading.stack_size(_STACK_BYTES)
     watcher = Watcher(socket.socket(fileno=socket_fd))
     watcher.serve()
-    # a process that connects from now on starts another watcher as soon as this one's lock is removed
+    # a process that connects from now on starts another server as soon as the lock of this server is removed
     with contextlib.suppress(OSError):
-        if os.stat(LOCK, dir_fd=folder_fd).st_ino == os.fstat(lock).st_ino:  # otherwise this watcher's lock was removed
+        if os.stat(LOCK, dir_fd=folder_fd).st_ino == os.fstat(lock).st_ino:  # otherwise the lock was removed
             for name in (SOCKET, LOCK):
                 os.unlink(name, dir_fd=folder_fd)
         os.rmdir(os.readlink(address(folder_fd, "").rstrip("/")))

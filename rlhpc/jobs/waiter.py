@@ -1,7 +1,7 @@
-"""Waiter for a segment, which rarely reads the run's folder and even more rarely queries the job.
+"""Waiter for a segment, with rare reads of the run folder and even rarer queries of the job.
 
-To spare the shared filesystem, a check first reads the modification times of two folders (one open each), and reads files only
-if one was written since the last check. The longer the wait lasts, the rarer the checks become.
+To spare the shared filesystem, a check first reads the modification times of two folders. It reads files only if a file was
+written since the last check. The longer the wait lasts, the rarer the checks become.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
 #: Seconds from the end of a job's processes until its last files are visible on a shared filesystem.
 _SETTLE_S = 2.0
-#: Seconds without an answer from Slurm, or with the answer that it does not know the job, after which the wait ends.
+#: Seconds after which the wait ends: without an answer from Slurm, and while Slurm does not know the job.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
-#: Seconds between two attempts to release a job that is held after a requeue.
+#: Seconds between two attempts to bring forward the start of a requeued job.
 _RELEASE_S = 60.0
-#: Maximum seconds until the next check of the run's folders, which otherwise follows after a tenth of the time waited so far.
+#: Maximum seconds between two checks of the run's folders; otherwise a tenth of the time waited so far.
 _LOOK_S = 5.0
-#: Seconds after which files are read even if the folders seem unchanged: two changes may fall into one clock tick.
+#: Seconds between two reads of the files if the folders seem unchanged: two changes may fall into one clock tick.
 _READ_S = 30.0
-#: Maximum seconds to which the interval between lines of progress grows.
+#: Maximum seconds between two lines of progress; the interval grows during the wait.
 _SELDOM_S = 60.0
 
 
@@ -44,7 +44,7 @@ class DriverFailed(RlhpcError):
 
     Attributes:
         exit_code: The driver's exit code.
-        log_path: Its stderr file.
+        log_path: The driver's stderr file.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1, log_path: str = "") -> None:
@@ -54,11 +54,11 @@ class DriverFailed(RlhpcError):
 
 
 class DriverRejected(SubmitError):
-    """Error: the driver rejected its input (exit code 2), which is a user error as if the driver had run in this process."""
+    """Error: the driver rejected its input (exit code 2). It counts as a user error of this command."""
 
 
 class JobLost(DriverFailed):
-    """Error: the job ended without a finished segment and without a message, because it was killed or its node died."""
+    """Error: the job was killed or its node died, so the job ended without a finished segment and without a message."""
 
 
 class FolderRemoved(DriverFailed):
@@ -66,7 +66,7 @@ class FolderRemoved(DriverFailed):
 
 
 class JobCancelled(DriverFailed):
-    """Error: the job was cancelled. Only a user restarts it, not a retry."""
+    """Error: the job was cancelled. A user can restart the job; a retry of the workflow does not."""
 
 
 class WaitInterrupted(RlhpcError):
@@ -92,13 +92,13 @@ def answer(state: str, record: JobRecord | None, segment: int, result: dict[str,
 
 
 def answer_line(answer: dict[str, Any]) -> str:
-    """Formats the last line shown to the user."""
+    """Formats the last line of output for a submission's result."""
     end_text = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
     return f"segment {answer['segment']}: {answer['state']}{end_text}"
 
 
 def interruption_text(files: SegmentJournal, record: JobRecord) -> str:
-    """Returns the message for a user who stops waiting."""
+    """Returns the message for a user who stops the wait."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
         "  wait for it again: run the same command\n"
@@ -125,17 +125,17 @@ def _probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
 
 
 class Waiter:
-    """Wait for one segment in steps: `poll` never blocks for long, so that one process can wait for many runs.
+    """Waiter for one segment. `poll` never blocks for long, so that one process can wait for many runs.
 
     Args:
         files: Journal of the segment.
-        record: Record of its job.
+        record: Record of the segment's job.
         out: Called with each line of progress.
         find_probe: Builds the probe that queries a job; by default one for this waiter.
         poll_s: Minimum seconds between two checks.
         progress_s: Minimum seconds between two lines of progress; the interval grows to a minute.
         deadline_s: Maximum seconds to wait, after which `poll` raises; the job goes on.
-        asked_by: Process whose end ends the wait.
+        asked_by: Process that requested the wait; the wait ends with this process.
         began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
     """
 
@@ -173,7 +173,7 @@ class Waiter:
         self._renewed: tuple[int, int, float | None] = (0, 0, None)
 
     def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Waits for the segment and returns the result that its driver wrote; calls `between` after every other check."""
+        """Waits for the segment and returns the result that its driver wrote; calls `between` after each unfinished check."""
         try:
             while (wait_result := self.poll()) is None:
                 between()
@@ -183,15 +183,15 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait: the probe need not query the job any more."""
+        """Ends the wait: tells the probe that the job will not be queried again."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of a submission (`Submission.run`) for a finished segment."""
+        """Returns the result of a submission (`Submission.run`) from the result `done` of a finished segment."""
         return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
 
     def poll(self) -> dict[str, Any] | None:
-        """Returns the result that the driver wrote when it finished; None if it has not finished yet.
+        """Returns the result that the driver wrote at the end of the segment; None if the driver has not finished.
 
         Raises:
             DriverFailed, DriverRejected, JobLost, JobCancelled: The segment will not finish.
@@ -199,7 +199,7 @@ class Waiter:
             WaitInterrupted: The process that requested the wait has ended.
         """
         now = time.monotonic()
-        # a job on this host is judged by its processes, which costs the shared filesystem nothing
+        # the processes of a job on this host show its state without a read of the shared filesystem
         claim = self._claim
         has_ended = claim is not None and claim.number != self._ended_claim and claim.alive_here() is False
         if has_ended and claim is not None:
@@ -232,8 +232,8 @@ class Waiter:
         return None
 
     def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
-        """Reads marker, exit record and claim if a file was written since the last check, or `always`; returns the result of a
-        finished driver.
+        """Reads marker, exit record and claim if a file was written since the last check or `always` is true; returns the
+        result of a finished driver, otherwise None.
         """
         paths = self.files.paths
         folder_times = (look_again(paths.submit), look_again(paths.segments))
@@ -255,7 +255,7 @@ class Waiter:
             self._probe = self._find_probe(owner, self.files)
 
     def _is_claim_alive(self, claim: Claim) -> bool:
-        """Returns whether the holder of a claim is alive, by its processes on this host or by its renewals on other hosts."""
+        """Returns whether the holder of a claim is alive: by its processes on this host, by its renewals on other hosts."""
         alive_here = claim.alive_here()
         if alive_here is not None:
             return alive_here
@@ -284,7 +284,7 @@ class Waiter:
             is_held = report.state is JobState.PENDING and report.reason == "BeginTime"
             if is_held and claim is not None and time.monotonic() > self._next_release:
                 self._next_release = time.monotonic() + _RELEASE_S
-                # it ran before, so this is the hold after a requeue
+                # a claim exists, so the job ran before and waits after a requeue
                 bring_start_forward(self.record.job_id, segment_job_name(self.files))
             return report
         if claim is not None and not report.conclusive and self._is_claim_alive(claim):

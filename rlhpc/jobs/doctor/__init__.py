@@ -1,4 +1,4 @@
-"""Cluster checks of `rlhpc doctor`: whether a cluster offers what runs need, as its site file describes it."""
+"""Cluster checks of `rlhpc doctor`: compares a cluster with its site file and with the needs of runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
 def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
-    """Runs all checks.
+    """Runs all checks and returns their findings.
 
     Args:
-        section: The section `cluster` of a site file; None examines the default partition.
-        folder: Folder for runs; if it does not exist, the nearest existing parent is examined.
-        start_s: Maximum wait for the probe jobs to start.
-        most_nodes: Maximum number of nodes to examine in each partition; 0 submits nothing.
+        section: Section `cluster` of a site file; None examines the default partition.
+        folder: Folder for runs; if the folder does not exist, the nearest existing parent is examined.
+        start_s: Maximum seconds to wait for the probe jobs to start.
+        most_nodes: Maximum number of nodes to examine in each partition; 0 submits no probe jobs.
     """
     site = Site.of(section)
     folder = nodes.nearest_folder(expand_home(folder).absolute())
@@ -79,12 +79,12 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
 
 
 def _check_simulation(probed: Probed, site: Site) -> list[Finding]:
-    """Checks the memory, the disks and the drivers of the nodes."""
+    """Checks shared memory, local disks and Vulkan drivers of the nodes."""
     return [*nodes.shared_memory(probed), *nodes.node_disks(probed, site), *nodes.simulators(probed)]
 
 
 def _check_machine(folder: Path) -> Iterator[Finding]:
-    """Runs the checks that concern this machine alone."""
+    """Runs the checks of this machine: packages, environment, disks and quotas."""
     versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -106,9 +106,7 @@ def _is_same_file(path: str, other: Path) -> bool:
 
 
 def _find_refusal(facts: SlurmFacts, site: Site) -> str | None:
-    """Returns why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong
-    anyway.
-    """
+    """Returns Slurm's reason to refuse a het job; None if Slurm accepts it, or if no partition of the site exists."""
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None

@@ -1,4 +1,4 @@
-"""Checks of the nodes' reports and of this host: each turns facts already collected into findings and runs no command."""
+"""Checks of the nodes' reports and of this host. Each check turns collected facts into findings and runs no command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _connections(probed: Probed) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def interface(probed: Probed, site: Site) -> Iterator[Finding]:
-    """Checks that every node has the site's network interface or, if the site names none, which interface the route uses."""
+    """Checks that every node has the site's network interface. If the site names none, reports the interface of the route."""
     subject, hellos = "interface", probed.hellos
     if site.interface and hellos:
         missing_nodes = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
@@ -117,17 +117,17 @@ def interface(probed: Probed, site: Site) -> Iterator[Finding]:
 
 
 def ports(probed: Probed) -> Iterator[Finding]:
-    """Checks that nodes can connect to one another, in both directions, on ports that the kernel picks."""
+    """Checks that nodes can connect to one another, in both directions, on ports that the kernel selects."""
     connections = _connections(probed)
     errors = [(*pair, connection["error"]) for pair, connection in connections.items() if "error" in connection]
     slowest_ms = max((connection.get("ms", 0.0) for connection in connections.values()), default=0.0)
-    source_node, peer, problem = errors[0] if errors else ("", "", "")
+    node, peer, problem = errors[0] if errors else ("", "", "")
     if probed.hellos:
         yield decide(
             "ports", f"{names(probed.peers)} reach one another both ways, within {math.ceil(slowest_ms)} ms",
             (not connections, "warn", "only one node was looked at, so no connection was tried", "use --nodes 2 or more"),
             (errors, "fail",
-             f"{len(errors)} of {len(connections)} connections between nodes fail: {source_node} → {peer}: {problem}",
+             f"{len(errors)} of {len(connections)} connections between nodes fail: {node} → {peer}: {problem}",
              "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share"),
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks that torch, in the Python that trains, can use the GPUs that each node was granted."""
+    """Checks that torch can use the GPUs that Slurm granted on each node."""
     subject = "GPUs in torch"
     jobs_by_node = {
         node: job
@@ -192,7 +192,7 @@ def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> Iterator[Findin
         )
 
 
-#: Key that torch's report has after a stage → name of the stage, advice if it failed.
+#: Key of torch's report that a stage adds → name of the stage, advice if the stage failed.
 _TORCH_STAGES = {
     "torch": ("importing torch", "run python -c 'import torch' there"),
     "seen": ("counting GPUs", "look at that node with nvidia-smi and dmesg"),
@@ -231,7 +231,7 @@ def _torch_problem(report: Mapping[str, Any], granted: int, mask: str | None) ->
 
 
 def python(probed: Probed, executable: str = sys.executable) -> list[Finding]:
-    """Checks that the nodes have the same Python as this host, with the packages."""
+    """Checks that the nodes have the same Python version as this host, and the required packages."""
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
         if tuple(report["python"][:2]) != sys.version_info[:2]:
@@ -285,7 +285,7 @@ def node_disks(probed: Probed, site: Site) -> list[Finding]:
 
 
 def simulators(probed: Probed) -> list[Finding]:
-    """Checks that nodes have Vulkan and a driver for it: the nodes where a GPU was requested or, if none was, all nodes."""
+    """Checks that nodes have Vulkan and a Vulkan driver: the nodes with a requested GPU or, without any, all nodes."""
     hellos = {node: report for job in probed.jobs if job.gpus for node, report in job.hello.items()} or probed.hellos
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
@@ -346,7 +346,7 @@ def _check_nodes(
     passed: str,
     hellos: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Returns a finding for each problem that some nodes have; without problems, one `pass`; [] without reports."""
+    """Returns a finding for each problem of some nodes; one `pass` without problems, [] without reports."""
     nodes_by_problem: dict[str, list[str]] = {}
     hellos = probed.hellos if hellos is None else hellos
     for node, report in hellos.items():
@@ -375,7 +375,7 @@ _MIN_VERSIONS = {"snakemake": (9,), "submitit": (1, 5), "snakemake-executor-plug
 
 
 def packages(versions: Mapping[str, str | None], conf: str | None) -> Iterator[Finding]:
-    """Checks the versions of the packages that submit jobs; `conf` is the path of slurm.conf if it is not the default one."""
+    """Checks the versions of the packages that submit jobs; `conf` is the path of slurm.conf, None for the default path."""
     for name, version_text in versions.items():
         installed_version = tuple(int(digits) for digits in re.findall(r"\d+", version_text or "")[:3])
         required_version = _MIN_VERSIONS.get(name, ())
@@ -407,7 +407,7 @@ def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
 
 
 def quotas(text: str) -> Iterator[Finding]:
-    """Checks the quotas of blocks and files in the output of `quota -wp`: more than 90 % of a limit is a warning."""
+    """Checks the quotas of blocks and files in the output of `quota -wp`; warns above 90 % of a limit."""
     for row in text.splitlines():
         cells = [cell.rstrip("*") for cell in row.split()]
         if len(cells) < 9 or not all(cell.isdigit() for cell in cells[1:]):
@@ -424,5 +424,5 @@ def quotas(text: str) -> Iterator[Finding]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the folder itself or, if it does not exist, its nearest existing parent."""
+    """Returns the folder, or its nearest existing parent if the folder does not exist."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))

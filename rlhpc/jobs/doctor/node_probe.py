@@ -1,7 +1,8 @@
-"""Node probe of the doctor, which runs on every node in the node's Python: standard library only, no import of rlhpc.
+"""Node probe of the doctor. It runs on every node in the node's Python: standard library only, no import of rlhpc.
 
-It communicates through its job step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it
-reports facts about its node; then, with the addresses of the others, whether it can reach them.
+The probe communicates through its job step: it reads lines of JSON from stdin and writes JSON to stdout, in short pieces that
+srun does not split. First it reports facts about its node. After it has received the addresses of the other nodes, it reports
+the connections to them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def interfaces() -> dict[str, str]:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Returns the free space of a filesystem, and whether this user may write there."""
+    """Returns size, free space and inodes of a filesystem, and whether this user may write there."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
@@ -64,7 +65,7 @@ def space(path: str) -> dict[str, Any]:
 
 
 def wait_for(path: str, content: str, timeout_s: float) -> dict[str, Any]:
-    """Waits for a file that another host writes; returns the time until it appeared."""
+    """Waits for a file that another host writes; returns the time until the file appeared in ms, or the error."""
     start, problem = time.monotonic(), "no such file"
     while time.monotonic() - start < timeout_s:
         try:
@@ -79,13 +80,13 @@ def wait_for(path: str, content: str, timeout_s: float) -> dict[str, Any]:
 
 
 def exchange_canaries(plan: dict[str, Any]) -> dict[str, Any]:
-    """Reads the file that the login side wrote, and writes another one next to it."""
+    """Reads the file that the doctor's host wrote, and writes a file of this node next to it; returns the result."""
     folder = plan["canary"]
     canary_status = wait_for(os.path.join(folder, "login"), plan["token"], plan["timeout_s"])
     canary_status["parent"] = os.path.isdir(os.path.dirname(folder))
     if "error" in canary_status:
         return canary_status
-    os.path.exists(os.path.join(folder, "second"))  # not yet: shows whether a client caches the missing name
+    os.path.exists(os.path.join(folder, "second"))  # still missing; detects a client that caches missing names
     path = os.path.join(folder, f"node-{node_name()}")
     try:
         with open(path + ".new", "w") as file:
@@ -99,7 +100,7 @@ def exchange_canaries(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def vulkan() -> dict[str, Any]:
-    """Returns whether a loader exists, and which drivers are registered with it."""
+    """Returns whether the Vulkan loader exists, and the drivers that are registered with the loader."""
     try:
         ctypes.CDLL("libvulkan.so.1")
         loader = True
@@ -128,7 +129,7 @@ def has_package(name: str) -> bool:
 
 
 def listen(token: str) -> int:
-    """Listens on a port and echoes the token to those that send it."""
+    """Listens on a port, and echoes the token to every client that sends it; returns the port."""
     server = socket.create_server(("", 0), backlog=64)
 
     def answer(connection: socket.socket) -> None:
@@ -147,7 +148,7 @@ def listen(token: str) -> int:
 
 
 def reach(address: str, port: int, token: str) -> dict[str, Any]:
-    """Returns whether another node answers, and the interface of this node that reaches it."""
+    """Connects to another node; returns the time in ms and this node's interface and address, or the error."""
     start = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=4) as connection:
@@ -163,9 +164,7 @@ def reach(address: str, port: int, token: str) -> dict[str, Any]:
 
 
 def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
-    """Runs the torch probe in a child of this Python; returns its report, its other output, and how it ended or that it
-    hung.
-    """
+    """Runs the torch probe in a child process; returns its report with the exit code, or with `hung_s` after a timeout."""
     child = subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
@@ -184,13 +183,13 @@ def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
     reader.start()
     reader.join(timeout_s)
     if reader.is_alive():
-        child.kill()  # without a wait, since a process that hangs in the driver does not die of it
+        child.kill()  # does not wait, because a process that hangs in the driver ignores the signal
         return {**report, "hung_s": timeout_s}
     return {**report, "code": child.wait()}
 
 
 def look(plan: dict[str, Any]) -> dict[str, Any]:
-    """Collects the facts that this node knows about itself."""
+    """Collects facts about this node."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
     folders |= {"runs": os.path.dirname(plan["canary"]), "home": os.path.expanduser("~")}
     if plan.get("scratch"):
@@ -211,7 +210,7 @@ def look(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     plan = json.loads(sys.stdin.readline())
-    signal.alarm(int(plan["limit_s"]))  # bounds how long the probe outlives its doctor
+    signal.alarm(int(plan["limit_s"]))  # limits the time for which the probe outlives the doctor
     port = listen(plan["token"])
     torch: dict[str, Any] = {}
     torch_thread = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)

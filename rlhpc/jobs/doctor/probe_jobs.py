@@ -1,4 +1,4 @@
-"""Probe jobs of the doctor: at most one per partition, small, and always cancelled at the end."""
+"""Probe jobs of the doctor: small Slurm jobs, at most one per partition, which the doctor always cancels at the end."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class ProbeJob:
     """Probe job with the reports of its nodes.
 
     Attributes:
-        partition: Its partition; None is the default partition.
+        partition: Partition of the job; None is the default partition.
         labels: Node groups of the site in that partition.
         gpus: Number of GPUs requested per node: two if available, for an all-reduce. `gres` is the same request for Slurm.
         nodes: Number of nodes requested; `usable_nodes` could start a job at once.
-        error: Reason why it did not run. `reason` is Slurm's reason why it waits.
+        error: Reason why the job did not run. `reason` is Slurm's reason why the job waits.
         requeue: Slurm's setting after `--requeue`: "1", "0", or "" if unknown.
         hello, peers, torch: Reports of each node on itself, on the other nodes, and on GPUs in torch.
-        offsets: (seconds by which each node's clock is ahead, uncertainty in seconds).
-        canary_views: Whether this host sees each node's file: `{"ms": …}` or `{"error": …}`.
+        offsets: Node → (seconds by which the node's clock is ahead, uncertainty in seconds).
+        canary_views: Node → result of this host's read of the node's file: `{"ms": …}` or `{"error": …}`.
     """
 
     partition: str | None
@@ -73,7 +73,7 @@ class ProbeJob:
     canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def fail(self, reason: str) -> None:
-        """Records why the job did not run."""
+        """Records the reason why the job did not run."""
         self.error = reason
 
 
@@ -105,15 +105,15 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
 
 
 def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
-    """Returns the seconds that a probe may wait until its nodes have powered up: Slurm's ResumeTimeout if a job has no usable
-    node but a powered-down one, otherwise 0.
+    """Returns the seconds to wait for nodes to power up: Slurm's ResumeTimeout if a job has no usable node and a powered-down
+    node exists in its partition, otherwise 0.
     """
     nodes = [node for job in jobs if not job.usable_nodes for node in facts.nodes_of(job.partition)]
     return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
 
 
 def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
-    """Returns the job's batch script, which only sleeps, because the probe runs as a job step."""
+    """Returns the job's batch script, which only sleeps; the probe runs as a job step."""
     memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
     options = [
         "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
@@ -125,12 +125,12 @@ def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
 
 
 def source_of(module: ModuleType) -> str:
-    """Returns source for `python -c` that runs the module's own source."""
+    """Returns source code for `python -c` that runs the module's source."""
     return f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(module)!r}, {module.__name__!r}, 'exec'))"
 
 
 class _Step:
-    """Job step of a probe job: its srun process, and the reports of its tasks."""
+    """Job step of a probe job: the srun process, and the reports of its tasks."""
 
     def __init__(self, job: ProbeJob, site: Site) -> None:
         argv = [
@@ -140,7 +140,7 @@ class _Step:
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
         command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
-        # with this shell's GPU mask, which a job's batch step would inherit
+        # passes this shell's GPU mask, because a job's batch step would inherit the mask
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
             [*argv, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -196,7 +196,7 @@ class _Step:
 
     @property
     def last_words(self) -> str:
-        """Last error line of srun or, without one, the last line of its tasks' output."""
+        """Last error line of srun; without an error line, the last line of the step's stderr."""
         srun_errors = [line for line in self.output_lines if line.startswith("srun: error")]
         return next(reversed(srun_errors or self.output_lines), "nothing")
 
@@ -219,7 +219,7 @@ class _Step:
 
 @dataclass
 class Probed:
-    """Results of all probe jobs, and the folder that they examined."""
+    """Results of all probe jobs, and the examined folder."""
 
     folder: Path
     jobs: list[ProbeJob]
@@ -235,7 +235,7 @@ class Probed:
 
 
 def look_here(site: Site, folder: Path, gpus: int) -> Probed:
-    """Examines this machine as if it were the only node of a job.
+    """Examines this machine like the only node of a job.
 
     Args:
         site: Site description, which names the scratch folder.
@@ -252,7 +252,7 @@ def look_here(site: Site, folder: Path, gpus: int) -> Probed:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Handles SIGTERM and SIGHUP in the block like Ctrl-C, so that jobs are cancelled and files removed."""
+    """Handles SIGTERM and SIGHUP in the block like Ctrl-C, so that the block can cancel jobs and remove files."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -279,7 +279,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
         jobs: Probe jobs from `plan_jobs`.
         site: Site description.
         folder: Folder for runs; must exist.
-        start_s: Maximum seconds for a job to start, after which it is cancelled.
+        start_s: Maximum seconds for a job to start, after which the job is cancelled.
     """
     probes = Probed(folder, list(jobs))
     token = secrets.token_hex(16)
@@ -343,7 +343,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
 
 
 def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
-    """Yields the jobs as they start; cancels those that do not start within `start_s` seconds."""
+    """Yields each job when it starts; cancels the jobs that do not start within `start_s` seconds."""
     waiting_jobs = {job.job_id: job for job in jobs if job.job_id}
     deadline = time.monotonic() + start_s
     while waiting_jobs:
@@ -367,7 +367,7 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
 
 
 def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
-    """Checks whether this host sees the file that each node wrote, and adds the results to the jobs."""
+    """Reads the file that each node wrote, and adds the results to the jobs."""
     for job in probed.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:
@@ -375,7 +375,7 @@ def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
 
 
 def _open_socket(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
-    """Sends every node the addresses of all nodes, and writes a second file that each node looks for."""
+    """Sends every node the addresses of all nodes, and writes a second file that each node must find."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}
     address_by_node = {

@@ -1,4 +1,4 @@
-"""Checks of a Slurm site: each turns facts already collected into findings and runs no Slurm command."""
+"""Checks of a Slurm site. Each check turns collected facts into findings and runs no Slurm command."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def accounts(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
 
 
 def resources(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
-    """Checks that the partition has nodes with GPUs of the name that the site gives."""
+    """Checks that the partitions have nodes with the GPUs that the site file names."""
     for group in site.groups:
         nodes = facts.nodes_of(group.partition)
         if group.gres is None or not nodes:
@@ -129,10 +129,10 @@ def resources(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
 
 
 def het_jobs(facts: SlurmFacts, refusal: str | None = None) -> Finding:
-    """Checks heterogeneous jobs, which need backfill; `refusal` is the message of `sbatch --test-only`, if it refused one."""
+    """Checks heterogeneous jobs, which need backfill; `refusal` is the message if `sbatch --test-only` refused such a job."""
     scheduler, parameters = facts.config.get("SchedulerType", ""), facts.config.get("SchedulerParameters", "")
     advice = "runs whose nodes are all alike work; for unlike nodes ask the administrators"
-    is_of_site = re.search(r"account|partition|qos|node count|walltime|time limit", refusal or "", re.IGNORECASE)
+    is_site_error = re.search(r"account|partition|qos|node count|walltime|time limit", refusal or "", re.IGNORECASE)
     interval = re.search(r"bf_interval=(\d+)", parameters)
     interval_s = int(interval[1]) if interval else 30
     summary = f"allowed; started by backfill every {interval_s} s"
@@ -142,7 +142,7 @@ def het_jobs(facts: SlurmFacts, refusal: str | None = None) -> Finding:
          f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", advice),
         (re.search(r"disable_het(ero)?_?(job_)?steps", parameters), "fail",
          f"steps in them are disabled (SchedulerParameters={parameters})", advice),
-        (is_of_site, "fail", f"Slurm refused one: {refusal}",
+        (is_site_error, "fail", f"Slurm refused one: {refusal}",
          "the site file's values are at fault, not het jobs as such: see the lines on partition and account"),
         (refusal, "fail", f"Slurm refused one: {refusal}", advice),
         (interval_s > 300, "warn", summary, "they wait that long, even where nodes are free"),
@@ -150,7 +150,7 @@ def het_jobs(facts: SlurmFacts, refusal: str | None = None) -> Finding:
 
 
 def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, str], site: Site) -> Finding:
-    """Checks that jobs may be requeued; they request it themselves with --requeue."""
+    """Checks that jobs that were submitted with --requeue may be requeued."""
     probe_flags = {job.requeue for job in jobs}
     default = facts.config.get("JobRequeue", "?")
     refusal = "disabled: a job submitted with --requeue got Requeue=0: "
@@ -209,7 +209,7 @@ def _minutes(text: str | None) -> int | None:
 
 
 def walltime(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
-    """Checks that the site's walltime is within the partition's limit, and that the signal's lead time fits into it."""
+    """Checks that the site's walltime is within the partition's limit, and that the signal's lead time fits the walltime."""
     lead_s = site.signal_lead_s
     for group in site.groups:
         record = facts.partition(group.partition)

@@ -1,4 +1,4 @@
-"""Slurm facts of the doctor: queries to Slurm, and the parsing of their answers."""
+"""Slurm facts of the doctor: queries to Slurm, and parsers of the answers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def seconds_of(text: str) -> int | None:
-    """Parses `600 sec` into 600; returns None without a number."""
+    """Parses seconds such as `600 sec` into 600; returns None without a number."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else None
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Parses `slurm-wlm 22.05.8` into (22, 5, 8)."""
+    """Parses a version such as `slurm-wlm 22.05.8` into (22, 5, 8); returns () without a version."""
     match = re.search(r"\d+(?:\.\d+)+", text)
     return tuple(int(digits) for digits in match[0].split(".")) if match else ()
 
 
 def gres_of(text: str) -> list[tuple[str, str, int]]:
-    """Returns (name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
+    """Parses a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`, into (name, type, number)."""
     resources = []
     for gres_text in re.sub(r"\([^)]*\)", "", text or "").split(","):
         fields = gres_text.strip().split(":")
@@ -70,7 +70,7 @@ class SiteNodeGroup:
 
 @dataclass(frozen=True)
 class Site:
-    """Site description that the doctor takes from a site file."""
+    """Site description from a site file."""
 
     groups: tuple[SiteNodeGroup, ...] = (SiteNodeGroup(),)
     interface: str | None = None
@@ -106,9 +106,9 @@ class Site:
                 text_of("time"),
             )
 
-        raws = list(read_key(section, "node_groups", ())) or [None]
+        raw_groups = list(read_key(section, "node_groups", ())) or [None]
         return cls(
-            groups=tuple(group(raw_group) for raw_group in raws),
+            groups=tuple(group(raw_group) for raw_group in raw_groups),
             interface=read_key(section, "interface"),
             scratch=read_key(section, "scratch"),
             setup=tuple(str(line) for line in read_key(section, "setup", ())),
@@ -150,7 +150,7 @@ class SlurmFacts:
         )  # fmt: skip
 
     def partition(self, name: str | None) -> Record | None:
-        """Returns the partition of that name; without a name, the default one."""
+        """Returns the partition with this name, or the default partition if the name is None; None if it does not exist."""
         for record in self.partitions:
             if record.get("PartitionName") == name or (name is None and record.get("Default") == "YES"):
                 return record
@@ -165,7 +165,7 @@ class SlurmFacts:
         ]
 
 
-#: Words of node states, from slurm.conf(5) and sinfo(1) of Slurm 20.11 to 26.05. A node with one of these does not work.
+#: States of a node that does not work, from slurm.conf(5) and sinfo(1) of Slurm 20.11 to 26.05.
 _OUT_OF_SERVICE = frozenset(
     [
         "DOWN",
@@ -182,33 +182,33 @@ _OUT_OF_SERVICE = frozenset(
         "FUTURE",
     ]
 )
-#: States of a node that is switched off to save power, or not rented yet; Slurm starts it for a job.
+#: States of a node that is switched off to save power, or not rented yet; Slurm starts the node for a job.
 _ASLEEP = frozenset(["POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "POWERING_UP", "POWER_UP", "POWER"])
 #: States of a node that is currently unavailable for other reasons.
 _UNAVAILABLE = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
 
 
 def state_words(node: Record) -> frozenset[str]:
-    """Splits a node's state into its words: `IDLE+CLOUD+POWERED_DOWN`, `DOWN*+DRAIN`; a star is NOT_RESPONDING."""
+    """Splits a node's state, such as `IDLE+CLOUD+POWERED_DOWN` or `DOWN*+DRAIN`, into its words; a star is NOT_RESPONDING."""
     state_text = node.get("State", "").upper()
     flags = {flag.rstrip("*~#!%$@^-") for flag in state_text.split("+")} - {""}
     return frozenset(flags | ({"NOT_RESPONDING"} if "*" in state_text else set()))
 
 
 def is_asleep(node: Record) -> bool:
-    """Returns whether the node is off or starting, and takes jobs once it is on."""
+    """Returns whether the node is off or starting, and accepts jobs after its start."""
     flags = state_words(node)
     return bool(flags & _ASLEEP) and not flags & _OUT_OF_SERVICE
 
 
 def is_out_of_service(node: Record) -> bool:
-    """Returns whether an administrator must repair the node, or release it, before it takes jobs."""
+    """Returns whether an administrator must repair or release the node before it accepts jobs."""
     flags = state_words(node)
     return bool(flags & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in flags and not is_asleep(node))
 
 
 def usable(node: Record) -> bool:
-    """Returns whether a job may start on the node at once, by its state."""
+    """Returns whether the node's state allows a job to start there at once."""
     flags = state_words(node)
     obstacles = flags & (_OUT_OF_SERVICE | _ASLEEP | _UNAVAILABLE | {"NOT_RESPONDING"})
     return bool(flags & {"IDLE", "MIXED"}) and not obstacles
@@ -224,10 +224,10 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        level: `fail` if runs cannot work; `warn` for a cost, or for a check that was not possible.
+        level: `fail` if runs cannot work; `warn` for a disadvantage, or for a check that was not possible; otherwise `pass`.
         check: Subject of the check.
         result: Observation.
-        advice: Advice; empty if the check passed.
+        advice: Advice to the user; empty if the check passed.
     """
 
     level: Level
@@ -236,18 +236,18 @@ class Finding:
     advice: str = ""
 
 
-#: Row of a check's table: condition, level, result, advice.
+#: Row of a check's decision table: condition, level, result, advice.
 FindingRow = tuple[object, Level, str, str]
 
 
 def decide(subject: str, passed: str, *rows: FindingRow) -> Finding:
-    """Returns the finding of the first row whose condition is true; without one, the check passed, with that result."""
+    """Returns the finding of the first row with a true condition; without such a row, a `pass` with the result `passed`."""
     failed = (Finding(level, subject, result, advice) for condition, level, result, advice in rows if condition)
     return next(failed, Finding("pass", subject, passed))
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Formats node names for a message: all of them if they are few, otherwise their number."""
+    """Formats node names for a message: up to six names, otherwise five names and the number of the remaining nodes."""
     node_names = sorted(dict.fromkeys(nodes))
     return (
         ", ".join(node_names) if len(node_names) <= 6 else f"{', '.join(node_names[:5])} and {len(node_names) - 5} more"
@@ -259,7 +259,7 @@ def worst(lines: Sequence[Finding]) -> Level:
 
 
 def render(lines: Sequence[Finding]) -> str:
-    """Formats the findings as text, and a line that counts them."""
+    """Formats the findings as text, with a last line that counts the levels."""
     column = max((len(line.check) for line in lines), default=0) + 2
     indent = " " * (6 + column)
     wrapped_lines = []

@@ -1,6 +1,6 @@
-"""Torch probe of the doctor for a node with GPUs. The source runs in the Python that trains there, so it imports no rlhpc.
+"""Torch probe of the doctor for a node with GPUs. The source runs in the node's Python, so it does not import rlhpc.
 
-It prints a line of JSON after each stage: if it hangs or dies, the last line shows how far it got.
+The probe prints a line of JSON after each stage. If it hangs or dies, the last line shows the last completed stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def look() -> None:
     for device_index in range(num_devices):
         torch.ones(
             2, device=f"cuda:{device_index}"
-        ).sum().item()  # a busy or broken one, or one too new for the build, fails here
+        ).sum().item()  # fails on a busy or broken device, or on a device that is too new for the build
     say(computes=True)
     if num_devices < 2:
         return

@@ -1,4 +1,4 @@
-"""Helper job: the process that replaces the batch shell of a Slurm job whose ranks join a run."""
+"""Helper job: the process that replaces the batch shell of a Slurm job, and starts ranks that join a run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass
 class HelperJob:
-    """Callable for submitit: starts `rlhpc join` for each rank of the job, and makes all of them leave when the job must end.
+    """Callable for submitit: starts `rlhpc join` for each rank of the job, and makes all ranks leave when the job must end.
 
     Args:
         run_root: The run folder.
-        group: Group that its ranks join.
+        group: Worker group that the ranks join.
         ranks: Number of ranks.
         accelerators: Number of accelerators per rank.
-        container: Words before the command.
-        patience_s: Maximum wait for a driver, when it has ended or has not started yet.
+        container: argv of the container runtime, before the command.
+        patience_s: Maximum seconds to wait for a driver that has ended or has not started yet.
     """
 
     run_root: str
@@ -48,13 +48,13 @@ class HelperJob:
     patience_s: float
 
     def __call__(self) -> None:
-        """Runs until all ranks have ended, and exits with the greatest of their exit codes."""
+        """Runs until all ranks have ended, and exits with the greatest exit code of the ranks."""
         rank_processes = list[subprocess.Popen[bytes]]()
         for leave_signal in _LEAVE:
             signal.signal(leave_signal, lambda signum, _: _pass_on(rank_processes, signum))
         signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         for rank in range(self.ranks):
-            # leaves if the job's process is killed
+            # the rank gets SIGTERM if this process is killed
             process = start_bound_to_parent(
                 self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
             )
@@ -96,15 +96,15 @@ def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
             os.kill(process.pid, signum)
 
 
-#: Maximum duration of `sbatch`.
+#: Maximum seconds for `sbatch`.
 _SUBMIT_S = 60.0
 
 
 def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
-    """Submits one job and returns its id.
+    """Submits one helper job and returns its id.
 
     Raises:
-        SubmitError: With Slurm's or submitit's message.
+        SubmitError: Slurm or submitit refused the job; the error contains the message.
     """
     make_private(folder, parents=True)
     job = HelperJob(
@@ -122,7 +122,7 @@ def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
 
 
 def main() -> None:
-    """Submits the job that standard input describes, and prints its id."""
+    """Submits the helper job that stdin describes as JSON, and prints the job's id."""
     from rlhpc.jobs.executors import make_slurm_executor
 
     request: dict[str, Any] = json.loads(sys.stdin.read())

@@ -1,6 +1,4 @@
-"""Plan of helper jobs: their Slurm resources, the rule for their number, and the checks of `cluster.elastic`. Pure
-functions.
-"""
+"""Plan of helper jobs: Slurm resources, rule for the number of jobs, and checks of `cluster.elastic`. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,22 +13,22 @@ from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.cluster_config import Key, SectionSource
 
-#: Shares of a step's time in which the actor waits for rollouts: at or above the first there are too few ranks; at or below
-#: the second, fewer are enough.
+#: Thresholds on the share of a step's time in which the actor waits for rollouts: at or above the first, jobs are added; at or
+#: below the second, jobs are removed.
 WAITS, IDLES = 0.25, 0.05
-#: Pause after a job that ended before any of its ranks joined; it doubles with each such job in a row, up to the maximum.
+#: Seconds to pause after a failed job, and the maximum; the pause doubles with each failed job in a row.
 _PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits from the configuration.
+    """Limits of the helper jobs from the configuration.
 
     Attributes:
         min_ranks, max_ranks: Minimum and maximum number of ranks.
-        per_job: Ranks of a job.
+        per_job: Number of ranks per job.
         hours_per_job: Hours of the budget that a job uses if it runs to its walltime.
-        budget: Hours; None for no limit.
+        budget: Budget in hours; None for no limit.
         react_s: Seconds for which a condition must hold before the number changes.
     """
 
@@ -43,7 +41,7 @@ class Bounds:
 
     @property
     def min_jobs(self) -> int:
-        """Number of jobs that bring at least `min_ranks` ranks."""
+        """Minimum number of jobs with at least `min_ranks` ranks in total."""
         return math.ceil(self.min_ranks / self.per_job)
 
 
@@ -54,8 +52,8 @@ class LiveHelperJob:
     Attributes:
         id: Slurm's id.
         state: `leaving` after it was asked to leave.
-        ranks: Number of its ranks that have joined and not left.
-        hours: Hours of the budget that it has used.
+        ranks: Number of the job's ranks that have joined and not left.
+        hours: Hours of the budget that the job has used.
     """
 
     id: str
@@ -72,11 +70,12 @@ class ClusterState:
         now: Seconds of any clock.
         jobs: Jobs that have not ended, oldest first.
         waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
-        requested_ranks: Number of ranks that a user requested; None leaves it to the rule.
+        requested_ranks: Number of ranks that a user requested; None without a request.
         spent: Hours of the budget that ended jobs have used.
         useful: Maximum number of ranks that the run can use.
-        num_failed: Number of last jobs in a row that ended before any of their ranks joined, or after a rank's error.
-        failed_at: Time at which the end of the last of these jobs was detected.
+        num_failed: Number of failed jobs in a row, up to the last job. A failed job ended before any of its ranks joined, or
+            after an error of a rank.
+        failed_at: Time at which the end of the last failed job was detected.
     """
 
     now: float
@@ -95,10 +94,10 @@ class Decision:
 
     Attributes:
         submit: Number of jobs to submit.
-        only_soon: Submit only if they would start soon.
+        only_soon: Submit only jobs that would start soon.
         leave: Jobs to remove from the queue, or to ask to leave, by id.
         target: Target number of ranks.
-        reason: Reason, in words.
+        reason: Reason for the target, as text.
     """
 
     submit: int = 0
@@ -109,15 +108,15 @@ class Decision:
 
 
 class Rule:
-    """Rule for the number of helper jobs. It counts in jobs: if a limit, the useful ranks or a requested number is not a
-    multiple of a job's ranks, it is rounded down to whole jobs, and the minimum is rounded up.
+    """Rule for the number of helper jobs. The rule converts all numbers of ranks to whole jobs: it rounds the minimum up, and
+    the maximum, the useful ranks and a requested number down.
 
-    Without a requested number, the number of jobs doubles, starting with one, when the actor has waited for rollouts for a
-    while and all target jobs are at work. It shrinks by one job when the actor has hardly waited for a while, even if jobs are
-    still pending. Jobs in the queue are removed before running jobs, and newer ones before older ones.
+    Without a requested number, the rule doubles the number of jobs, starting with one, when the actor has waited for rollouts
+    for `react_s` seconds and all target jobs are at work. It removes one job when the actor has hardly waited for `react_s`
+    seconds, even if jobs are still pending. It removes queued jobs before running jobs, and newer jobs before older jobs.
 
     Args:
-        bounds: The limits.
+        bounds: Limits from the configuration.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -155,18 +154,18 @@ class Rule:
         return Decision(num_missing, only_if_soon, target=ranks, reason=reason)
 
     def not_soon(self, live: int) -> None:
-        """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
-        again.
+        """Limits the target to the number of live jobs, because the queue would not start a new job soon. The target may grow
+        again after the actor has waited for another `react_s` seconds.
         """
         self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
 
     def _jobs_for(self, ranks: int) -> int:
-        """Returns the number of jobs that bring as many ranks as possible up to `ranks` within the limits."""
+        """Returns the number of whole jobs with up to `ranks` ranks, within the limits."""
         bounds = self.bounds
         return max(bounds.min_jobs, min(ranks, bounds.max_ranks) // bounds.per_job)
 
     def _follow(self, state: ClusterState, live: Sequence[LiveHelperJob]) -> str:
-        """Adjusts the target to the actor's waiting time."""
+        """Adjusts the target to the actor's waiting time; returns the reason as text."""
         assert self._target is not None
         self._target = min(self._target, self._jobs_for(state.useful))
         waited_fraction, unchanged_reason = state.waited, f"there are to be {self._target * self.bounds.per_job}"
@@ -204,7 +203,7 @@ class Rule:
 
 #: Keys of an entry that become sbatch options of the same name.
 _ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint")
-#: The same, with the cluster's values as defaults.
+#: Keys that become sbatch options, with the cluster's values as defaults.
 _SHARED: tuple[Key, ...] = ("partition", "account")
 
 
@@ -237,9 +236,9 @@ class HelperPlan:
         accelerators: Number of accelerators per rank.
         options: sbatch options, in order.
         minutes: Walltime.
-        start_within_s, look_s, signal_lead_s: As in the configuration.
-        setup: Lines of the job's script before it starts.
-        container: Words before the command.
+        start_within_s, look_s, signal_lead_s: Values of the configuration keys with these names.
+        setup: Shell lines that the batch script runs before the command.
+        container: argv of the container runtime, before the command.
     """
 
     group: str
@@ -255,7 +254,7 @@ class HelperPlan:
 
     @property
     def counted(self) -> int:
-        """Weight of a job's hour in the budget: its accelerators or, without any, its node."""
+        """Weight of a job's hour in the budget: its number of accelerators, or 1 without accelerators."""
         return max(1, self.accelerators * self.bounds.per_job)
 
     def submitit_parameters(self) -> dict[str, Any]:
@@ -322,10 +321,10 @@ def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, m
         section: Section `cluster`.
         groups: Groups that admit ranks during the run.
         fail: Builds the error for a key and the rule that it breaks.
-        missing_reason: Reason why no group does, if the configuration can change it.
+        missing_reason: Reason why no group admits ranks, if the configuration can change this.
 
     Raises:
-        ConfigError: The first rule that is broken.
+        ConfigError: An entry breaks a rule; the error names the first broken rule.
     """
     checked_groups: set[str] = set()
     for index, raw_helper in enumerate(read_key(section, "elastic", ())):

@@ -1,4 +1,4 @@
-"""Records of a run's helper jobs, which outlive its driver: their cost, and how they ended."""
+"""Records of a run's helper jobs and joined ranks, kept in files that outlive the driver."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rlhpc.jobs.shared_files import read_json_file, write_json
 from rlhpc.jobs.slurm import QueuedJob, end_named
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 
-#: Maximum number of ended jobs with their own record; older ones are summed up.
+#: Maximum number of ended jobs with a separate record; the hours of older jobs are summed.
 _MAX_ENDED_JOBS = 200
-#: Keys of a job in the file whose fields have another name → field.
+#: Key of a job in the file → name of the field, where the two differ.
 _FIELDS = {"ended": "finished", "why": "leave_reason"}
 
 
 @dataclass(frozen=True)
 class HelperJobRecord:
-    """Record of one job. Times are Unix times; None for events that have not happened (yet).
+    """Record of one helper job. Times are Unix times; None for events that have not happened.
 
     Attributes:
-        counted: Weight of one of its hours in the budget.
-        state: Slurm's last state.
-        leave_reason: Reason for which it was asked to leave, if it was.
-        leaving: Time of that request.
-        joined: Number of its ranks that have ever joined.
+        counted: Weight of one hour of the job in the budget.
+        state: Slurm's last state of the job.
+        leave_reason: Reason of the request to leave; "" without a request.
+        leaving: Time of the request to leave.
+        joined: Maximum number of the job's ranks that were present at the same time.
     """
 
     id: str
@@ -50,16 +50,16 @@ class HelperJobRecord:
     joined: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record by its keys in files."""
+        """Returns the record as a dict with the keys of the file."""
         keys = {field: key for key, field in _FIELDS.items()}
         return {keys.get(name, name): value for name, value in asdict(self).items()}
 
     def hours(self, now: float) -> float:
-        """Returns the hours of the budget that it has used."""
+        """Returns the hours of the budget that the job has used until `now`."""
         return 0.0 if self.started is None else max(0.0, (self.finished or now) - self.started) / 3600 * self.counted
 
     def observe(self, job: QueuedJob, ranks: int) -> HelperJobRecord:
-        """Returns the record updated with the job's state in the queue and the number of its ranks that are present."""
+        """Returns the record updated with the job's state in the queue and the number of the job's ranks that are present."""
         return replace(
             self,
             state=job.state,
@@ -71,19 +71,18 @@ class HelperJobRecord:
         )
 
     def leave(self, now: float, reason: str = "") -> HelperJobRecord:
-        """Returns the record of a job that was asked to leave; the time and reason of an earlier request are kept."""
+        """Returns the record with a request to leave; keeps the time and reason of an earlier request."""
         return replace(self, leaving=self.leaving or now, leave_reason=self.leave_reason or reason)
 
     def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
-        """Returns the record of a job that is no longer in the queue; unobserved time counts as if the job had run as long as
-        possible.
+        """Returns the record of a job that is no longer in the queue. Assumes the longest possible run for unobserved time.
 
         Args:
-            state: Slurm's last state.
-            ranks: Number of its ranks that were present at the same time.
+            state: Slurm's last state of the job.
+            ranks: Number of the job's ranks that were present at the same time.
             now: Current time.
-            last_seen: Time at which it was last seen in the queue.
-            walltime_s: Its time limit.
+            last_seen: Time at which the job was last seen in the queue.
+            walltime_s: Time limit of the job.
         """
         num_joined, started_at = max(self.joined, ranks), self.started
         was_cancelled = self.leaving is not None and state == JobState.CANCELLED.value
@@ -95,10 +94,10 @@ class HelperJobRecord:
 
 @dataclass
 class HelperRecord:
-    """All jobs of a group of a run, or of all of its groups.
+    """Record of all helper jobs of one group of a run, or of all groups.
 
     Attributes:
-        earlier: Hours of the budget used by jobs whose records are not kept.
+        earlier: Hours of the budget that jobs without a separate record used.
     """
 
     jobs: dict[str, HelperJobRecord] = field(default_factory=dict)
@@ -106,7 +105,7 @@ class HelperRecord:
 
     @classmethod
     def read(cls, paths: RunPaths, group: str = "*") -> HelperRecord:
-        """Returns the last written record of a group or of all groups; empty without one."""
+        """Returns the last written record of one group or of all groups; an empty record without a file."""
         record = cls()
         for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
             record._add(read_json_file(file) or {})
@@ -123,7 +122,7 @@ class HelperRecord:
                 continue
 
     def write(self, paths: RunPaths, group: str) -> None:
-        """Replaces the group's file; each file is written by one thread."""
+        """Replaces the group's file. Only one thread writes each file."""
         ended_jobs = [job for job in self.jobs.values() if job.finished is not None]
         for job in ended_jobs[: max(0, len(ended_jobs) - _MAX_ENDED_JOBS)]:
             self.earlier += job.hours(job.finished or 0.0)
@@ -146,29 +145,30 @@ class HelperRecord:
 
 
 def helpers_name(paths: RunPaths, group: str) -> str:
-    """Returns the Slurm name of all helper jobs of a group of a run."""
+    """Returns the Slurm name that all helper jobs of a run's group have."""
     return job_name(paths, f"helpers-{group}")
 
 
 def end_helpers(paths: RunPaths, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> int:
-    """Ends the helper jobs of a run; returns their number by the record. See `end_named`."""
+    """Ends the helper jobs of a run; returns the number of live jobs in the record. See `end_named`."""
     record = HelperRecord.read(paths)
     for group in {job.group for job in record.jobs.values()}:
         end_named(helpers_name(paths, group), queued_only=queued_only, softly=softly, timeout_s=timeout_s)
     return len(record.live())
 
 
-#: Events of a line: the driver admitted the rank, the rank started to take part, the rank left.
+#: Events in the attendance log: the driver admitted the rank, the rank started its work, the rank left.
 JOINED, WORKS, DEPARTED = "joined", "works", "left"
 
 
 @dataclass
 class Stay:
-    """One rank that joined, from its join until it left. Times are Unix times; None for events that have not happened (yet).
+    """Stay of a joined rank in the run. Times are Unix times; None for events that have not happened.
 
     Attributes:
-        job: Slurm's id; "" outside of a job.
-        accelerators: Number of its accelerators.
+        job: Slurm's id of the job; "" outside of a job.
+        accelerators: Number of the rank's accelerators.
+        works: Time at which the rank started its work.
         leave_reason: Reason for leaving.
     """
 
@@ -183,24 +183,24 @@ class Stay:
     leave_reason: str = ""
 
     def hours(self, now: float | None = None) -> float:
-        """Returns the hours from its join until it left."""
+        """Returns the hours from the join until the rank left, or until `now`."""
         return max(0.0, (self.left_at or now or time.time()) - self.joined) / 3600
 
 
 class Attendance:
-    """Attendance log, as the driver writes it: a line for each rank that joins, takes part or leaves.
+    """Attendance log, as the driver writes it: a line for each rank that joins, starts its work or leaves.
 
     Args:
-        path: The file.
+        path: File of the log.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._present = dict.fromkeys(key for key, rank_stay in _stays(path).items() if rank_stay.left_at is None)
-        self.close("its driver was gone")  # ranks whose driver was killed
+        self.close("its driver was gone")  # for ranks of a driver that was killed
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Appends a line. A full disk does not stop training."""
+        """Appends a line for an event. Ignores a full disk, which must not stop training."""
         with self._lock:
             key = str(event.get("incarnation"))
             if event["event"] == JOINED:
@@ -222,7 +222,7 @@ class Attendance:
                 os.close(fd)
 
     def close(self, reason: str) -> None:
-        """Writes that all present ranks have left, for this reason."""
+        """Appends a line for each present rank, which leaves for this reason."""
         for key in list(self._present):
             self.note({"event": DEPARTED, "incarnation": key, "why": reason})
 
@@ -246,12 +246,12 @@ def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
 
 
 def stays(paths: RunPaths) -> list[Stay]:
-    """Returns all ranks that have joined a run, in the order in which they joined."""
+    """Returns the stays of all ranks that have joined a run, in order of joining."""
     return list(_stays(paths.attendance).values())
 
 
 def _stays(path: Path) -> dict[str, Stay]:
-    """Returns the ranks by their incarnations."""
+    """Returns incarnation → stay of the rank."""
     stays_by_incarnation: dict[str, Stay] = {}
     for event in _events(path):
         key, event_time = str(event["incarnation"]), float(event.get("time") or 0.0)
