@@ -1,4 +1,4 @@
-"""Vector environments with Gymnasium's semantics: they reset themselves and keep the final observation."""
+"""Vector environments with Gymnasium's same-step auto-reset, which keep the final observation of an episode."""
 
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import space_from_json, space_to_json

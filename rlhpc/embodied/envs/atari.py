@@ -1,4 +1,4 @@
-"""Wrappers of Atari games. An exported policy takes this file along, so it needs gymnasium alone."""
+"""Wrappers of Atari games. Exported policies contain this file, so that it imports only gymnasium."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import gymnasium
 
 
 class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Put it over `atari`.
+    """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Place it outside
+    `atari`.
 
-    Its `info["life_lost"]` marks that the game continues: the vector environment counts returns and lengths of complete games.
+    `info["life_lost"]` marks that the game continues, so that the vector environment counts returns and lengths of
+    complete games.
     """
 
     def __init__(self, env: Any) -> None:
@@ -29,7 +31,7 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs, reward, terminated or self._goes_on, truncated, info
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Continues the game, or starts one."""
+        """Continues the game, or starts a new game."""
         game_over = not self._goes_on or seed is not None
         if not game_over:
             obs, _, terminated, truncated, info = self.env.step(0)
@@ -42,7 +44,7 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class FireReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
+    """Wrapper that presses FIRE when an episode begins, in games that wait for FIRE. Place it outside `life_loss`."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)

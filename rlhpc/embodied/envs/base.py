@@ -42,12 +42,12 @@ class Timing:
         self._reported: dict[str, int] = {}
 
     def record_command(self, latency_s: float, *, is_late: bool) -> None:
-        """Records a command that was sent; `is_late` means that its step had already ended."""
+        """Records a sent command; `is_late` means that the command's step had already ended."""
         self.latency_s.append(latency_s)
         self.num_late += is_late
 
     def record_step(self, *, dropped: bool) -> None:
-        """Records the end of a step; `dropped` means that it had the same observation as the step before."""
+        """Records the end of a step; `dropped` means that the step had the same observation as the step before."""
         self.num_dropped += dropped
 
     def record_round_trips(self, seconds: Iterable[float]) -> None:
@@ -55,15 +55,15 @@ class Timing:
         self.link_s += seconds
 
     def record_hold(self) -> None:
-        """Records a hold: no command came in time."""
+        """Records that the robot held still because no command arrived in time."""
         self.num_held += 1
 
     def record_refusal(self) -> None:
-        """Records a refused command: its observation was too old."""
+        """Records a command refused because its observation was too old."""
         self.num_refused += 1
 
     def record_stop(self) -> None:
-        """Records a stop for safety."""
+        """Records a safety stop."""
         self.num_stopped += 1
 
     def record_loss(self) -> None:
@@ -78,7 +78,9 @@ class Timing:
         return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
-        """Returns the measurements since the last call, by the names in `TIMED`: latencies `[k]`, counts `[1]`."""
+        """Returns the measurements since the last call by name, one entry for each of `TIMED`: latencies `[k]`, counts
+        `[1]`.
+        """
         latency_lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
         counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
         reported_before = self._reported
@@ -90,7 +92,7 @@ class Timing:
         return latencies_ms | {name: np.array([count - reported_before.get(name, 0)]) for name, count in counts.items()}
 
     def add(self, news: dict[str, np.ndarray]) -> None:
-        """Adds the `news` of another `Timing`."""
+        """Adds the measurements that `news` of another `Timing` returned."""
         self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
         self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
         for name in _COUNTS:
@@ -100,8 +102,11 @@ class Timing:
 
 def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
     """Returns the concatenated `news` of several robots; arrays of length 0 without robots."""
-    columns_by_stage = [timing.news() for timing in timings if timing is not None]
-    return {name: np.concatenate([columns[name] for columns in columns_by_stage] or [np.zeros(0)]) for name in TIMED}
+    robot_measurements = [timing.news() for timing in timings if timing is not None]
+    return {
+        name: np.concatenate([measurements[name] for measurements in robot_measurements] or [np.zeros(0)])
+        for name in TIMED
+    }
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
@@ -129,35 +134,40 @@ Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 class VectorEnv(ABC):
     """Vector environment with same-step auto-reset.
 
-    When a slot's episode ends in a step, the returned observation is the first of its next episode, and `infos["final_obs"]`
-    has the last one of the ended episode in that slot's row. `infos["episode"]` then has `return`, `length` and `mask` and, if
-    the simulator reports success, `success_once` and `success_at_end`, each `[N]`; rows outside `mask` are undefined.
+    When a slot's episode ends in a step, the returned observation is the first of its next episode, and
+    `infos["final_obs"]` has the ended episode's last observation in that slot's row. `infos["episode"]` then has
+    `return`, `length` and `mask` and, if the simulator reports success, `success_once` and `success_at_end`, each
+    `[N]`; rows outside `mask` are undefined.
 
-    If a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
-    the step's outcome is unknown, and the step is not trained on, counted or recorded (`env_failed`).
+    If a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as
+    truncated, and the step's outcome is unknown, so that the step is not trained on, counted or recorded
+    (`env_failed`).
 
-    An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
-    `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
+    An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state"
+    float32 `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]`
+    (`encode_text`), and so on.
 
     Attributes:
         num_envs: Number of slots N.
         observation_space, action_space: Spaces of one slot.
         supports_state: True if `state_dict` captures the simulators, so that a resumed run continues mid-episode.
-        gains_by_processes: True if its slots should run in separate processes, provided that the rank has several cores and
-            the slots are not on an accelerator.
-        takes_stage: True if its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
+        gains_by_processes: True if its slots should run in separate processes, provided that the rank has several cores
+            and the slots are not on an accelerator.
+        takes_stage: True if its constructor takes `stage`, "train" or "eval", because evaluations enumerate the
+            episodes.
         restarts: Number of restarts of simulator processes that died or hung.
         can_stay_on_device: True if its observations are computed on an accelerator.
-        on_device: Set by an env rank whose policies compute on the same accelerator: observations are then tensors on it.
-            All other results remain arrays.
-        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states before the resets, if the
-            environment provides states (`env_states`).
+        on_device: True if observations are tensors on the accelerator; all other results remain arrays. An env rank
+            sets it if the policies compute on the same accelerator.
+        keep_states: True if `infos["final_env_states"]` has the simulators' states before the resets, provided that the
+            environment has states (`env_states`). Recorders set it.
         timing: Timing statistics of a robot; None for simulators.
         max_episode_steps: Step limit, 0 for none; None if unknown.
         control_hz: Actions per second of the robot's time, used as the frame rate of recordings; None if unknown.
         record_kwargs: The environment's arguments for recordings, instead of `kwargs`.
-        holds_hardware: True if it moves hardware, which must be stopped before its process ends.
-        on_wait: Called with the reason, repeatedly, while it waits for a person; cancels the wait by raising.
+        holds_hardware: True if it moves hardware, which must stop before the process ends.
+        on_wait: Function that the environment calls repeatedly, with the reason, while it waits for a person. The
+            function cancels the wait by raising an error.
     """
 
     num_envs: int
@@ -196,7 +206,9 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
-        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators restart from it."""
+        """Starts new episodes in all slots; returns `obs [N, ...]`. If `seed` is given, the slots' random generators
+        restart from it.
+        """
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> Step:
@@ -210,19 +222,19 @@ class VectorEnv(ABC):
         """
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk, one action after the other. If an episode ends within the chunk, the remaining actions do
-        not count.
+        """Executes an action chunk, one action after the other. If an episode ends within the chunk, the remaining
+        actions do not count.
 
-        In this implementation the slot executes them in its next episode, and their rewards are omitted. A subclass that can
-        step only some of its slots makes the slot wait instead.
+        This implementation executes the remaining actions in the slot's next episode and omits their rewards. A
+        subclass that can step only some of its slots makes the slot wait instead.
 
         Args:
             actions: `[N, chunk, dim]`.
 
         Returns:
-            As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
-            float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and whether the slot was still in the
-            episode in which the chunk began.
+            Result of `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has
+            `rewards` float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and whether the slot was
+            still in the episode in which the chunk began.
         """
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])
@@ -244,12 +256,14 @@ class VectorEnv(ABC):
         return obs, rewards.sum(1), terminations, truncations, infos
 
     def refresh(self) -> Obs | None:
-        """Returns current observations, for the first decision after a pause; None if the simulator stood still meanwhile."""
+        """Returns current observations, for the first decision after a pause; None if the simulator did not advance
+        during the pause.
+        """
         return None
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """Makes each slot continue its series of episodes after the first `counts` `[N]`. It is called in an evaluation whose
-        simulator was restarted, for environments that take `stage`.
+        """Makes each slot continue its series of episodes after the first `counts` `[N]`. An evaluation calls it after
+        the restart of a simulator, for environments that take `stage`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not enumerate its episodes")
 
@@ -258,7 +272,7 @@ class VectorEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
 
     def load_state_dict(self, state: Any) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores a state that `state_dict` returned."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
 
     def slots_of(self, state: Any) -> list[Any]:
@@ -273,11 +287,11 @@ class VectorEnv(ABC):
         return slots
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """Returns one slot's part of a `state_dict`."""
+        """Returns the state of one slot in a `state_dict`."""
         return state["slots"][index]
 
     def merge_states(self, slots: list[Any]) -> Any:
-        """Builds a `state_dict` from the states of slots, so that a run with another layout can resume."""
+        """Builds a `state_dict` from the states of slots. A run with another layout of slots uses it to resume."""
         return {"slots": slots}
 
     def env_states(self) -> dict[str, Any] | None:
@@ -296,9 +310,9 @@ class VectorEnv(ABC):
 def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
     @functools.wraps(method)
     def call(env: VectorEnv, *args: Any, **options: Any) -> Any:
-        answer = method(env, *args, **options)
-        check(env, method.__name__, answer)
-        return answer
+        result = method(env, *args, **options)
+        check(env, method.__name__, result)
+        return result
 
     return call
 

@@ -1,4 +1,4 @@
-"""Episode bookkeeping of simulator adapters: seeds, elapsed steps, returns, success, ends of episodes."""
+"""Episode tracking for simulator adapters: seeds, elapsed steps, returns, success, ends of episodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class EpisodeTracker:
-    """Episode bookkeeping of N slots.
+    """Tracker of the episodes of N slots.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        num_envs: N.
+        num_envs: N, number of slots.
         slot_offset: Global number of the first slot.
         seed: Seed of the run.
         limit: Steps after which an episode is truncated; 0 for none.
@@ -46,19 +46,19 @@ class EpisodeTracker:
         self.num_begun[:] = 0
 
     def position(self, slot: int) -> dict[str, int]:
-        """Returns a slot's position in its series of episodes, the argument of `replay`."""
+        """Returns a slot's position in its series of episodes, for `replay`."""
         return {"seed": int(self.seeds[slot]), "begun": int(self.num_begun[slot])}
 
     def replay(self, slot: int, position: dict[str, Any]) -> None:
-        """Makes a slot repeat the episode at a `position` of its series as its next episode."""
+        """Makes the episode at `position` of a slot's series the slot's next episode."""
         self.seeds[slot], self.num_begun[slot] = int(position["seed"]), int(position["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:
         """Starts the next episode of `slots`.
 
         Returns:
-            Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
-            same.
+            Seeds of the episodes' first states, from (seed, group of slots, number of the episode). Slots of a group
+            get the same seed.
         """
         for statistic in (self.elapsed, self.returns, self._succeeded, self._succeeds_now, self._previous_rewards):
             statistic[slots] = 0
@@ -77,13 +77,13 @@ class EpisodeTracker:
         """Adds a step of the slots `active`.
 
         Args:
-            rewards: float `[N]`, as the simulator gives them.
-            failed: bool `[N]`, ends other than by success.
-            success: bool `[N]`; None where the simulator does not know.
-            active: bool `[N]`.
+            rewards: Rewards of the simulator, float `[N]`.
+            failed: Slots whose episode ended without success, bool `[N]`.
+            success: Slots in a successful state, bool `[N]`; None if the simulator does not report success.
+            active: Slots that were stepped, bool `[N]`.
 
         Returns:
-            Rewards float32, terminations and truncations bool for the learner, each `[N]`, 0 where not active.
+            Rewards (float32), terminations and truncations (bool) for training, each `[N]`; 0 for inactive slots.
         """
         rewards = np.where(active, rewards, 0).astype(np.float32)
         self.elapsed += active

@@ -1,7 +1,7 @@
-"""Scripted experts of ManiSkill tasks: rules written by hand, from the state observation alone.
+"""Scripted experts of ManiSkill tasks: hand-written rules on the state observation.
 
-Experts have no planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it can also relabel states
-that another policy visited (DAgger). They need `obs_mode=state` (or `rgb+state`, for policies with images),
+An expert is a function `obs [N, D] -> actions [N, A]` without planner and memory, so that it can also label states that
+another policy visited (DAgger). Experts need `obs_mode=state` (or `rgb+state`, for policies with images),
 `control_mode=pd_ee_delta_pos` and the Panda arm. Lengths are metres.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-#: Metres of one action of size 1 in `pd_ee_delta_pos`.
+#: Distance in metres of an action of size 1 in `pd_ee_delta_pos`.
 _REACH = 0.1
 _OPEN, _CLOSED = 1.0, -1.0
 
 
 def _state(obs: Any) -> np.ndarray:
-    """Returns the state part of an observation."""
+    """Returns the state vector of an observation."""
     state: np.ndarray = obs["state"] if isinstance(obs, dict) else obs
     return state
 
@@ -42,7 +42,7 @@ def push_cube(obs: Any) -> np.ndarray:
     is_low = tcp[:, 2] < 0.04
     is_pushing = is_low & (x_distance > 0.01) & (y_distance < 0.02)
     is_behind = ~is_pushing & (x_distance > 0.045) & (y_distance < 0.015)
-    # On its way to behind the cube, the hand stays above it.
+    # The hand stays above the cube while it moves behind the cube.
     target = np.stack([cube[:, 0] - 0.07, cube[:, 1], np.full(len(obs), 0.08)], 1)
     target[is_behind, 2] = 0.015
     push_target = np.stack([goal[:, 0] - 0.02, cube[:, 1], np.full(len(obs), 0.015)], 1)
@@ -76,7 +76,8 @@ def stack_cube(obs: Any) -> np.ndarray:
     """Returns actions for StackCube-v1: grasp the first cube, move it over the second, lower it, and release it.
 
     Args:
-        obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, first cube's pose 7, second's 7, and differences of these.
+        obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, pose of the first cube 7, pose of the second cube 7, and differences
+            of these.
     """
     obs = _state(obs)
     tcp, cube, target_cube = obs[:, 18:21], obs[:, 25:28], obs[:, 32:35]
@@ -86,7 +87,7 @@ def stack_cube(obs: Any) -> np.ndarray:
     offset = target_cube - cube
     horizontal_distance = np.linalg.norm(offset[:, :2], axis=1)
     carry_offset = offset + np.array([0, 0, 0.04])
-    # First up, then across, then down onto it.
+    # The hand moves up, then across, then down onto the target cube.
     carry_offset[:, 2] += np.where(horizontal_distance > 0.02, 0.06, 0.0)
     is_low = cube[:, 2] < target_cube[:, 2] + 0.045
     carry_offset[:, :2] *= ~(is_low & (horizontal_distance > 0.03))[:, None]

@@ -1,5 +1,6 @@
-"""States and a scripted expert of gym-hil's Panda arm. An exported policy takes this file along, so it needs numpy and
-gymnasium alone."""
+"""States and a scripted expert of gym-hil's Panda arm. Exported policies contain this file, so that it imports only
+numpy and gymnasium.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-#: Metres: the middle of where the cube may lie.
+#: Centre of the cube's start area, in metres.
 _MIDDLE = np.array([0.4, 0.0, 0.1])
 _APART, _FROM_MIDDLE = 20.0, 10.0
 #: Command of a closed gripper; 0 opens it.
 _CLOSED = 255.0
-#: Metres of an action of 1.
+#: Distance in metres of an action of 1.
 _STEP = 0.025
 
 
 class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that replaces gym-hil's observation by numbers of like size: how far the gripper is closed, its position,
-    the cube's, and the vector from it to the cube, float32 `[10]`.
+    """Wrapper that replaces gym-hil's observation by numbers of similar magnitude, float32 `[10]`: the gripper's
+    closure, the gripper's position, the cube's position, and the vector from gripper to cube.
 
-    Cubes are drawn from the environment's generator instead of NumPy's, and success is reported as `success`.
+    The environment's generator determines the cube's position, instead of NumPy's global generator. The infos report
+    success as `success`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -55,8 +57,9 @@ def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pick(obs: np.ndarray) -> np.ndarray:
-    """Returns a pick expert's actions (over the cube, down, grasp, up) `[N, 4]` within -1 to 1 for `PandaState`'s
-    observations `[N, 10]`.
+    """Returns the actions `[N, 4]` of an expert that picks up the cube (over the cube, down, grasp, up). Actions lie
+    between
+    -1 and 1; observations `[N, 10]` are those of `PandaState`.
     """
     closed, offset = obs[:, 0], obs[:, 7:10] / _APART
     horizontal_distance, height = np.linalg.norm(offset[:, :2], axis=1), np.abs(offset[:, 2])

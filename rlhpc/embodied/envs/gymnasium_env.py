@@ -1,6 +1,6 @@
-"""Vector environment of any `gymnasium.make` environment, in this process and with little overhead.
+"""Vector environment of environments from `gymnasium.make`, in this process and with little overhead.
 
-This class counts the step limit itself instead of using a wrapper, and gymnasium's checkers are off.
+The vector environment counts the step limit instead of gymnasium's wrapper, and gymnasium's checkers are off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def choose_renderer() -> None:
 
 
 def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
-    """Builds one environment of a configuration section; returns it and its step limit (0 for none).
+    """Builds one environment of a configuration section; returns the environment and its step limit (0 for none).
 
     Raises:
         ConfigError: The id is unknown, an extra is missing, or the environment does not accept its arguments.
@@ -85,7 +85,7 @@ def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
 
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
-    """Returns the wrapper that counts returns, or None. Its returns exclude changes of the reward by outer wrappers."""
+    """Returns the wrapper that counts returns, or None. The counted returns exclude reward changes by outer wrappers."""
     return next((layer for layer in _layers(env) if isinstance(layer, RecordEpisodeStatistics)), None)
 
 
@@ -162,7 +162,7 @@ class GymnasiumVectorEnv(VectorEnv):
             raise _unsupported_space(cfg.env_id, self.observation_space)
         self._row_specs = {key: _row_spec(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
         self._discrete = isinstance(self.action_space, spaces.Discrete)
-        # Policies count actions from 0.
+        # Policies number actions from 0.
         self._start: Any = getattr(self.action_space, "start", 0)
         self._box = isinstance(self.action_space, spaces.Box)
         self._ignore_terminations = cfg.ignore_terminations
@@ -178,14 +178,14 @@ class GymnasiumVectorEnv(VectorEnv):
         self._seed = seed
         self._seeds_reset = True
         #: For simulators that are saved as replays: for each slot, the seed or generator state at the start of its episode,
-        #: and the actions since; None for others.
+        #: and the actions since the start. None for other simulators.
         self._replay_logs: list[tuple[Any, list[Any]]] | None = None
         if is_replayed(self.envs[0]):
             self._replay_logs = [(None, []) for _ in range(num_envs)]
         self.supports_state = can_save(self.envs[0], self._replay_log(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
-        """Returns the Dict observation space with a box for each text, and records the lengths of the encoded texts."""
+        """Returns the Dict observation space with a box for each text, and records the sizes of the encoded texts."""
         boxes: dict[str, spaces.Space[Any]] = {}
         for key, space in self.observation_space.spaces.items():
             if is_text(space):
@@ -345,7 +345,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self._write(infos["final_obs"], i, final)
         episode, wrapper_statistics = infos["episode"], self._statistics[i]
         episode_return = self._returns[i] if wrapper_statistics is None else wrapper_statistics.episode_returns
-        episode["return"][i] = np.asarray(episode_return).item()  # some environments' rewards are arrays of one number
+        episode["return"][i] = np.asarray(episode_return).item()  # some rewards are arrays with one number
         episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
         if (success := success_of(self._env_id, info)) is not None:
             for key, is_success in (("success_once", self._succeeded[i]), ("success_at_end", success)):
@@ -394,7 +394,7 @@ class GymnasiumVectorEnv(VectorEnv):
         for i in range(self.num_envs) if slots is None else slots:
             env: Any = self.envs[i].unwrapped
             if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
-                env.render_mode = "rgb_array"  # environments read it only when they render
+                env.render_mode = "rgb_array"  # environments read the mode only when they render
             frames.append(self.envs[i].render())
         return np.stack(frames).astype(np.uint8) if all(isinstance(frame, np.ndarray) for frame in frames) else None
 
@@ -407,7 +407,7 @@ class GymnasiumVectorEnv(VectorEnv):
 _MUJOCO = ("model", "data", "mujoco_renderer")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 #: Classes and packages of simulators whose state cannot be read or is large, but whose resets clear all earlier state, so
-#: that a replay is exact. (BipedalWalker is not one of them: it keeps its Box2D world.)
+#: that a replay is exact. (BipedalWalker is not in the list, because its Box2D world outlives resets.)
 _REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
 
 
@@ -432,8 +432,8 @@ def save_simulator(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bytes:
 
     Args:
         env: Environment with its wrappers.
-        replay_log: For a replayed environment, the seed or generator state at its last reset, and the actions since; None
-            for others.
+        replay_log: For a replayed environment, the seed or generator state at its last reset, and the actions since the
+            reset. None for other environments.
     """
     if replay_log is not None:
         return pickle.dumps((*replay_log, [_attributes(layer) for layer in _layers(env) if layer is not env.unwrapped]))
@@ -480,7 +480,7 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Returns the attributes that are the state of a wrapper or environment, without renderers, spaces and code."""
+    """Returns the attributes that form the state of a wrapper or environment, without renderers, spaces and code."""
     attributes = {
         name: attribute for name, attribute in vars(layer).items() if name != "env" and not name.endswith(_NOT_STATE)
     }
@@ -509,8 +509,8 @@ def _take_over(env: Any, saved: list[dict[str, Any]]) -> None:
 
 
 def _mujoco_arrays(data: Any) -> dict[str, Any]:
-    """Returns all arrays and floats of an `MjData`. Derived quantities are included because, after a step, they are those of
-    the previous substep.
+    """Returns all arrays and floats of an `MjData`. The derived quantities are included, because after a step their
+    values come from the previous substep.
     """
     names = (name for name in dir(data) if not name.startswith("_"))
     attributes = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
@@ -522,7 +522,9 @@ def _mujoco_arrays(data: Any) -> dict[str, Any]:
 
 
 def _set_mujoco(data: Any, name: str, value: Any) -> None:
-    """Restores one `MjData` value. Skips arrays whose size varies with the contacts, because the next step rebuilds them."""
+    """Restores one value of an `MjData`. Skips arrays with a size that depends on the contacts, because the next step
+    rebuilds these arrays.
+    """
     if not isinstance(value, np.ndarray):
         setattr(data, name, value)
     elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:

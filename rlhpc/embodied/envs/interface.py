@@ -1,6 +1,6 @@
-"""Gymnasium's interface: `reset` and `step` of one environment, checked, with their values in plain types.
+"""Checked access to one Gymnasium environment: `reset` and `step`, with results in plain Python types.
 
-An exported policy carries the source of these functions (`standalone`), so they use nothing of rlhpc but `InterfaceError`.
+An exported policy contains the source of these functions (`standalone`), so they use only `InterfaceError` of rlhpc.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class InterfaceError(ConfigError):
-    """Error of an environment with another interface than gymnasium's."""
+    """Error of an environment that does not follow Gymnasium's interface."""
 
 
 def reset_env(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -25,16 +25,16 @@ def reset_env(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, 
         InterfaceError: `reset` does not accept these options, or does not return (observation, info).
     """
     try:
-        answer = env.reset(**options)
+        result = env.reset(**options)
     except (TypeError, ValueError) as error:
         if isinstance(error, TypeError) and not takes_options(env, options):
             raise refusal(env_id, f"reset() does not take seed and options ({error})") from None
         if wrapper := failed_wrapper(error):
             raise refusal(env_id, f"its wrapper {wrapper} fails on what reset() returns ({error})") from error
         raise
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[1], Mapping):
-        raise refusal(env_id, f"reset() returned {describe(answer)}")
-    return answer[0], answer[1]
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise refusal(env_id, f"reset() returned {describe(result)}")
+    return result[0], result[1]
 
 
 def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
@@ -44,14 +44,14 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
         InterfaceError: `step` does not return (observation, reward, terminated, truncated, info), or their types are wrong.
     """
     try:
-        answer = env.step(action)
+        result = env.step(action)
     except (TypeError, ValueError) as error:
         if wrapper := failed_wrapper(error):
             raise refusal(env_id, f"its wrapper {wrapper} fails on what step() returns ({error})") from error
         raise
-    if not isinstance(answer, (tuple, list)) or len(answer) != 5:
-        raise refusal(env_id, f"step() returned {describe(answer)}")
-    observation, reward, terminated, truncated, info = answer
+    if not isinstance(result, (tuple, list)) or len(result) != 5:
+        raise refusal(env_id, f"step() returned {describe(result)}")
+    observation, reward, terminated, truncated, info = result
     if reward.__class__ is not float:
         reward = to_number(env_id, "reward", reward)
     if terminated.__class__ is not bool:
@@ -67,7 +67,7 @@ def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
     """Returns the success in `info`, under key `success` or `is_success`; None without either.
 
     Raises:
-        InterfaceError: It is neither true nor false.
+        InterfaceError: The success is neither true nor false.
     """
     success = info.get("success")
     if success is None:
@@ -76,8 +76,8 @@ def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
 
 
 def to_number(env_id: str, name: str, value: Any) -> float:
-    """Returns a number, or an array of one number, as a float."""
-    if isinstance(value, float):  # numpy's float64 is one
+    """Converts a number, or an array with one number, to a float."""
+    if isinstance(value, float):  # numpy's float64 is a subclass of float
         return float(value)
     scalar = to_scalar(value)
     try:
@@ -89,7 +89,7 @@ def to_number(env_id: str, name: str, value: Any) -> float:
 
 
 def to_flag(env_id: str, name: str, value: Any) -> bool:
-    """Returns a truth value, 0 or 1, or an array of one of them, as a bool."""
+    """Converts a truth value, 0, 1, or an array with one such element to a bool."""
     scalar = to_scalar(value)
     if isinstance(scalar, numbers.Real) and (scalar == 0 or scalar == 1):
         return bool(scalar)
@@ -97,7 +97,7 @@ def to_flag(env_id: str, name: str, value: Any) -> bool:
 
 
 def to_scalar(value: Any) -> Any:
-    """Returns the Python value of an array or tensor with one element; any other array as it is."""
+    """Returns the Python value of an array or tensor with one element; returns other values unchanged."""
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
         return value.item()
     return value
@@ -142,7 +142,7 @@ def describe(value: Any) -> str:
 
 
 def refusal(env_id: str, problem: str) -> InterfaceError:
-    """Returns the error of an environment's problem, with the required interface."""
+    """Builds the error for an environment's problem; the message describes the required interface."""
     return InterfaceError(
         f"env_id {env_id!r}: {problem}; gymnasium's interface is required: reset(seed=…, options=…) returns "
         "(observation, info), and step(action) returns (observation, reward, terminated, truncated, info). Change the "

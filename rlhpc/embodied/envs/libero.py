@@ -40,7 +40,7 @@ class LiberoOptions:
     """Orientation of the images (`oriented`)."""
 
 
-#: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them. Settling does not count.
+#: Step limits as in OpenVLA's evaluation: length of a suite's longest demonstration, rounded up, without the settling steps.
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Number of idle steps after a reset, with the gripper open, in which objects come to rest.
 _SETTLING = 10
@@ -50,15 +50,16 @@ _IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 class LiberoVectorEnv(SlotwiseVectorEnv):
     """Vector environment of N slots of a suite such as `libero_spatial`.
 
-    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed determines task
-    and state, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over slots and
-    episodes, beginning with the first state of every task. With as many episodes as pairs, each pair is played once; with
-    fewer, the tasks get equally many; with more, the enumeration repeats.
+    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed
+    determines task and state, so that the slots of a group get the same task and state. In evaluation the suite's
+    (task, state) pairs are enumerated over slots and episodes, beginning with the first state of every task. If the
+    number of episodes equals the number of pairs, each pair is played once. With fewer episodes, all tasks get about
+    the same number; with more, the enumeration repeats.
 
     Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
-    Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]`,
-    `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
+    Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x
+    cameras]`, `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -104,13 +105,13 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
         file = Path(get_libero_path("bddl_files")) / task.problem_folder / task.bddl_file
         height, width = self._size
-        np.random.seed(0)  # places what the recorded states do not contain
+        np.random.seed(0)  # determines the positions that the recorded states do not contain
         env = OffScreenRenderEnv(
             bddl_file_name=str(file),
             camera_names=self._cameras,
             camera_heights=height,
             camera_widths=width,
-            hard_reset=False,  # the simulator has just been built
+            hard_reset=False,  # unnecessary, because the simulator is new
         )
         env.seed(0)
         env.reset()
@@ -168,7 +169,9 @@ def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
 
 
 def _limit(suite: str) -> int:
-    """Returns the step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
+    """Returns the step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have the limit of the
+    original suite.
+    """
     names = [name for name in _LIMITS if suite == name or suite.startswith(f"{name}_")]
     return _LIMITS[names[0]] if names else max(_LIMITS.values())
 

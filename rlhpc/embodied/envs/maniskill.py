@@ -1,4 +1,4 @@
-"""Vector environment of ManiSkill 3 tasks. On a CPU, `maniskill_physx` batches the slots in this process; on a GPU,
+"""Vector environment of ManiSkill 3 tasks. On a CPU, `maniskill_physx` simulates all slots in one batch; on a GPU,
 ManiSkill's own simulation does.
 """
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 class ActionLog:
-    """Log of each slot's actions since its reset. Actions are stored by step, because appending to thousands of lists takes
-    as long as simulating.
+    """Log of each slot's actions since its reset. Actions are stored by step, because appending to thousands of lists
+    would take as long as the simulation.
 
     Args:
         num_envs: Number of slots.
@@ -59,8 +59,8 @@ class ActionLog:
         self._dropped += num_expired
 
     def add(self, actions: np.ndarray) -> None:
-        """Adds a step's actions of all slots, `[N, width]`. Actions between the end of a slot's episode and its next `begin`
-        are dropped by that `begin`.
+        """Adds a step's actions of all slots, `[N, width]`. Actions between the end of a slot's episode and its next
+        `begin` are dropped by this `begin`.
         """
         self._steps.append(np.array(actions, np.float32))
 
@@ -77,7 +77,7 @@ _ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
 
 class _NoMaterial:
-    """Substitute for SAPIEN's render material where no renderer can be loaded; in that case nothing reads it."""
+    """Substitute for SAPIEN's render material on machines without a renderer, where nothing reads the material."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(self).update(kwargs)
@@ -104,7 +104,7 @@ def load_maniskill() -> bool:
         except RuntimeError:
             material_class = sapien.render.RenderMaterial
             for module in list(sys.modules.values()):
-                # Also in modules that have already imported it, such as SAPIEN's loader of robots.
+                # Replaces the class also in modules that have already imported it, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is material_class:
                     vars(module)["RenderMaterial"] = _NoMaterial
     required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
@@ -141,14 +141,17 @@ class ManiSkillVectorEnv(VectorEnv):
 
     obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
     `state` (the part that the task reveals to the policy), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in
-    metres. sim_backend and render_backend `auto` (default) use a GPU if torch sees one. (seed, slot, number of the episode)
-    determine an episode; on a GPU, where ManiSkill draws jointly for all slots that reset together, they do so only with
-    `group_size` > 1 or fixed reset states.
+    metres. sim_backend and render_backend `auto` (default) use a GPU if torch finds one.
 
-    A slot keeps the values that its task draws at construction (the size of a peg), except with `reconfiguration_freq`.
+    (seed, slot, number of the episode) determine an episode. On a GPU, ManiSkill draws jointly for all slots that reset
+    together, so that this holds only with `group_size` > 1 or fixed reset states.
 
-    The saved state of a slot is its episode's number and actions, and loading replays them. On the CPU the replay is exact:
-    every reset first clears PhysX's contact caches, which outlive a reset and are not part of ManiSkill's state.
+    A slot keeps the values that its task draws at construction (such as the size of a peg), except with
+    `reconfiguration_freq`.
+
+    The saved state of a slot is the number and the actions of its episode; loading replays the actions. On the CPU the
+    replay is exact: every reset first clears PhysX's contact caches, which outlive a reset and are not part of
+    ManiSkill's state.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -321,7 +324,9 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
-        """Restores the slots by replaying their episodes. Longer episodes start first, so that all end in the same step."""
+        """Restores the slots by replaying their episodes. Longer episodes start first, so that all replays end in the
+        same step.
+        """
         slots = self.slots_of(state)
         if self._gpu:
             log.warning(
@@ -349,12 +354,12 @@ class ManiSkillVectorEnv(VectorEnv):
         """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
         return join_states([simulation.get_state_dict() for simulation in self._simulations])
 
-    # -- pictures ---------------------------------------------------------------------------------------------------
+    # -- images -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def render(self, slots: Any = None) -> np.ndarray | None:
-        """Renders slots (`VectorEnv.render`). Slots that are simulated without a renderer are shown by a separate
-        environment that has one.
+        """Renders slots (`VectorEnv.render`). A separate environment with a renderer shows slots that are simulated
+        without a renderer.
         """
         rendered_slots = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._is_separate and self._kwargs["render_backend"] != "none":

@@ -13,7 +13,9 @@ from rlhpc.embodied.envs.observations import as_arrays
 
 
 def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
-    """Returns one Box; for several robots it joins their action spaces, and the dict has the width of each one's part."""
+    """Returns the action space as one Box. For several robots, the Box joins their action spaces, and a dict has the
+    width of each robot's actions; for one robot, the dict is None.
+    """
     if isinstance(space, spaces.Box):
         return space, None
     subspaces = dict(space.spaces)
@@ -28,7 +30,7 @@ def convert(obs: Any, on_device: bool = False) -> Any:
 
     Args:
         obs: Observation from ManiSkill.
-        on_device: Return tensors on their device, with the same numbers; otherwise arrays.
+        on_device: True returns tensors on their device; False returns arrays with the same numbers.
     """
     tensors = _tensors(obs)
     return tensors if on_device else as_arrays(tensors)
@@ -45,7 +47,7 @@ def _tensors(obs: Any) -> Any:
         tensors["rgb"] = torch.cat([camera_image["rgb"] for camera_image in camera_images], -1)
     if "depth" in camera_images[0]:
         depth = torch.cat([camera_image["depth"] for camera_image in camera_images], -1).float()
-        # By a tensor there: kernels multiply by the inverse of a number of the host, which rounds otherwise.
+        # Divides by a tensor on the device: with a host number, kernels multiply by the inverse, which rounds differently.
         tensors["depth"] = depth / torch.full((), 1000.0, device=depth.device)
     return tensors
 
@@ -67,7 +69,7 @@ def space_of(obs: Any) -> Any:
 
 
 def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    """Selects rows of `yes` where `mask [n]` is true, and of `no` elsewhere; for arrays or tensors."""
+    """Selects rows from `yes` where `mask [n]` is true, and from `no` elsewhere. Accepts arrays and tensors."""
     if isinstance(yes, dict):
         return {name: select(mask, yes[name], no[name]) for name in yes}
     if isinstance(yes, torch.Tensor):
@@ -76,7 +78,7 @@ def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
 
 
 def join_states(states: list[Any]) -> Any:
-    """Concatenates nested states of neighbouring slots, as arrays."""
+    """Concatenates nested states of consecutive slots to arrays."""
     if isinstance(states[0], dict):
         return {name: join_states([state[name] for state in states]) for name in states[0]}
     return np.concatenate([state.cpu().numpy() for state in states])
@@ -90,7 +92,7 @@ def row_of(state: Any, slot: int) -> Any:
 
 
 def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
-    """Converts each value to an array `[n]`, float32 or bool; values on an accelerator are fetched in one copy."""
+    """Converts each value to an array `[n]`, float32 or bool; a single copy fetches all values from an accelerator."""
     tensors = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
     stacked = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()
     return [

@@ -1,11 +1,11 @@
-"""Batched simulation of a ManiSkill task's slots in one process: PhysX steps them on the CPU, everything else is
-batched.
+"""Batched CPU simulation of a ManiSkill task's slots in one process: PhysX steps the slots one by one, and all other
+computations are batched.
 
-ManiSkill batches only on a GPU. On a CPU each environment evaluates its observations, rewards and controllers separately,
-and four fifths of a step are small tensor operations. Here every slot has its own CPU scene, but ManiSkill accesses the
-scenes through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
-fetched), so that its Python code runs once per step for all slots. The physics of a slot equal those of a single CPU
-environment at every step.
+ManiSkill batches only on a GPU. On a CPU each environment evaluates its observations, rewards and controllers
+separately, and small tensor operations take four fifths of a step. In this module every slot has a separate CPU scene,
+but ManiSkill accesses the scenes through the interface of PhysX's GPU system (buffers `[bodies, 13]` and
+`[articulations, dof]` that are applied and fetched), so that its Python code runs once per step for all slots. At every
+step, a slot has the same physics as a single CPU environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
 from sapien import physx
 
-#: Versions against whose sources the replacements in this module were checked.
+#: Versions with which the replacements in this module were checked.
 VERIFIED = {"mani_skill": "3.0"}
 
 
@@ -52,7 +52,7 @@ class _PhysxBuffer:
 
 
 class _ContactQuery:
-    """Query of contact impulses `[n, 3]` of pairs of bodies, or of single bodies."""
+    """Query of the contact impulses `[n, 3]` of bodies, or of pairs of bodies."""
 
     def __init__(self, bodies: list[Any]) -> None:
         self.bodies = bodies
@@ -60,7 +60,9 @@ class _ContactQuery:
 
 
 class BatchedPhysx:
-    """CPU implementation of the interface of `PhysxGpuSystem` that ManiSkill uses. Applying writes only changed rows."""
+    """CPU implementation of the interface of `PhysxGpuSystem` that ManiSkill uses. The apply methods write only changed
+    rows.
+    """
 
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.systems = [scene.physx_system for scene in scenes]
@@ -70,7 +72,7 @@ class BatchedPhysx:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # ManiSkill picks its batched code by isinstance.
+        # ManiSkill selects its batched code by isinstance.
         return physx.PhysxGpuSystem
 
     @property
@@ -251,7 +253,7 @@ class BatchedPhysx:
                     impulses.append(
                         (first_body, second_body, np.sum([point.impulse for point in contact.points], axis=0))
                     )
-            # Stores impulses instead of contacts, which become invalid with the next step.
+            # Stores impulses instead of contacts, because the next step invalidates the contacts.
             self._impulses[slot] = impulses
         return self._impulses[slot]
 
@@ -300,7 +302,7 @@ class BatchedScene(ManiSkillScene):
 
 
 def _indices(cls: Any, name: str, index_of: Any) -> None:
-    """Replaces a cached index of a ManiSkill struct by that of `BatchedPhysx`, for structs in a `BatchedScene`."""
+    """Replaces a cached index of a ManiSkill struct by the index in `BatchedPhysx`, for structs in a `BatchedScene`."""
     original = vars(cls)[name].func
 
     def look_up(self: Any) -> torch.Tensor:
@@ -327,7 +329,8 @@ def _inverse_kinematics(
     if not isinstance(self.articulation.scene, BatchedScene):
         return _compute_ik(self, pose, q0, is_delta_pose=is_delta_pose, current_pose=current_pose, **options)
     if is_delta_pose:
-        # Of controllers in the frame root_translation:root_aligned_body_rotation; the angles are zero without rotation.
+        # Computes the targets of controllers in the frame root_translation:root_aligned_body_rotation. The angles are zero for
+        # controllers without rotation.
         rotation = rotation_conversions.matrix_to_quaternion(
             rotation_conversions.euler_angles_to_matrix(pose[:, 3:], "XYZ")
         )

@@ -1,4 +1,4 @@
-"""Subclasses of ManiSkill's tasks with a seed for every slot, and with many slots on the CPU."""
+"""Subclasses of ManiSkill's tasks with one seed per slot, and with several slots in one CPU simulation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhpc.embodied.envs.maniskill_physx import BatchedScene, clear_contacts
 
 
 class Generators(Sequence[np.random.RandomState]):
-    """Random generators, one for each of `seeds`, created on first use: creating those of a thousand slots takes longer
-    than simulating a step, and few tasks draw from them.
+    """Random generators, one for each of `seeds`, created on first use. The creation of a thousand generators would
+    take longer than a simulation step, and few tasks draw from them.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -40,8 +40,9 @@ class Generators(Sequence[np.random.RandomState]):
 
 
 def rendering_task(task: type) -> Any:
-    """Returns a subclass of a ManiSkill task that uses this process's existing SAPIEN renderer. There can be only one,
-    and a task with an MJCF file's textures opens it under another device name, where nothing is rendered.
+    """Returns a subclass of a ManiSkill task that uses this process's existing SAPIEN renderer. A process can have only
+    one renderer. A task with an MJCF file's textures would open the renderer under another device name, and its images
+    would be empty.
     """
 
     base_class: Any = task
@@ -61,7 +62,7 @@ def rendering_task(task: type) -> Any:
 
 
 def open_renderer(device: Any) -> Any:
-    """Returns a device, or the one of SAPIEN's renderer if SAPIEN refuses that; None without rendering."""
+    """Returns `device`, or the device of SAPIEN's renderer if SAPIEN refuses `device`. Returns None without rendering."""
     if device is None:
         return None
     try:
@@ -69,7 +70,7 @@ def open_renderer(device: Any) -> Any:
     except RuntimeError:
         try:
             return sapien.render.RenderSystem().device
-        except RuntimeError:  # it cannot render here at all, and ManiSkill raises
+        except RuntimeError:  # SAPIEN cannot render on this machine, and ManiSkill raises the error
             return device
     return device
 
@@ -79,9 +80,9 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
 
     Args:
         task: Subclass of `BaseEnv`.
-        batched: Allow `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
-        seeded: Draw the first state of each slot from its own seed; otherwise draw jointly for all slots that reset together,
-            from the seed of the first of them.
+        batched: True allows `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
+        seeded: True draws the first state of each slot from the slot's seed. False draws jointly for all slots that
+            reset together, from the seed of the first slot.
         build_seeds: Seeds of the values that tasks draw at construction (the size of a peg), one per slot.
     """
 
@@ -100,7 +101,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(previous_seeds)]
             slot_indices = torch.tensor(sorted(seeds), device=self.device)
             options = {"env_idx": slot_indices} if self.num_envs > 1 else None
-            # Given seeds, BaseEnv creates two generators for every slot, even for slots that are not reset.
+            # With seeds, BaseEnv creates two generators for every slot, even for slots that are not reset.
             seeds_to_use = self._slot_seeds if seeded or self.reconfiguration_freq else None
             return self.reset(seed=seeds_to_use, options=options)[0]
 
@@ -113,7 +114,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             if self._slot_seeds is None or len(self._slot_seeds) == 1:
                 super()._initialize_episode(env_idx, options)
                 return
-            # torch.manual_seed also queues seeds for a GPU that is not used yet, with a traceback each.
+            # torch.manual_seed also queues a seed and a traceback for a GPU that is not in use yet.
             seed_torch = torch.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
             if not seeded:
                 first_slot = int(env_idx[0])
@@ -139,7 +140,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
 
         @backend.setter
         def backend(self, value: Any) -> None:
-            # The name alone makes BaseEnv refuse more than one environment.
+            # BaseEnv refuses more than one environment only because of the backend's name.
             value.sim_backend = "physx_cpu_batched"
             self._backend = value
 

@@ -38,7 +38,7 @@ class MetaWorldOptions:
     """Orientation of the images (`oriented`): MetaWorld's cameras are mounted upside down."""
 
 
-#: MetaWorld's own limit; its environments refuse more.
+#: Step limit of MetaWorld's environments, which refuse longer episodes.
 _LONGEST = 500
 
 
@@ -102,11 +102,11 @@ def _tasks() -> Any:
 
 
 def _build(task: Any, options: MetaWorldOptions) -> Any:
-    """Builds a task with its goal visible, which draws each episode's objects and goal from its own generator."""
+    """Builds a task with a visible goal. The task draws objects and goal of each episode from its random generator."""
     picture = {"camera_name": options.camera_name, "width": options.width, "height": options.height}
     env = task(render_mode="rgb_array", **picture)
     env._partially_observable = False
     env._freeze_rand_vec, env.seeded_rand_vec, env._set_task_called = False, True, True
-    del env.sawyer_observation_space  # cached, without the goal
-    env.max_path_length = _LONGEST + 1  # the limit is counted here
+    del env.sawyer_observation_space  # the cached space lacks the goal
+    env.max_path_length = _LONGEST + 1  # `SlotwiseVectorEnv` counts the limit
     return env

@@ -2,8 +2,8 @@
 
 A simulator on an accelerator returns tensors instead of arrays if `VectorEnv.on_device` is set.
 
-Messages between workers have a dict as columns `obs.<key>`, an array as the column `obs`.
-A text is zero-padded UTF-8, uint8 `[N, bytes]`.
+Messages between workers contain an array as the column `obs`, and a dict as columns `obs.<key>`. Texts are zero-padded
+UTF-8, uint8 `[N, bytes]`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ def is_tensor(array: Any) -> bool:
 
 
 def is_finite(array: Any) -> bool:
-    """Returns whether all numbers of an array are finite, in one pass without a temporary; integers always are."""
+    """Returns whether all numbers of an array are finite, in one pass without a temporary array. Integers are always
+    finite.
+    """
     if is_tensor(array):
         return not array.is_floating_point() or bool(array.isfinite().all())
     if array.dtype.kind != "f":
         return True
     flat_array = array.reshape(-1)
-    # The sum of squares may overflow although all numbers are finite: only then is each number checked.
+    # The sum of squares may overflow although all numbers are finite. Each number is checked only in that case.
     return math.isfinite(np.vdot(flat_array, flat_array)) or bool(np.isfinite(array).all())
 
 
 def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
-    """Returns a bool mask of the rows with a non-finite number; its shape is the first `lead` axes of the array."""
+    """Returns a bool mask of the rows with a non-is_finite_element number; its shape is the first `lead` axes of the
+    array.
+    """
     if is_tensor(array):
         bad_elements = ~array.isfinite()
         if bad_elements.ndim > lead:
             bad_elements = bad_elements.flatten(lead).any(-1)
-        bad_host: np.ndarray = bad_elements.cpu().numpy()
-        return bad_host
+        is_nonfinite_on_host: np.ndarray = bad_elements.cpu().numpy()
+        return is_nonfinite_on_host
     if array.dtype.kind != "f":
         return np.zeros(array.shape[:lead], bool)
-    finite = np.isfinite(array)
-    is_nonfinite: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
+    is_finite_element = np.isfinite(array)
+    is_nonfinite: np.ndarray = ~is_finite_element.all(tuple(range(lead, array.ndim)))
     return is_nonfinite
 
 
@@ -72,7 +76,7 @@ def bad_slots(obs: Any) -> np.ndarray:
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
-#: Bytes of a text whose space has no maximum length.
+#: Size in bytes of an encoded text whose space has no maximum length.
 TEXT_BYTES = 128
 
 
@@ -82,7 +86,7 @@ def columns_of(name: str, obs: Any) -> dict[str, Any]:
 
 
 def rows_of(columns: Mapping[str, Any], name: str) -> Any:
-    """Returns the observation that `columns_of` turned into columns, of arrays or tensors."""
+    """Returns the observation from its columns, which are arrays or tensors; inverse of `columns_of`."""
     if name in columns:
         return columns[name]
     return {key[len(name) + 1 :]: column for key, column in columns.items() if key.startswith(f"{name}.")}
@@ -148,7 +152,7 @@ def blank(space: Any, count: int) -> Obs:
     return obs
 
 
-#: Orders of a rendered picture's rows and columns, by `kwargs.image_orientation`.
+#: Orders of a rendered image's rows and columns, by `kwargs.image_orientation`.
 _ORDERS: dict[str, tuple[slice, ...]] = {
     "rotate_180": (slice(None, None, -1), slice(None, None, -1)),
     "flip_rows": (slice(None, None, -1),),
@@ -157,10 +161,10 @@ _ORDERS: dict[str, tuple[slice, ...]] = {
 
 
 def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:
-    """Returns a picture `[H, W, C]` of a MuJoCo renderer as policies see it.
+    """Returns an image `[H, W, C]` of a MuJoCo renderer in the orientation that policies expect.
 
-    `rotate_180` is what the policies released for LIBERO and MetaWorld were trained on (OpenVLA, openpi, LeRobot and RLinf all
-    rotate); `flip_rows` turns the picture upright, and `raw` leaves it as it was rendered.
+    Policies released for LIBERO and MetaWorld were trained with `rotate_180` (OpenVLA, openpi, LeRobot and RLinf all
+    rotate). `flip_rows` turns the image upright, and `raw` leaves it unchanged.
     """
     return np.ascontiguousarray(picture[_ORDERS[orientation]])
 
@@ -169,7 +173,8 @@ def encode_text(text: str, size: int) -> np.ndarray:
     """Returns a text as zero-padded UTF-8, uint8 `[size]`.
 
     Raises:
-        ConfigError: The text has more bytes. It is not truncated, because a part of an instruction is another instruction.
+        ConfigError: The text has more bytes. It is not truncated, because a truncated instruction could mean something
+            else.
     """
     encoded_text = text.encode()
     if len(encoded_text) > size:
@@ -197,15 +202,17 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 
 def text_space(space: Any) -> spaces.Box:
-    """Returns the space of an encoded text. A text space counts characters, of which each takes up to four bytes."""
+    """Returns the space of an encoded text. A text space limits the number of characters; a character takes up to four
+    bytes.
+    """
     length = getattr(space, "max_length", None)
     max_character_bytes = max((len(character.encode()) for character in getattr(space, "character_set", ())), default=4)
     return spaces.Box(0, 255, (TEXT_BYTES if length is None else int(length) * max_character_bytes,), np.uint8)
 
 
 def is_channel_last(shape: Sequence[int]) -> bool:
-    """Returns whether a picture's channels are its last axis: of a square picture the axis of another length, otherwise
-    the shortest.
+    """Returns whether an image's last axis holds the channels. If the image is square, its channels are the axis with
+    another length. Otherwise, the shorter one of the first and the last axis holds the channels.
     """
     dim_0, dim_1, dim_2 = shape
     if (dim_0 == dim_1) != (dim_1 == dim_2):
@@ -214,15 +221,15 @@ def is_channel_last(shape: Sequence[int]) -> bool:
 
 
 def _numbers(array: np.ndarray) -> Any:
-    """Returns a list of the numbers, or one number if all are equal. JSON has no infinity: it becomes the word `inf` or
-    `-inf`, which numpy reads.
+    """Returns a list of the numbers, or a single number if all are equal. JSON has no infinity, so the result contains
+    the word `inf` or `-inf` instead, which numpy reads.
     """
     flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
     return flat[0] if flat and all(x == flat[0] for x in flat) else flat
 
 
 def require_bounded(space: Any) -> None:
-    """Checks that actions are a bounded Box, which off-policy critics need.
+    """Checks that an action space is a bounded Box, which off-policy critics need.
 
     Raises:
         ConfigError: The action space is not a Box, or has no bounds.
@@ -235,7 +242,7 @@ def require_bounded(space: Any) -> None:
 
 
 def space_to_json(space: Any) -> dict[str, Any]:
-    """Describes a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them, as JSON."""
+    """Describes a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict of such spaces, as JSON."""
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: space_to_json(subspace) for key, subspace in space.spaces.items()}}
     if isinstance(space, spaces.Box):

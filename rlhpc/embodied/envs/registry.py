@@ -1,4 +1,4 @@
-"""Environments by name: built in, registered, an entry point of group `rlhpc.envs`, or `module:Class`."""
+"""Registry of environments by name: built in, registered, an entry point of group `rlhpc.envs`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     },
 )  # fmt: skip
 register_env = ENVS.register
-#: Environment type → dataclass of its options, `env.train.kwargs`. The others check theirs when they are built.
+#: Dataclasses of the options in `env.train.kwargs`, by environment type. Other types check their options when they are built.
 ENV_OPTIONS = {
     "libero": "rlhpc.embodied.envs.libero:LiberoOptions",
     "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldOptions",
@@ -37,14 +37,14 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     """Builds the vector environment of a section `env.train` or `env.eval`.
 
     Args:
-        cfg: The section.
+        cfg: Section `env.train` or `env.eval`.
         num_envs: Number of slots to build (a rank's share of `cfg.num_envs`).
         slot_offset: Global number of the first slot: slot i is seeded by (seed, i), on any rank.
         seed: Seed of the run.
         stage: "train" or "eval".
 
     Raises:
-        ConfigError: It cannot be built.
+        ConfigError: The environment cannot be built.
     """
     from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv, process_count
 
@@ -58,19 +58,20 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
 
 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
-    """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
+    """Builds an environment and closes it again, so that an unknown id or wrong arguments are reported before a run
+    starts.
 
-    A separate process builds an environment on an accelerator: in this process its memory would stay allocated.
+    A separate process builds an environment on an accelerator, because its memory would stay allocated in this process.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
-        python: Python interpreter of the env group, which may have packages that this one lacks.
+        python: Python interpreter of the env group, which may have packages that this interpreter lacks.
 
     Returns:
         Observation and action space of a slot.
 
     Raises:
-        ConfigError: It cannot be built.
+        ConfigError: The environment cannot be built.
     """
     if python is not None and cfg.simulator_python is None:
         cfg = changed(cfg, "simulator_python", python)

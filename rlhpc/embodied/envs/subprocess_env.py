@@ -1,5 +1,5 @@
-"""Vector environment whose slots run in simulator processes: it uses all cores, and a crash or hang of a simulator costs only
-the current episodes of its slots.
+"""Vector environment whose slots run in simulator processes: the slots use all cores, and a simulator that crashes or
+hangs loses only the current episodes of its slots.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 _START_S = 600.0
 #: Maximum seconds from the closing of a process's hardware to the end of the process.
 _EXIT_S = 3.0
-#: Maximum number of failures of a simulator in a row, without a step in between.
+#: Maximum number of consecutive failures of a simulator, without a step in between.
 _FAILURES = 3
 
 
 class SimulatorFailed(Exception):
-    """Error raised when a simulator process has died, hung or raised; the message says which."""
+    """Error raised when a simulator process has died, hung or raised; the message names the failure."""
 
 
 class _Simulator:
-    """Simulator process and its slots."""
+    """Simulator process of a range of slots."""
 
     def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
         self.share = share
@@ -53,7 +53,9 @@ class _Simulator:
         self._timeout_s = _START_S
 
     def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
-        """Starts the process, with this Python if `python` is None; `answer` then returns the environment's properties."""
+        """Starts the process, with this process's Python if `python` is None. `answer` then returns the environment's
+        properties.
+        """
         sock, child_sock = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         try:
@@ -83,7 +85,8 @@ class _Simulator:
         self._exchange(send, self._sock, (name, args), self._deadline)
 
     def answer(self) -> Any:
-        """Waits for the result of the last call and returns it. While a robot waits for a person, the deadline moves on.
+        """Waits for the result of the last call and returns it. While a robot waits for a person, the deadline is
+        extended.
 
         Raises:
             SimulatorFailed: The process died, hung or raised.
@@ -114,7 +117,7 @@ class _Simulator:
             raise SimulatorFailed(f"died ({cause})") from None
 
     def stop(self) -> None:
-        """Ends the process, whatever its state. A process with hardware first gets time to stop and close it."""
+        """Ends the process in any state. A process with hardware first gets time to stop and close the hardware."""
         if hasattr(self, "process"):
             os.close(self._lifeline)
             if self.holds_hardware:
@@ -169,7 +172,8 @@ class ProcessVectorEnv(VectorEnv):
         self._waits_because = ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
         self._simulators = [_Simulator(range(start, stop), self._wait) for start, stop in pairwise(bounds)]
-        self._restarted_obs: dict[int, Any] = {}  # first observation of simulators that were restarted between steps
+        #: First observations of simulators that were restarted between steps, by index.
+        self._restarted_obs: dict[int, Any] = {}
         try:
             for simulator in self._simulators:
                 self._start(simulator)
@@ -196,14 +200,14 @@ class ProcessVectorEnv(VectorEnv):
 
     def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
         try:
-            env_facts: dict[str, Any] = simulator.answer()
-            simulator.holds_hardware = env_facts["holds_hardware"]
-            return env_facts
+            properties: dict[str, Any] = simulator.answer()
+            simulator.holds_hardware = properties["holds_hardware"]
+            return properties
         except SimulatorFailed as failure:
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
 
     def _wait(self, reason: str) -> None:
-        """Writes to the log, once per reason, that a robot waits for a person; then checks the run. Called repeatedly."""
+        """Logs once per reason that a robot waits for a person; then checks the run. Simulators call it repeatedly."""
         if reason != self._waits_because:
             self._waits_because = reason
             log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
@@ -238,13 +242,19 @@ class ProcessVectorEnv(VectorEnv):
                 simulator.failures = 0
                 self._count_reported(simulator.share, answers[i][4])
                 continue
-            n, env_slots = len(simulator.share), simulator.share
+            num_slots, env_slots = len(simulator.share), simulator.share
             failed_slots[env_slots.start : env_slots.stop] = True
             infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
             if actions.shape[1:2] != (1,) and name == "chunk_step":
-                infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
-                infos["chunk"]["mask"] = np.zeros((n, actions.shape[1]), bool)
-            answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
+                infos["chunk"] = {"rewards": np.zeros((num_slots, actions.shape[1]), np.float32)}
+                infos["chunk"]["mask"] = np.zeros((num_slots, actions.shape[1]), bool)
+            answers[i] = (
+                answers[i],
+                np.zeros(num_slots, np.float32),
+                np.zeros(num_slots, bool),
+                np.ones(num_slots, bool),
+                infos,
+            )
         self._last_obs = [answer[0] for answer in answers]
         for answer in answers:
             if (timing := answer[4].pop("timing", None)) is not None and self.timing is not None:
@@ -268,8 +278,8 @@ class ProcessVectorEnv(VectorEnv):
 
     @property
     def _repeats_episodes(self) -> bool:
-        """True in an evaluation that enumerates its episodes: a restarted simulator repeats the failed ones, so that all are
-        played.
+        """True in an evaluation that enumerates its episodes: a restarted simulator repeats the failed episodes, so
+        that every episode is played.
         """
         return self._stage.get("stage") == "eval"
 
@@ -310,7 +320,7 @@ class ProcessVectorEnv(VectorEnv):
         """Restarts a simulator until it is ready; returns its first observations.
 
         Raises:
-            RlhpcError: It has failed too many times in a row.
+            RlhpcError: The simulator has failed too many times in a row.
         """
         while True:
             simulator.failures += 1
@@ -333,10 +343,12 @@ class ProcessVectorEnv(VectorEnv):
             except SimulatorFailed as restart_failure:
                 failure = restart_failure
 
-    # -- state and pictures -----------------------------------------------------------------------------------------
+    # -- state and images ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the slots' state for a checkpoint (`VectorEnv.state_dict`), which another number of processes can load."""
+        """Returns the slots' state for a checkpoint (`VectorEnv.state_dict`), which a run with another number of
+        processes can load.
+        """
         while True:
             restarted_before = set(self._restarted_obs)
             states = [self._call_between(i, "save") for i in range(len(self._simulators))]
@@ -344,8 +356,8 @@ class ProcessVectorEnv(VectorEnv):
                 return {"slots": [slot for simulator_state in states for slot in simulator_state]}
 
     def _call_between(self, index: int, name: str, *args: Any) -> Any:
-        """Calls a simulator between steps and returns its answer. If it fails, restarts it and returns None; its episodes then
-        end in the next step.
+        """Calls a simulator between steps and returns its answer. If the simulator fails, restarts it and returns None;
+        its episodes then end in the next step.
         """
         simulator = self._simulators[index]
         try:
@@ -359,7 +371,7 @@ class ProcessVectorEnv(VectorEnv):
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
         slots = self.slots_of(state)
         for simulator in self._simulators:
-            # Replaying an episode takes as long as the episode did.
+            # The replay of an episode takes as long as the episode.
             slot_states = slots[simulator.share.start : simulator.share.stop]
             simulator.call("load", slot_states, timeout_s=max(self._timeout_s, _START_S))
         for simulator in self._simulators:
@@ -398,14 +410,16 @@ def require_python(python: str) -> None:
 
 
 def moves_hardware(factory: Any) -> bool:
-    """Returns whether a factory's environment moves hardware, which must be stopped before its process ends."""
+    """Returns whether a factory's environment moves hardware, which must stop before its process ends."""
     return isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.holds_hardware
 
 
 def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
-    """Returns the number of processes for an environment's slots (`env.train.simulators`); 0 runs them in this process."""
+    """Returns the number of processes for an environment's slots (`env.train.simulators`); 0 means that the slots run
+    in this process.
+    """
     processes = cfg.simulators
-    # A robot gets its own process, which stops it however this one ends.
+    # A robot gets a separate process, which stops the robot however this process ends.
     if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
         return 1
     if processes is None:
@@ -419,7 +433,7 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
 
 
 def _merge(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Concatenates the infos of the simulators; rows of a simulator that lacks a key are 0."""
+    """Concatenates the infos of the simulators. If a simulator's infos lack a key, its rows are 0."""
     merged: dict[str, Any] = {}
     for name in {name: None for infos in infos_by_simulator for name in infos}:
         values = [infos.get(name) for infos in infos_by_simulator]

@@ -1,7 +1,8 @@
-"""Simulator process: builds a vector environment for its parent (`subprocess_env`) and answers calls until the parent
-is gone.
+"""Simulator process: builds a vector environment for its parent (`subprocess_env`) and executes its calls until the
+parent has ended.
 
-Started as `python -m rlhpc.embodied.envs.subprocess_main SOCKET LIFELINE`, two inherited descriptors.
+The parent starts it as `python -m rlhpc.embodied.envs.subprocess_main SOCKET LIFELINE`; both arguments are inherited
+file descriptors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def send(sock: socket.socket, message: Any, deadline: float | None = None) -> No
 
 
 def receive(sock: socket.socket, deadline: float | None = None) -> Any:
-    """Receives one message; raises as `send` does, and EOFError if the other end has closed."""
+    """Receives one message.
+
+    Raises:
+        TimeoutError: The message did not arrive in time.
+        EOFError, OSError: The other end has closed.
+    """
     (size,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
     return pickle.loads(_read(sock, size, deadline))
 
@@ -54,13 +60,15 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
 
 
 def _limit(sock: socket.socket, deadline: float | None) -> None:
-    # Data that has arrived is read even after the deadline: the time may have gone into waiting for another simulator.
+    # The timeout stays positive after the deadline, so that data that has arrived is still read: the process may have waited
+    # for another simulator until the deadline.
     sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.05))
 
 
 def die_with(lifeline: int) -> None:
-    """Makes the kernel kill this process once the other end of a pipe is closed, even while the process hangs or is
-    stopped."""
+    """Makes the kernel kill this process when the other end of a pipe closes, even while the process hangs or is
+    stopped.
+    """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -69,19 +77,21 @@ def die_with(lifeline: int) -> None:
 
 
 def _end_of(lifeline: int) -> select.poll:
-    """Returns a poll object for the closing of a pipe's other end; `select.select` refuses descriptors beyond 1023."""
+    """Returns a poll object that reports when a pipe's other end closes. `select.select` refuses descriptors above
+    1023.
+    """
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
     return poller
 
 
-#: Seconds for stopping and closing hardware, once the parent is gone or asks for it.
+#: Maximum seconds for stopping and closing hardware, after the parent has ended or requests it.
 CLOSE_S = 5.0
 
 
 def close_with(lifeline: int, env: Any) -> None:
-    """Stops and closes hardware and ends this process once the other end of a pipe is closed. A thread does it, so that
-    it works while a call hangs. It replaces `die_with`, which leaves no time for it.
+    """Starts a thread that closes the hardware and ends this process when the other end of a pipe closes. The thread
+    works even while a call hangs. It replaces `die_with`, which kills the process before the hardware is stopped.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
@@ -96,10 +106,10 @@ def close_with(lifeline: int, env: Any) -> None:
 
 
 class _Slots:
-    """Slots of the process, with the calls that a parent makes.
+    """Slots of the process, and the methods that the parent calls on them.
 
     Args:
-        env: The environment.
+        env: Vector environment of the process.
         sock: Connection to the parent.
     """
 
@@ -109,11 +119,11 @@ class _Slots:
             env.on_wait = lambda reason: send(sock, ("waits", reason))
 
     def step(self, actions: Any) -> Any:
-        """Steps the slots, and reports a robot's timing."""
+        """Steps the slots, and adds a robot's timing to the infos."""
         return self._timed(self.env.step(actions))
 
     def chunk_step(self, actions: Any) -> Any:
-        """Executes a chunk, and reports a robot's timing."""
+        """Executes an action chunk, and adds a robot's timing to the infos."""
         return self._timed(self.env.chunk_step(actions))
 
     def _timed(self, step: Any) -> Any:
@@ -127,7 +137,7 @@ class _Slots:
         return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
 
     def load(self, slots: list[Any]) -> None:
-        """Restores what `save` wrote."""
+        """Restores the states that `save` returned."""
         self.env.load_state_dict(self.env.merge_states(slots))
 
 
@@ -139,7 +149,9 @@ FACTS = (
 
 
 def serve(sock: socket.socket, lifeline: int) -> None:
-    """Builds the environment that the first message describes, and answers until the parent closes."""
+    """Builds the environment that the first message describes, and executes calls until the parent closes the
+    connection.
+    """
     from rlhpc.runtime.errors import ConfigError
 
     factory, cfg, kwargs = pickle.loads(receive(sock))

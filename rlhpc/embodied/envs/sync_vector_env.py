@@ -1,4 +1,4 @@
-"""Vector environment of simulators with one robot at a time: a subclass implements the start and step of one slot."""
+"""Vector environment of simulators that simulate one robot each: a subclass implements the reset and step of one slot."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SlotStep(NamedTuple):
 class SlotwiseVectorEnv(VectorEnv):
     """Vector environment of N slots, stepped one after the other.
 
-    The saved state of a slot is its episode's number and actions, and loading replays them. A subclass whose resets keep state
-    of the previous episode sets `supports_state` to False.
+    The saved state of a slot is the number and the actions of its episode; loading replays the actions. A subclass sets
+    `supports_state` to False if its resets keep state of the previous episode.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -44,7 +44,7 @@ class SlotwiseVectorEnv(VectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs = num_envs
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
-        #: Simulator of each slot; None before its first episode where an episode builds it.
+        #: Simulator of each slot; None before the slot's first episode if every episode builds a new simulator.
         self._envs: list[Any] = [None] * num_envs
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._last_obs: list[Any] = [None] * num_envs
@@ -98,7 +98,7 @@ class SlotwiseVectorEnv(VectorEnv):
     def _move(
         self, actions: np.ndarray, active: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-        """Steps the active slots; returns rewards and ends for the learner (`EpisodeTracker.add`), and successes."""
+        """Steps the active slots; returns rewards and ends for training (`EpisodeTracker.add`), and successes."""
         n = self.num_envs
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():

@@ -1,6 +1,6 @@
-"""Gymnasium wrappers by name and with settings: `env.train.wrappers`.
+"""Gymnasium wrappers of environments, by name and with settings (`env.train.wrappers`).
 
-An entry is a name, a class's path (`module:Class`), or a mapping of one of these to its settings:
+An entry is a name, the path of a class (`module:Class`), or a mapping from a name or path to settings:
 
     wrappers: [statistics, {atari: {screen_size: 84}}, "minigrid.wrappers:ImgObsWrapper", {frame_stack: {stack_size: 4}}]
 """
@@ -23,7 +23,8 @@ _GYMNASIUM = {
     "time": "TimeAwareObservation",
 }  # fmt: skip
 
-#: Wrappers that need no registration. The modules of rlhpc's own import nothing else of it: exports carry them.
+#: Wrappers that need no registration. The wrapper modules of rlhpc import no other module of rlhpc, because exported policies
+#: contain them.
 BUILT_IN = {
     **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
     "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
@@ -36,10 +37,10 @@ WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", 
 
 
 def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
-    """Returns name and settings of an entry.
+    """Returns the name and the settings of an entry.
 
     Raises:
-        ConfigError: It has another form.
+        ConfigError: The entry has another form.
     """
     if isinstance(item, str):
         return item, {}
@@ -54,16 +55,17 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(value: Any) -> Any:
-    """Converts a setting to plain values, with tuples for lists, because wrappers need tuples as shapes."""
+    """Converts a setting to plain values. Lists become tuples, because wrappers need tuples as shapes."""
     value = plain(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") -> Any:
-    """Wraps an environment, the first wrapper innermost.
+    """Wraps an environment; the first wrapper is the innermost.
 
     Raises:
-        ConfigError: One is unknown, cannot be imported, lacks a package, or refuses its settings or the environment.
+        ConfigError: A wrapper is unknown, cannot be imported, lacks a package, or refuses its settings or the
+            environment.
     """
     from gymnasium.error import DependencyNotInstalled
 
