@@ -1,6 +1,6 @@
-"""Device selection: a process computes on its granted accelerators, or on the CPU if it was granted none.
+"""Device selection: a process computes on its granted accelerators, or on the CPU if it has none.
 
-Only torch knows the type of the accelerator: nothing else in rlhpc names one, except for some libraries' own identifiers.
+This module asks torch for the type of the accelerator. Other modules name a type only where a library's identifier needs it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 Module = TypeVar("Module", bound="torch.nn.Module")
 
-#: Locked pages count as such for all devices of the process.
+#: Flag of `cudaHostRegister`: the pages are locked for all devices of the process.
 _PORTABLE = 1
-#: Set when accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with imaginary ones.
+#: Variable that is set if the accelerators do not exist, as on the nodes of `Cluster.local` and of the tests' Slurm.
 VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
 
-#: The oldest driver (by the newest CUDA that it takes) on which a build of torch runs, the newest build first.
+#: Builds of torch, the newest first, each after the CUDA version that a driver must support for it.
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
 
 
 def accelerator() -> str:
-    """Returns the type of accelerator that torch can use here, such as `cuda`; empty if there is none.
+    """Returns the type of accelerator that torch can use here, such as `cuda`; empty if torch can use no accelerator.
 
-    Not for a process that is forked afterwards: torch may have to initialize the driver.
+    Do not call this function before a fork, because torch may initialize the driver.
     """
     import torch
 
@@ -55,8 +55,9 @@ def device_name(device: torch.device) -> str:
 
 
 def pci_addresses() -> list[str]:
-    """Returns the PCI addresses of the accelerators that this process sees, such as `0000:1b:00.0`; empty if torch sees none
-    or is not installed. Initializes the driver, as `accelerator` may.
+    """Returns the PCI addresses of this process's visible accelerators, such as `0000:1b:00.0`. Initializes the driver.
+
+    Returns an empty list if torch sees no accelerator or is not installed.
     """
     if importlib.util.find_spec("torch") is None or accelerator() != "cuda":
         return []
@@ -70,8 +71,10 @@ def pci_addresses() -> list[str]:
 
 
 def receiving_device(sent: str) -> str:
-    """Returns the device for a tensor that was on the device `sent` of another process: the CPU if it was there; otherwise
-    this process's accelerator, whatever the sender's index was, or the CPU if this process has none.
+    """Returns the device for a received tensor that was on device `sent` in the sending process.
+
+    This is the CPU for a tensor from a CPU. For a tensor from an accelerator it is this process's accelerator, or the CPU if
+    this process has no accelerator.
     """
     return sent if sent == "cpu" else accelerator() or "cpu"
 
@@ -87,7 +90,7 @@ def computes_bfloat16(device: str) -> bool:
     """Returns whether a device computes in bfloat16 natively, rather than by emulation; always False for a CPU.
 
     Args:
-        device: Its type, such as `cuda` or `cpu`.
+        device: Type of the device, such as `cuda` or `cpu`.
     """
     import torch
 
@@ -95,8 +98,11 @@ def computes_bfloat16(device: str) -> bool:
 
 
 def has_segment_attention(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Returns whether torch has a kernel for attention within the samples of one packed row, for tensors like these, `[1,
-    heads, T, d]`.
+    """Returns whether torch has a kernel for attention within the samples of a packed sequence.
+
+    Args:
+        query: Queries, `[1, heads, T, d]`.
+        value: Values, `[1, heads, T, d]`.
     """
     import torch
 
@@ -105,8 +111,9 @@ def has_segment_attention(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def moved(module: Module, device: torch.device) -> Module:
-    """Moves a module to a device. Tied parameters, such as embeddings shared with the LM head, stay tied: for accelerators
-    that torch knows only through extensions, `Module.to` duplicates them.
+    """Moves a module to a device, and ties its tied parameters again, such as embeddings shared with the LM head.
+
+    `Module.to` duplicates tied parameters on accelerators that torch supports only through extensions.
     """
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -119,7 +126,7 @@ def moved(module: Module, device: torch.device) -> Module:
 
 
 def empty_cache() -> None:
-    """Returns memory that torch caches to the accelerator, for another process; does nothing without an accelerator."""
+    """Frees the accelerator memory that torch caches, for use by other processes; does nothing without an accelerator."""
     import torch
 
     if torch.accelerator.is_available():
@@ -135,8 +142,10 @@ def synchronize(device: str) -> None:
 
 
 def host_memory(size: int, device: str) -> torch.Tensor:
-    """Allocates host memory, uint8. If a device other than the CPU will copy, its pages are locked, without rounding up.
-    (Torch's allocator rounds pinned memory up to powers of two.)
+    """Allocates host memory for copies from and to a device; returns a uint8 tensor.
+
+    Locks the pages unless the device is the CPU. Unlike torch's allocator of pinned memory, does not round up the size to a
+    power of two.
     """
     import torch
 
@@ -146,14 +155,15 @@ def host_memory(size: int, device: str) -> torch.Tensor:
 
 
 def lock_pages(memory: torch.Tensor) -> bool:
-    """Locks the pages of host memory and registers them with the accelerator, which then copies without the CPU's help until
-    the tensor is gone. Does nothing without an accelerator. A limit on locked memory makes copies slower, not wrong.
+    """Locks the pages of host memory for the lifetime of a tensor and registers them, so that the accelerator copies by DMA.
+
+    Does nothing without an accelerator. If a limit on locked memory prevents this, copies are slower but still correct.
 
     Args:
-        memory: Starts at a page boundary. The underlying mapping must not be unmapped before the tensor is gone.
+        memory: Tensor that starts at a page boundary. Its mapping must exist as long as the tensor.
 
     Returns:
-        Whether they are locked.
+        Whether the pages are locked.
     """
     import torch
 
@@ -175,7 +185,7 @@ def locks_pages() -> bool:
 
 
 def locked(memory: mmap.mmap) -> torch.Tensor:
-    """Returns mapped memory as a tensor, uint8, whose pages are locked for its lifetime (`lock_pages`)."""
+    """Returns mapped memory as a uint8 tensor, and locks its pages for the lifetime of the tensor (`lock_pages`)."""
     import torch
 
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -184,15 +194,15 @@ def locked(memory: mmap.mmap) -> torch.Tensor:
 
 
 def _unlock(runtime: Any, address: int, memory_owner: Any) -> None:
-    """Unregisters host memory. `memory_owner` is the owner of the memory, which is still mapped now."""
+    """Unregisters host memory. The argument `memory_owner` keeps the memory mapped until this call."""
     runtime.cudaHostUnregister(address)
 
 
 class SideCopies:
-    """Copies from a device into host memory that overlap with its computation; immediate on the CPU.
+    """Asynchronous copies from a device into host memory, which overlap with computation; synchronous on the CPU.
 
     Args:
-        device: Its type.
+        device: Type of the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -229,14 +239,15 @@ class SideCopies:
 
 
 def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the type of accelerator (the first visible one) for a process that was granted some, `cpu` for one that was not.
+    """Returns the type of device on which a process computes: that of its accelerators, or `cpu` if it has none.
 
     Args:
-        granted: Their indices on the node.
+        granted: Indices of the process's accelerators on the node.
         environ: Environment of the process.
 
     Raises:
-        ConfigError: Torch cannot use the granted accelerators. A run on the CPU instead would only look slow.
+        ConfigError: Torch cannot use the granted accelerators. The process does not use the CPU instead, because that would
+            only make the run slow, without an error.
     """
     import torch
 
@@ -258,13 +269,13 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
 def explain_unseen(
     visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = ""
 ) -> tuple[str, str]:
-    """Returns why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
+    """Returns the reason why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
 
     Args:
         visible: Number of accelerators that torch sees.
-        cuda, hip: The versions that torch is built for.
-        mask: CUDA_VISIBLE_DEVICES.
-        driver: The newest CUDA that the node's driver supports, if known.
+        cuda, hip: Versions of CUDA and ROCm for which torch is built.
+        mask: Value of CUDA_VISIBLE_DEVICES.
+        driver: Newest version of CUDA that the node's driver supports, if known.
     """
     if not cuda and not hip:
         build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"

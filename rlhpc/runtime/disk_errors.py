@@ -13,21 +13,19 @@ from typing import Any, TextIO
 
 from rlhpc.runtime.errors import StorageError, UserError
 
-#: Errors of writes that fail again until the disk has capacity.
+#: Errors of writes that fail until the disk has free space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How to continue after a failure; the next command depends on how the run was started.
 GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Returns whether a write failed for lack of capacity: the disk or quota is full, or the file has reached its allowed
-    size.
-    """
+    """Returns whether a write failed because the disk or quota is full, or the file has reached its maximum size."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def mount_of(path: str | Path) -> Path:
-    """Returns the mount point of the filesystem that holds `path`, or would hold it."""
+    """Returns the mount point of the filesystem that contains `path`; the path need not exist."""
     existing_path = Path(os.path.abspath(path))
     while not existing_path.exists() and existing_path != existing_path.parent:
         existing_path = existing_path.parent
@@ -38,7 +36,7 @@ def mount_of(path: str | Path) -> Path:
 
 
 def advice(error: OSError, path: str | Path) -> str:
-    """Returns one sentence: the filesystem that holds `path`, and a remedy for the error."""
+    """Returns a sentence with the filesystem of `path` and a remedy for the error."""
     if error.errno == errno.EFBIG:
         return "The limit on the size of a file is reached: raise it (ulimit -f)"
     mount = mount_of(path)
@@ -65,12 +63,12 @@ def unwritten(error: OSError, path: str | Path) -> StorageError:
 
 
 def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
-    """Returns the error for a failed write.
+    """Returns the error for a failed write, with the command that continues the run.
 
     Args:
         error: The system's error.
-        path: The file to be written, if the error does not name it.
-        label: Name of the data, which begins the message.
+        path: Path of the file, used if the error does not name the file.
+        label: Name of the data; the message begins with it.
     """
     target = error.filename or path
     return StorageError(
@@ -80,19 +78,19 @@ def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
 
 
 def explained(error: BaseException, operation: str, *, anyway: bool = True) -> BaseException:
-    """Returns `error`, or a `StorageError` with the place, if the error or its cause means that the disk is full.
+    """Returns a `StorageError` with the file or filesystem if `error` or its cause means that the disk is full, else `error`.
 
     Args:
         error: Any exception.
-        operation: The operation that failed, which begins the message.
-        anyway: Explain it even if the file and the filesystem are unknown.
+        operation: Name of the failed operation; the message begins with it.
+        anyway: Return a `StorageError` even if neither the file nor the filesystem is known.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             path = cause.filename or first_full_filesystem(
                 _likely()
-            )  # a failed write does not always say which file it was
+            )  # the error of a failed write does not always name the file
             if path is None and not anyway:
                 return error
             if path is None:
@@ -112,7 +110,7 @@ def _likely() -> list[str]:
 
 
 def first_full_filesystem(folders: Iterable[str | Path]) -> Path | None:
-    """Returns the first folder whose filesystem has no capacity left for ordinary users: a failed write does not name it."""
+    """Returns the first folder on a filesystem without free space for ordinary users; None if all have free space."""
     for folder in folders:
         with contextlib.suppress(OSError):
             fs_stats = os.statvfs(mount_of(folder))
@@ -122,7 +120,7 @@ def first_full_filesystem(folders: Iterable[str | Path]) -> Path | None:
 
 
 class _Log(io.FileIO):
-    """A log file that never fails: a line that does not fit on the disk is lost, and the process continues."""
+    """Log file that ignores write errors: a line that does not fit on the disk is lost, and the process continues."""
 
     def write(self, data: Any) -> int:
         try:
@@ -132,7 +130,7 @@ class _Log(io.FileIO):
 
 
 def log_stream(fd: int) -> TextIO:
-    """Opens a line-buffered text stream over a log's descriptor; printing to a full disk does not end the process."""
+    """Opens a line-buffered text stream on a log's descriptor. Its writes raise no error if the disk is full."""
     return io.TextIOWrapper(
         io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
     )

@@ -1,5 +1,7 @@
-"""Values that a configuration takes from the environment, `${oc.env:NAME}`. They may be secrets, so written files and messages
-contain the reference in their place. A run that is started again reads its own environment.
+"""Values that a configuration reads from the environment (`${oc.env:NAME}`).
+
+The values may be secrets. Written files and messages therefore contain the reference instead of the value. A restarted run
+reads the values from its environment again.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 _SHORTEST = 6
-"""A secret has at least this many characters; shorter values are numbers and words that occur in any text."""
+"""Minimum length of a secret; shorter values are numbers and words that occur in any text."""
 _read: dict[str, str] = {}
 _count, _watching = 0, False
 
@@ -33,22 +35,22 @@ def watch() -> None:
             _read[str(arguments[0])] = resolved
         return resolved
 
-    with warnings.catch_warnings():  # later versions call it something else
+    with warnings.catch_warnings():  # later versions of OmegaConf deprecate this name
         warnings.simplefilter("ignore")
         OmegaConf.register_new_resolver("oc.env", env, replace=True)
 
 
 def values_read() -> dict[str, str]:
-    """Returns the values that configurations in this process have taken from the environment, by variable."""
+    """Returns the values that configurations of this process have read from the environment, by variable."""
     return dict(_read)
 
 
 def masked(text: str, values: Mapping[str, str] | None = None) -> str:
-    """Returns a text with `${oc.env:NAME}` in place of values from the environment. Paths stay: they are no secrets.
+    """Returns a text with `${oc.env:NAME}` in place of values from the environment. Does not replace absolute paths.
 
     Args:
         text: The text.
-        values: Values that another process has read, by name; by default those that this process has read.
+        values: Values that another process has read, by variable; by default the values that this process has read.
     """
     for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
         if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
@@ -57,7 +59,7 @@ def masked(text: str, values: Mapping[str, str] | None = None) -> str:
 
 
 def to_plain(cfg: Any) -> Any:
-    """Returns a configuration as dicts and lists, resolved except for references to the environment, which stay as written."""
+    """Returns a configuration as dicts and lists. Resolves all references except those to the environment."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     watch()

@@ -1,15 +1,15 @@
-"""Exception tree of the package. Each error states the fault, its place, and the next step."""
+"""Exception tree of the package. Each message states the fault, its location, and the next step."""
 
 from __future__ import annotations
 
 
 class RlhpcError(Exception):
-    """Base of every error that rlhpc raises for a user to read.
+    """Base class of the errors that rlhpc raises for users.
 
     Attributes:
         exit_code: Exit code of a command that ends with this error.
-        restartable: Whether a retry may succeed, because a machine failed and not the program.
-        group, rank, node: Those of the process that failed, if it was a worker group's.
+        restartable: Whether a retry may succeed, because a machine has failed rather than the program.
+        group, rank, node: Worker group, rank and node of the failed process, if it was a rank.
     """
 
     exit_code = 1
@@ -20,68 +20,72 @@ class RlhpcError(Exception):
 
 
 class UserError(RlhpcError):
-    """Something the user gave is wrong; nothing was started. The command line exits with code 2."""
+    """Error in the user's input; nothing was started. The command line exits with code 2."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration file or override is wrong."""
+    """Error in a configuration file or an override."""
 
 
 class PlacementError(UserError):
-    """`cluster.component_placement` breaks a rule; names component, text and rule."""
+    """Violation of a rule in `cluster.component_placement`; the message has the component, the text and the rule."""
 
 
 class SubmitError(UserError):
-    """A job could not be submitted."""
+    """Failure to submit a job."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, incomplete or altered."""
+    """Checkpoint that is missing, incomplete or altered."""
 
 
 class NothingTrained(UserError):
-    """In too many steps in a row no sample could be trained on: agents or rewards fail. The message has the last failure."""
+    """Too many consecutive steps without a sample to train on, because agents or rewards fail.
+
+    The message has the last failure.
+    """
 
 
 class NonFinite(RlhpcError):
-    """A number that training depends on is not finite; nothing that it affected was committed."""
+    """Non-finite value in training, such as a loss; no update or checkpoint with this value was committed."""
 
 
 class StorageError(UserError):
-    """A filesystem accepts no more data: it is full, over quota or read-only. The message names it."""
+    """Filesystem that accepts no data because it is full, over quota or read-only. The message names the filesystem."""
 
 
 class OwnershipError(UserError):
-    """A folder that must be private to this user belongs to another user, is a link, or is open to others. The message says
-    which.
+    """Folder that is not private to this user, because it belongs to another user, is a link, or is open to others.
+
+    The message has the fault.
     """
 
 
 class RegistryError(RlhpcError):
-    """The registry folder cannot be read or written, or belongs to another generation."""
+    """Registry folder that cannot be read or written, or that belongs to another generation."""
 
     restartable = True
 
 
 class StaleGeneration(RegistryError):
-    """A process of an older generation woke up and was refused (fencing)."""
+    """Refusal of a process of an older generation (fencing)."""
 
     restartable = False
 
 
 class RendezvousTimeout(RlhpcError):
-    """Some processes did not arrive in time; names ranks, nodes and log files."""
+    """Processes that did not start in time; the message has their ranks, nodes and log files."""
 
     restartable = True
 
 
 class Stopped(RlhpcError):
-    """A run that was asked to end while there was nothing to save.
+    """Request to end a run at a time when it had nothing to save.
 
     Attributes:
-        exit_code: The same as for a run that was asked to end later.
+        exit_code: Exit code of the run, the same as for a later request.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -90,24 +94,24 @@ class Stopped(RlhpcError):
 
 
 class DeadlineExceeded(RlhpcError):
-    """A wait that ran into its deadline; the message names the awaited process."""
+    """Wait that has reached its deadline; the message names the awaited process."""
 
     restartable = True
 
 
 class StrangerConnected(RlhpcError):
-    """The other end of a connection between ranks is not a process of the run."""
+    """Connection between ranks with a process at the other end that does not belong to the run."""
 
     restartable = True
 
 
 class StepFailed(RlhpcError):
-    """A job step could not be started.
+    """Failure to start a job step.
 
     Attributes:
         group: Name of the worker group.
-        rank: A rank of it; None for all that the step was for.
-        node: The first node that the step was for.
+        rank: Rank of the group; None for all ranks of the step.
+        node: First node of the step.
     """
 
     restartable = True
@@ -119,27 +123,27 @@ class StepFailed(RlhpcError):
 
 
 class CallAborted(RlhpcError):
-    """A call was given up because another group failed; its rank lives on."""
+    """Call that was aborted because another group has failed; the rank of the call stays alive."""
 
     restartable = True
 
 
 class ChannelError(RlhpcError):
-    """A channel that does not exist, or whose home process has ended."""
+    """Channel that does not exist, or that has lost its home process."""
 
     restartable = True
 
 
 class WorkerFailed(RlhpcError):
-    """A worker raised, died or was lost. The first failure, not the ones that follow.
+    """Failure of a worker: an exception, the end of its process, or silence. Only the first failure of a run is raised.
 
     Attributes:
         group: Name of the worker group.
-        rank: Rank inside the group.
-        node: Node name.
-        log_path: The worker's stderr file.
-        exit_signal: Signal number if the process was killed, otherwise None.
-        remote_traceback: The worker's traceback if it raised, otherwise "".
+        rank: Rank in the group.
+        node: Name of the worker's node.
+        log_path: File with the worker's stderr.
+        exit_signal: Number of the signal that killed the process; None if no signal did.
+        remote_traceback: Traceback of the worker's exception; "" if the worker raised no exception.
     """
 
     def __init__(
@@ -163,6 +167,6 @@ class WorkerFailed(RlhpcError):
 
     @property
     def restartable(self) -> bool:  # type: ignore[override]
-        """True for a rank that was killed or lost; for one that raised, the exception decides."""
+        """True if the rank was killed or lost, or if it raised a restartable exception."""
         cause = self.__cause__
         return cause.restartable if isinstance(cause, RlhpcError) else not self.remote_traceback

@@ -1,7 +1,7 @@
 """Exit codes of commands: 0 for success, 2 for user errors, 1 for other errors; each error is one message.
 
-`rlhpc`, the modules that are run as `python -m rlhpc.…`, and the scripts in `examples` end by `report_errors`. An exported
-`policy.py`, which knows nothing of rlhpc, has the same rule.
+`rlhpc`, the modules that run as `python -m rlhpc.…`, and the scripts in `examples` call `report_errors`. An exported
+`policy.py`, which does not import rlhpc, follows the same rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def report_errors(command: Callable[[], int]) -> int:
     try:
         try:
             code = command()
-            sys.stdout.flush()  # here, because an error at the interpreter's end is only printed
+            sys.stdout.flush()  # here, because at its end the interpreter only prints an error and ignores it
             return code
         except Exception as error:
             failure = explained(error, "this command", anyway=False)
@@ -46,7 +46,7 @@ def report_errors(command: Callable[[], int]) -> int:
             failed_path = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
             tell(f"rlhpc: error: cannot write {failed_path}: {error.strerror}")
             return 1
-        if error.errno == errno.ENAMETOOLONG:  # the user named it: rlhpc's own names are shorter
+        if error.errno == errno.ENAMETOOLONG:  # a name from the user, because the names that rlhpc makes are shorter
             tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
             return 2
         return _fault(error)
@@ -55,7 +55,7 @@ def report_errors(command: Callable[[], int]) -> int:
 
 
 def _fault(error: Exception) -> int:
-    """Reports an unforeseen error: one line, and where to find the traceback."""
+    """Reports an unexpected error in one line, which says how to get the traceback; returns the exit code."""
     if os.environ.get("RLHPC_DEBUG"):
         traceback.print_exception(error)
     advice = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"

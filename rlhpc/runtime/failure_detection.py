@@ -1,5 +1,6 @@
-"""Failure policy of a session: the first failure, the ranks that may live on, and those that can be restarted. Pure
-functions.
+"""Failure policy of a session and heartbeat monitor of its ranks.
+
+The policy records the first failure, and decides which ranks must end and which may stay alive or be restarted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ K = TypeVar("K")
 
 
 class Rank(Protocol):
-    """A rank as the policy sees it: its specification, and whether it is starting, ready, stopping or ended."""
+    """Rank as the policy sees it: its specification and its state, which is starting, ready, stopping or ended."""
 
     @property
     def spec(self) -> WorkerSpec: ...
@@ -31,12 +32,12 @@ _STRICT = SessionPolicies()
 
 
 class FailurePolicy:
-    """Failure policy of a session: its failures, and their consequences for the ranks that are alive.
+    """Failure policy of a session: the session's failures, and their consequences for its ranks.
 
     Attributes:
         phase: Phase of the session.
-        first: The failure that caused all others; None while nothing has failed.
-        past: The failure from which the session has recovered.
+        first: First failure, which has caused the later ones; None if nothing has failed.
+        past: Failure that happened before the current groups were launched.
     """
 
     def __init__(self) -> None:
@@ -47,14 +48,14 @@ class FailurePolicy:
 
     @property
     def policies(self) -> SessionPolicies:
-        """The policies that apply in the present phase: none while the ranks that the run starts with start or end."""
+        """The policies that apply in the current phase. In STARTING and CLOSING the end of any rank ends the run."""
         return self._policies if self.phase in (SessionPhase.RUNNING, SessionPhase.RECOVERING) else _STRICT
 
     def enter(self, phase: SessionPhase, policies: SessionPolicies | None = None) -> None:
-        """Enters a phase; `policies` replaces those of the training phases.
+        """Enters a phase; `policies` replaces the policies of the training phases.
 
         Raises:
-            RlhpcError: The phase cannot follow the present one.
+            RlhpcError: The phase cannot follow the current one.
         """
         if phase not in NEXT_PHASES[self.phase]:
             raise RlhpcError(f"a session that is {self.phase} cannot be {phase} next")
@@ -63,17 +64,17 @@ class FailurePolicy:
             self._policies = policies
 
     def take(self, failure: RlhpcError) -> bool:
-        """Records a failure; returns whether it is the first, of which later ones are consequences."""
+        """Records a failure if it is the first one, because later failures are its consequences; returns whether it is."""
         if self.first is not None:
             return False
         self.first = failure
         return True
 
     def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
-        """Returns whether a failure is the end of a rank that the other ranks can continue without.
+        """Returns whether a failure is the end of a rank and the other ranks can continue without this rank.
 
-        An exception raised by a rank does not count, unless the rank has joined: its machine may then be at fault, and the
-        other ranks will raise a fault of the program, too.
+        The other ranks do not continue after an exception in a rank, unless the rank has joined. The machine of a joined rank
+        may be at fault; if the program is at fault, the other ranks will raise the exception, too.
         """
         group, rank = failure.group, failure.rank
         elastic = self.policies.elastic
@@ -94,19 +95,19 @@ class FailurePolicy:
         return range(rank - rank % size, rank - rank % size + size)
 
     def forgive(self) -> None:
-        """Forgets the first failure: the session recovers from it."""
+        """Forgets the first failure, because the session recovers from it."""
         self.first = None
 
     def put_behind(self) -> None:
-        """Treats the failure as past when new groups are launched: it happened before them."""
+        """Moves the first failure to `past`, because new groups are launched after it."""
         if self.first is not None:
             self.past, self.first = self.first, None
 
     def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
-        """Returns the names of the ranks that may live on.
+        """Returns the names of the ranks that may stay alive after a failure.
 
-        If a restartable group has failed: the ranks of the groups that are not restartable. If a single rank of a group of
-        independent ranks has failed and ended: all other ranks, too.
+        If a restartable group has failed, these are the ranks of all groups that are not restartable. If a rank of a group
+        with independent ranks has failed and ended, these are all other ranks.
         """
         group, rank, restartable = failure.group, failure.rank, self.policies.restartable
         if group not in restartable or not failure.restartable:
@@ -119,14 +120,14 @@ class FailurePolicy:
         }
 
     def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
-        """Returns the names of the ranks that must end with the failure."""
+        """Returns the names of the ranks that must end after a failure."""
         return {r.spec.name for r in ranks} - self.spared(failure, ranks)
 
     def recoverable(self, ranks: Collection[Rank]) -> bool:
-        """Returns whether the run can continue with the other ranks, once those that had to end have ended.
+        """Returns whether the run can continue with the remaining ranks after the others have ended.
 
-        All ended ranks must be restartable, some rank must remain, and none may be in an intermediate state, except those that
-        are about to join: no other rank needs them, and they may never arrive.
+        All ended ranks must be restartable, at least one rank must be ready, and all other ranks must have ended. Ranks that
+        are joining do not count, because no other rank needs them, and they may never arrive.
         """
         states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
         ended_groups = {r.spec.group for r in ranks if r.state == "ended"}
@@ -134,7 +135,7 @@ class FailurePolicy:
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Returns the items by key, both in the order of their first appearance."""
+    """Returns the items by key; keys and items are in the order of their first appearance."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -143,17 +144,19 @@ def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 log = logging.getLogger(__name__)
 
-#: How often the driver checks.
+#: Seconds between two checks of the driver.
 TICK_S = 2.0
+#: Seconds of silence after which a rank is suspect.
 SUSPECT_S = 15.0
+#: Seconds of silence after which a rank is lost.
 LOST_S = 180.0
-#: The same for a joined rank: the others continue without it, and its job may have been suspended for another.
+#: Seconds of silence after which a joined rank is lost: the other ranks continue, and its job may have been suspended.
 JOINED_LOST_S = 60.0
-#: How long one that joins may take to its first sign of life, and between two until it is ready.
+#: Seconds of silence after which a joining rank that is not ready yet is lost.
 ARRIVES_S = 180.0
-#: A driver that checks this late was itself not running.
+#: Delay of a check in seconds from which the driver concludes that it was not running itself.
 _AWAY_S = 5.0
-#: Silent ranks named at a time: when a switch fails, thousands are silent.
+#: Maximum number of silent ranks that a check names: after the failure of a switch, thousands of ranks may be silent.
 _NAMED = 5
 
 
@@ -161,10 +164,10 @@ class HeartbeatMonitor:
     """Heartbeat monitor of the ranks that are ready.
 
     Args:
-        fail: Called with the failure of a rank that is lost.
-        has_ended: Returns whether the process of a rank's record is known to have ended. Called only for ranks that have
-            joined: the starter of other ranks reports their end, but the starter of these may have been killed with them.
-        failures: Failure policy, which knows the groups with a lease of their own.
+        fail: Called with the failure of each lost rank.
+        has_ended: Returns whether the process of a rank's record is known to have ended. Called only for joined ranks: the
+            launcher of other ranks reports their end, but the process that started a joined rank may have been killed, too.
+        failures: Failure policy, which has the leases of the groups.
     """
 
     def __init__(
@@ -174,12 +177,12 @@ class HeartbeatMonitor:
         failures: FailurePolicy,
     ) -> None:
         self._fail, self._has_ended, self._failures = fail, has_ended, failures
-        #: Incarnations that another process of their host has found to have ended.
+        #: Incarnations of ranks that another process of the same host has reported as ended.
         self._unreachable = set[str]()
         self.looked = time.monotonic()
 
     def record_note(self, member: Member, event: str) -> None:
-        """Records a note from a rank or, if the note is `unreachable`, from another rank about it."""
+        """Records a note about a rank. Another rank sends the note `unreachable`; the rank itself sends all other notes."""
         if event == "unreachable":
             self._unreachable.add(member.spec.incarnation)
             return
@@ -187,9 +190,9 @@ class HeartbeatMonitor:
         member.leaving = member.leaving or event == "leaving"
 
     def look(self, members: Iterable[Member]) -> None:
-        """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
+        """Checks the time since each rank's last heartbeat (`Member.alive`); called every `TICK_S` seconds."""
         now = time.monotonic()
-        # a suspended job, or a stopped driver: no rank could send anything during that time
+        # if the job was suspended or the driver stopped, no heartbeat could arrive during that time
         pause_s, self.looked = now - self.looked - TICK_S, now
         suspects: list[Member] = []
         for member in members:

@@ -1,4 +1,4 @@
-"""Files that a user names: one, a folder of them, or a pattern."""
+"""File access: files named by users, durable writes, and bounded reads of JSON and YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expand_home(path: str | Path) -> Path:
     """Returns a path with the home folder in place of `~` or `~user`.
 
     Raises:
-        ConfigError: There is no such user, or the locale cannot write the path.
+        ConfigError: The user does not exist, or the locale's encoding cannot represent the path.
     """
     check_encoding(str(path))
     try:
@@ -35,7 +35,7 @@ def check_encoding(text: str) -> None:
     """Refuses a text that the encoding of this process's locale cannot represent.
 
     Raises:
-        ConfigError: Names the encoding, and how to choose another.
+        ConfigError: The message has the encoding and a remedy.
     """
     encoding = sys.getfilesystemencoding()
     try:
@@ -50,8 +50,9 @@ def check_encoding(text: str) -> None:
 
 
 def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path]:
-    """Returns the files that `data.….path` refers to: one file, those in a folder with the right suffix, or those that match a
-    pattern.
+    """Returns the files to which a key `data.….path` refers.
+
+    The path is a file, a folder of files that end in one of `suffixes`, or a pattern.
 
     Raises:
         ConfigError: No file matches; the message names the nearest existing path.
@@ -86,7 +87,7 @@ def _nearest(path: Path) -> str:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes the names inside `folder` durable (a rename is on disk only after this)."""
+    """Makes the file names in a folder durable; a rename is on the disk only after this call."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -95,7 +96,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Makes the bytes of `path` durable, whichever process wrote them."""
+    """Makes the content of a file durable, even if another process wrote it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -104,7 +105,7 @@ def fsync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes a new file and fsyncs it. Not atomic: for files inside a staging folder."""
+    """Writes a new file and fsyncs it. The write is not atomic, so use it for files in a staging folder."""
     with path.open("wb") as file:
         _write(file, data)
 
@@ -117,46 +118,44 @@ def _write(file: IO[bytes], data: bytes, *, sync: bool = True) -> None:
 
 
 def _open_new(path: Path, mode: int) -> int:
-    """Creates a file that must not exist, not even as a link; returns its descriptor."""
+    """Creates a file and returns its descriptor; fails if the path exists, even as a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True) -> None:
-    """Replaces the content of `path` by `data`: readers see the old file or the new one, also after a power cut.
+    """Replaces a file atomically: readers see the old file or the new one, even after a power failure.
 
     Args:
-        path: The file.
-        data: All of its content.
-        mode: Permissions of the new file, less the umask.
-        parents: Create a missing folder; False if a removed folder must not come back.
-        sync: False lets the system choose when it reaches the disk: for data of no value after a crash.
+        path: Path of the file.
+        data: Complete new content.
+        mode: Permissions of the new file, before the umask.
+        parents: Create a missing parent folder. False if a removed folder must not be created again.
+        sync: Wait until the data is on the disk. False for data that is not needed after a crash.
 
     Raises:
-        OSError: The filesystem refused, or took only a part (full, quota, read-only); the old file is unchanged.
+        OSError: The write failed, for example on a full disk; the old file is unchanged.
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     fd = _open_new(temporary, mode)
     try:
-        with os.fdopen(
-            fd, "wb"
-        ) as file:  # leaving the block closes the file: some filesystems say only then that they are full
+        with os.fdopen(fd, "wb") as file:  # some filesystems report a full disk only when the block closes the file
             _write(file, data, sync=sync)
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a failed write does not say which file it was
+            error.filename = str(path)  # the error of a failed write does not name the file
         raise
     if sync:
         fsync_folder(path.parent)
 
 
 def follow_umask(folder: Path) -> None:
-    """Gives files below `folder` that only their owner can read the mode that follows from the umask.
+    """Changes the mode of files below `folder` from 0600 to the mode that follows from the umask.
 
-    Libraries that write to a temporary file and rename it (safetensors does) leave 0600 whatever the umask is.
+    Libraries that write to a temporary file and rename it, such as safetensors, leave mode 0600 with any umask.
     """
     intended_mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
@@ -166,21 +165,21 @@ def follow_umask(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """Returns the umask, read from /proc: setting it temporarily, as `os.umask` must, would race with other threads' files."""
+    """Returns the umask from /proc. `os.umask` would have to change it temporarily, which affects files of other threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
-    return 0o077  # a kernel before 4.7: keep the present mode
+    return 0o077  # a kernel before 4.7: keep the current mode
 
 
 def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-    """Creates a file with all of its content at once; returns False if a file of that name exists already.
+    """Creates a file with its complete content atomically; returns False if the path exists already.
 
-    An error of `link` is not trusted: on NFS, a request that is sent again meets the link that the first request made. The
-    number of names of the new file decides.
+    If `link` fails because the path exists, the number of links of the new file decides: on NFS, a request that is sent again
+    fails because of the link that the first request has created.
 
     Raises:
-        OSError: The filesystem refused; there is no new file.
+        OSError: The write failed; the file was not created.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     fd = _open_new(temporary, mode)
@@ -190,12 +189,12 @@ def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # opening it asks the server
+            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # makes NFS query the server
             try:
                 return os.fstat(fd).st_nlink > 1
             finally:
                 os.close(fd)
-        except OSError:  # no hard links here
+        except OSError:  # a filesystem without hard links
             return _create_in_place(path, data, mode)
         return True
     finally:
@@ -216,17 +215,17 @@ _MOST_BYTES = 256 << 20
 _DEEPEST = 100
 _MOST_DIGITS = 300
 _MOST_BRACKETS = 900
-"""Most brackets open at a time; those inside texts count, too."""
+"""Maximum number of brackets that are open at a time, including brackets inside strings."""
 _MOST_NODES = 200_000
 _MOST_CHARACTERS = 1 << 21
-"""Largest YAML text in characters; PyYAML reads about half a megabyte per second."""
+"""Maximum length of a YAML text in characters; PyYAML reads about half a megabyte per second."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a regular file for reading. A pipe would wait for a writer for ever, and a device may have no end.
+    """Opens a regular file for reading. Refuses a pipe, which could block forever, and a device, which may have no end.
 
     Raises:
-        OSError: It is no regular file, or cannot be read.
+        OSError: The path is no regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -239,7 +238,7 @@ def read_file(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
     """Returns the content of a regular file.
 
     Raises:
-        OSError: It is no regular file, is larger than `max_bytes`, or cannot be read.
+        OSError: The path is no regular file, is larger than `max_bytes`, or cannot be read.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
@@ -251,7 +250,7 @@ def read_json(text: str | bytes) -> Any:
     """Parses a JSON text.
 
     Raises:
-        ValueError: It is not JSON, is nested too deep, or has an integer that no float holds.
+        ValueError: The text is not JSON, is nested too deeply, or has an integer with more than 300 digits.
     """
     try:
         return json.loads(text, parse_int=_integer)
@@ -266,21 +265,21 @@ def _integer(digits: str) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value of a file is a finite number; true and false are not."""
+    """Returns whether a value is a finite number; booleans are not numbers here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a value of a file is an integer from 0 to 2^63 - 1."""
+    """Returns whether a value is an integer from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def read_yaml_file(path: Path, loader: Any = None) -> Any:
-    """Reads a YAML file, up to the maximum size of a configuration: the path may be a checkpoint, or a device.
+    """Parses a YAML file. Reads at most the maximum size of a configuration, because the path may name a large checkpoint.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError, yaml.YAMLError: As `read_yaml`.
+        OSError: The file cannot be read.
+        ValueError, yaml.YAMLError: As for `read_yaml`.
     """
     with open_file(path) as file:
         yaml_text = file.read(_MOST_CHARACTERS + 1)
@@ -293,13 +292,13 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     """Parses a YAML text into builtin values.
 
     Args:
-        text: UTF-8.
+        text: YAML text; bytes in UTF-8.
         loader: PyYAML's loader class; must be a SafeLoader, which is the default.
 
     Raises:
-        ValueError: It is not text, too long, nested too deep, or expands too far: an alias stands for everything it names,
-            so a short file may hold billions of values.
-        yaml.YAMLError: It is not YAML.
+        ValueError: The text is not UTF-8, is too long, is nested too deeply, or has too many values. Aliases count as the
+            values they refer to, so that a short text may have billions of values.
+        yaml.YAMLError: The text is not YAML.
     """
     import yaml
 
@@ -308,7 +307,7 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     if _nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MOST_BRACKETS:
         raise ValueError(
             f"nested too deeply (more than {_DEEPEST} levels)"
-        )  # PyYAML would take quadratic time to find this out
+        )  # PyYAML would need quadratic time for such a text
     if isinstance(text, bytes):
         try:
             text = text.decode()
@@ -323,7 +322,7 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
 
 
 def _nesting(text: bytes) -> int:
-    """Returns the largest number of brackets that are open at a time."""
+    """Returns the maximum number of brackets that are open at a time."""
     depth = deepest = 0
     for sign in re.findall(rb"[\[\]{}]", text):
         depth = depth + 1 if sign in b"[{" else max(0, depth - 1)
@@ -332,7 +331,12 @@ def _nesting(text: bytes) -> int:
 
 
 def _count(value: Any, num_values: int, depth: int) -> int:
-    """Counts the values of a parsed text; a value counts once for each alias that names it."""
+    """Returns `num_values` plus the number of values in `value`. A value counts once for each alias of it.
+
+    Raises:
+        ValueError: There are too many values.
+        RecursionError: The values are nested too deeply.
+    """
     num_values += 1
     if num_values > _MOST_NODES:
         raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")
@@ -348,7 +352,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 def unwritable(folder: str | os.PathLike[str]) -> str:
-    """Returns why no file can be created in a folder, which need not exist yet; "" if one can."""
+    """Returns the reason why files cannot be created in a folder, which need not exist yet; "" if they can."""
     existing = os.path.abspath(folder)
     try:
         while not os.path.lexists(existing):

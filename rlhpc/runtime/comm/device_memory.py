@@ -385,7 +385,8 @@ class DevicePool:
         Args:
             tensors: Tensors on this process's accelerator.
             readers: Number of readers.
-            holders: Process of each reader; its end frees the buffer. See `shared_memory.ShmSegment`.
+            holders: For each reader, a process; when this process ends, the buffer is free for the reader. See
+                `shared_memory.ShmSegment`.
 
         Returns:
             Descriptor of the tensors; None if all buffers are in use or the budget is exhausted.

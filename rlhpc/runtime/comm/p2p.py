@@ -21,9 +21,9 @@ from rlhpc.runtime.comm.zmq_sockets import Pending, choose
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
 
-#: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
+#: Seconds that each other receiver gets to confirm a message after the message has failed to reach one receiver.
 _LAST_CHANCE_S = 1.0
-#: Seconds between a receiver's checks whether to give up.
+#: Seconds between two checks of a receiver whether to give up.
 _LOOK_S = 0.2
 #: Seconds that the driver may take to notice that an unreachable rank has ended.
 _NOTICE_S = 5.0
@@ -34,7 +34,7 @@ def _key(tag: str, group: str, rank: int) -> str:
 
 
 class _Transfer:
-    """Transfer of a message to a rank's inbox. The constructor sends the message; `wait` raises a failure to reach the rank.
+    """Transfer of a message to a rank's inbox. The constructor sends the message; `wait` raises an error if that failed.
 
     Args:
         context: Context of this process, the sender.
@@ -91,7 +91,7 @@ class _Transfer:
         return estimate.waiting
 
     def wait_unless_left(self, timeout: float) -> bool | None:
-        """Waits as `wait` does; returns None if the rank could not be reached and its group continues without it."""
+        """Waits like `wait`; returns None if the rank could not be reached and its group continues without this rank."""
         try:
             return self.wait(timeout)
         except ChannelError:
@@ -157,10 +157,10 @@ def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
 
 
 def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
-    """Puts an object, with all its data, into a rank's inbox, where `poll` returns it under the same key.
+    """Puts an object, with all its data, into a rank's inbox; `poll` with the same key returns the object there.
 
     Returns:
-        False if the rank has left and its group continues without it.
+        False if the rank has left and its group continues without this rank.
     """
     context = current()
     transfer = _Transfer(context, (dst_group, dst_rank), context.service.pack(obj, inline=True), key)
@@ -168,7 +168,7 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
 
 
 def await_post(key: str, timeout: float, purpose: str) -> Any:
-    """Waits for the next object that another rank posts to this rank under `key`, and returns it.
+    """Returns the next object that another rank posts to this rank under `key`; waits for the object.
 
     Raises:
         DeadlineExceeded: No object arrived within `timeout` seconds; the message has `purpose`, the expected sender.
@@ -184,7 +184,7 @@ def poll(key: str) -> Any:
     """Returns the next object that was posted to this rank under `key`, without waiting.
 
     Raises:
-        queue.Empty: There is no such object.
+        queue.Empty: No object has arrived under `key`.
     """
     service = current().service
     current().check()
@@ -231,7 +231,7 @@ def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
 
     Args:
         src: Group and rank of the sender.
-        check: Called repeatedly; raises an exception to give up. No message is lost then.
+        check: Called repeatedly; raises an exception to end the wait. A later call still receives the broadcast.
 
     Raises:
         DeadlineExceeded: No broadcast arrived.
@@ -257,12 +257,12 @@ def begin_broadcast(
         obj: The object to send; must not change before all receivers have it.
         group: Worker group of the sender.
         rank: Rank of the sender.
-        groups: Groups and ranks that receive; the sender is left out.
-        segment: Path of a segment that the object refers to and whose reader k is the k-th receiver. It is freed for receivers
-            that the object does not reach.
+        groups: Groups and ranks that receive; the sender is skipped.
+        segment: Path of a segment to which the object refers. The k-th receiver is the segment's reader k. The segment is
+            freed for receivers that the object does not reach.
 
     Returns:
-        A function that waits until the object has reached all receivers; the same thread must call it.
+        A function that waits until the object has reached all receivers; the same thread must call this function.
     """
     context = current()
     targets = [target for name, ranks in groups for member in ranks if (target := (name, member)) != (group, rank)]
@@ -271,7 +271,7 @@ def begin_broadcast(
         return lambda: None
     is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
     consumers = [_consumer_of(context, *target) for target in targets]
-    # Ranks of another host that share a copy count as one reader, so the end of one of them must free nothing.
+    # Ranks of another host that share a copy count as one reader, so the end of one rank must not free the data.
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
     packed = context.service.pack(obj, len(readers), lend=is_remote, consumers=consumers, holders=holders)
     key = _key("b", group, rank)
@@ -289,7 +289,7 @@ def begin_broadcast(
                     discard(str(segment), target_index)
 
     try:
-        # Send to all before waiting for any: waking them one after the other would take twice as long.
+        # Send to all receivers before waiting for any: waking them one after the other would take twice as long.
         for reader, sharers in enumerate(readers):
             name = secrets.token_hex(8) if len(sharers) > 1 else ""
             keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
@@ -305,10 +305,10 @@ def begin_broadcast(
 
 
 def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
-    """Waits for transfers and adds the indices of those that arrived to `reached`. Raises the first failure.
+    """Waits for transfers, and adds the index of each completed transfer to `reached`. Raises the first failure.
 
     Returns:
-        Whether all receivers that were reached had been waiting for the message.
+        Whether all reached receivers were already waiting for the message.
     """
     all_waiting, failure = True, None
     for target_index, transfer in enumerate(transfers):
@@ -325,8 +325,10 @@ def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) 
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """Returns the readers of a segment of this process, as lists of (group, rank): all receivers on another host together are
-    one reader, each receiver on this host is one. Other hosts come first.
+    """Returns the readers of a segment of this process, each as a list of (group, rank).
+
+    All receivers on another host together are one reader; each receiver on this host is a separate reader. The readers on
+    other hosts come first.
     """
     local_readers, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:

@@ -139,8 +139,8 @@ def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, li
     """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory).
 
     Args:
-        obj: Anything that can be pickled.
-        extractor: Extracts tensors, which the stream then lacks; pass them to `loads`.
+        obj: Picklable object.
+        extractor: Extracts tensors from the stream; pass the extracted tensors to `loads`.
     """
     _register_torch()
     try:
@@ -153,7 +153,7 @@ def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, li
 
 
 def pickled(obj: Any) -> bytes:
-    """Pickles `obj` into one stream: by reference if that works without `__main__`, otherwise by value."""
+    """Pickles `obj` into one stream: by value if it needs classes or functions of `__main__`, otherwise by reference."""
     stream = io.BytesIO()
     try:
         _ByReferencePickler(stream).dump(obj)
@@ -174,7 +174,7 @@ def _dump(pickler_class: Any, obj: Any, extractor: TensorExtractor | None) -> tu
 
 
 def owned(buffers: Iterable[Any]) -> list[Any]:
-    """Returns buffers that do not change when the caller writes to its memory: copies all buffers except `bytes`.
+    """Returns buffers that do not change if the caller changes the original data: copies all buffers except `bytes`.
 
     The caller of `send` or `put` may change the object once the call has returned. Data that is sent before the return needs
     no copy; data that is sent or stored later (a queue, a full socket, another thread) does. A read-only view is copied too,
@@ -187,8 +187,9 @@ def owned(buffers: Iterable[Any]) -> list[Any]:
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] = ()) -> Any:
-    """Rebuilds an object from its pickle stream, its buffers, and its extracted tensors. Call it only with bytes from an
-    authenticated socket.
+    """Rebuilds an object from its pickle stream, its buffers and its extracted tensors.
+
+    Call this function only with bytes from an authenticated socket.
     """
     if not tensors:
         return pickle.loads(data, buffers=buffers)
@@ -197,7 +198,7 @@ def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] =
     return unpickler.load()
 
 
-#: Seconds that other receivers wait for the first one to fetch, because its memory is still mapped from the last message.
+#: Seconds that the other receivers of a host wait for receiver 0 to fetch, which still has the last message's memory mapped.
 _PRECEDENCE_S = 0.05
 _PAUSE_S = 0.001
 
@@ -225,7 +226,7 @@ def fetch_once_per_host(
     Args:
         folder: The session's folder on this host.
         share: This receiver.
-        fetch: Fetches the message into a segment for all receivers and returns its path; called by one of them.
+        fetch: Fetches the message into a segment for all receivers and returns its path; only one receiver calls it.
         check: Called while waiting; raises when the run has failed.
         timeout: Seconds to wait for another receiver.
 
@@ -270,9 +271,9 @@ class Origin(NamedTuple):
     """Process that owns a segment.
 
     Attributes:
-        host: Its host's id.
-        endpoint: TCP endpoint of its service; its UNIX socket if the run has one host.
-        bulk: Endpoint of its `BulkServer`, which serves its segments to other hosts.
+        host: Host id of the process.
+        endpoint: TCP endpoint of the process's service; its UNIX socket if the run has one host.
+        bulk: Endpoint of the process's `BulkServer`, which serves its segments to other hosts.
     """
 
     host: str
@@ -284,10 +285,10 @@ class ForwardingProcess:
     """Process on another host that receives data and forwards it to further hosts.
 
     Args:
-        bulk: Endpoint of its `BulkServer`.
+        bulk: Endpoint of the process's `BulkServer`.
 
     Attributes:
-        is_lost: Whether it has ended or has not received the data in time; the data is then fetched from its owner.
+        is_lost: Whether the process has ended or has not received the data in time. The data is then fetched from its owner.
     """
 
     def __init__(self, bulk: str) -> None:
@@ -300,8 +301,8 @@ class Packed:
 
     Attributes:
         nbytes: Size of the object's data, for back pressure.
-        segment: Path of the shared-memory file, or name of the zero-copy buffers; then, separated by `AND`, the path of the
-            accelerator buffer's lease, if there is one. None if all data is inline.
+        segment: Path of the shared-memory file, or name of the zero-copy buffers. If the message uses an accelerator buffer,
+            the path of the buffer's lease follows, separated by `AND`. None if all data is inline.
         readers: Number of readers.
     """
 
@@ -334,17 +335,17 @@ class Packed:
         """Serializes `obj`.
 
         Args:
-            obj: Anything that can be pickled.
+            obj: Picklable object.
             pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
             readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
-            lender: Lender of this process, if all readers are on other hosts: they then read large data directly from the
+            lender: Lender of this process, if all readers are on other hosts. They then read large data directly from the
                 object's memory, which must not change until `settle`.
-            lane: Device pool, if all readers compute on this process's accelerator: large tensors then stay there, if they
-                fit.
+            lane: Device pool, if all readers compute on this process's accelerator. Large tensors then stay on the
+                accelerator, if the pool has room for them.
             inline: Put all data into the message, so that readers need nothing else from this process.
-            holders: For each reader, the process whose end frees the data: the reader itself, or the process that stores its
-                message; see `shared_memory.ShmSegment`.
+            holders: For each reader, the reader's process or the process that stores its message. When this process ends, the
+                data is free for the reader; see `shared_memory.ShmSegment`.
         """
         self._device_message: DeviceMessage | None = None
         buffers = None if lane is None else self._write_to_device(obj, lane, readers, holders)
@@ -370,11 +371,10 @@ class Packed:
             self.segment = AND.join(filter(None, (self._path, self._device_message.path)))
 
     def _write_to_device(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
-        """Pickles the object without its tensors on the accelerator, which are copied to a buffer there.
+        """Copies the object's tensors on the accelerator into a buffer of the pool, and pickles the rest of the object.
 
         Returns:
-            The pickle's buffers; None if tensors on the accelerator must be pickled too, because they are small or the pool is
-            full.
+            The pickle's buffers; None if the tensors are too small or the pool is full, so that they must be pickled too.
         """
         device = current_device()
         if device is None:
@@ -391,7 +391,7 @@ class Packed:
 
         Args:
             reader: Number of the reader.
-            share: Index of the process if several processes of another host share a copy and count as this one reader.
+            share: Index of the receiving process, if several processes of another host share a copy and are one reader.
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
@@ -400,11 +400,12 @@ class Packed:
         return [self._data, pickle.dumps(descriptor), *self._inline]
 
     def owned(self) -> None:
-        """Copies inline data that refers to the caller's memory, so that the object may change while it is in transit."""
+        """Copies inline data that refers to the caller's memory, so that the caller may change the object at once."""
         self._inline = owned(self._inline)
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
-        """Ends all reads of the object's memory by other hosts, after the message has been sent; the object may then change.
+        """Ends all reads of the object's memory by other hosts, after the message has been sent. The caller may then change
+        the object.
 
         Args:
             handed: Whether all readers were already waiting for the message.
@@ -414,16 +415,16 @@ class Packed:
             self._lent.settle(handed, self._pool, check)
 
     def discard(self, first: int = 0, end: int | None = None) -> None:
-        """Frees the data for the readers `first` to `end - 1`, which will not read it; `end` is by default the last reader."""
+        """Frees the data for the readers `first` to `end - 1`, by default all readers. They do not read the data any more."""
         for reader in range(first, (self.readers if end is None else end) if self.segment else 0):
             if self._lent is not None and self._lender is not None:
                 self._lender.release(self._lent.name, reader)
             discard(str(self.segment), reader)
 
 
-#: `(origin, path, size, reader, share)` -> contents of another host's segment, with its layout.
+#: Function (origin, path, size, reader, share) that returns the contents of another host's segment, with its layout.
 Fetch = Callable[[Origin, str, int, int, HostReader | None], memoryview]
-#: `(device_message, origin, reader)` -> tensors that stayed on the sender's accelerator, as tensors of this process.
+#: Function (device_message, origin, reader) that returns the tensors in a sender's accelerator buffer.
 Land = Callable[[DeviceMessage, Origin, int], list[Any]]
 
 
@@ -453,10 +454,10 @@ def unpack(
         mappings: Mappings of this process.
         fetch: Fetches a segment from another host.
         land: Returns the tensors in a buffer on an accelerator.
-        borrow: The caller only reads the result, so no copy on write is needed if there are other readers.
+        borrow: The caller only reads the result, so no copy on write is needed if the segment has other readers.
 
     Returns:
-        The object. A segment with its data stays in use by this reader until the last view is gone.
+        The object. Its segment stays in use by this reader until the last view of the data is deleted.
     """
     stream, descriptor, *inline = frames
     if not len(descriptor):

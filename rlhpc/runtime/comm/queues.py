@@ -1,7 +1,7 @@
 """State of a channel at its home process, and of a worker's inbox: plain data structures without sockets.
 
-All methods are called with the service's lock held. A waiter is a callable that is called once with the answer. It returns
-False if the waiting process has ended; the items are then put back for the next waiter.
+Callers of these methods hold the service's lock. A waiter is a callable that is called once with the answer. It returns False
+if the waiting process has ended; the items then return to the front of the queue for the next waiter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ConsumerLocation(NamedTuple):
 
     Attributes:
         host: Host id; empty if there has been no consumer.
-        device: Address of the accelerator that the consumer computes on; empty if there is none.
+        device: Address of the accelerator that the consumer computes on; empty if it uses no accelerator.
     """
 
     host: str = ""
@@ -68,7 +68,7 @@ class Refusal(str):
 
 
 class ChannelRefused(ChannelError):
-    """Error: the home of a channel has refused a request that does not wait (`Refusal`)."""
+    """Error: the home of a channel has refused a put or get that does not wait (`Refusal`)."""
 
 
 class TooEarly(ChannelError):
@@ -98,10 +98,10 @@ class ChannelState:
     def __init__(self, maxsize: int, max_bytes: int) -> None:
         self.maxsize, self.max_bytes = maxsize, max_bytes
         self.nbytes = 0
-        #: Queues that have items or waiters; others are removed, because most keys may be used once (`str(step)`).
+        #: Queues with items or waiters. Idle queues are removed, because a caller may use most keys only once (`str(step)`).
         self.queues = collections.defaultdict[str, KeyQueue](KeyQueue)
         self._consumers: collections.OrderedDict[str, ConsumerLocation] = collections.OrderedDict()
-        #: By item number: its key, the names of its consumer (process, connection, request), and the item.
+        #: By item number: the item's key, the names of its consumer (process, connection, request), and the item.
         self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
     def count(self, key: str) -> int:
@@ -129,8 +129,9 @@ class ChannelState:
                 del self.queues[key]
 
     def estimate(self, key: str) -> PutEstimate:
-        """Returns the expected consumer of the next item. A consumer that waits for a batch does not count as waiting, because
-        it may not take the item at once.
+        """Returns the expected consumer of the next item.
+
+        A consumer that waits for a batch does not count as waiting, because it may not take the item at once.
         """
         queue = self.queues.get(key)
         is_consumer_waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
@@ -174,8 +175,9 @@ class ChannelState:
         self.nbytes += item.nbytes
 
     def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
-        """Removes and returns the oldest items for one consumer; None if it must wait. A batch ends before the item that would
-        exceed `target`.
+        """Removes and returns the oldest items for one consumer; None if the consumer must wait.
+
+        A batch ends before the item that would exceed `target`.
         """
         if not queue.items:
             return None
@@ -226,15 +228,15 @@ class ChannelState:
             self.nbytes += item.nbytes
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
-        """Marks delivered items as received, so that they are not requeued."""
+        """Marks delivered items as received, so that a consumer's end does not requeue them."""
         for item_id in numbers:
             self.unacknowledged.pop(item_id, None)
 
     def consumer_died(self, consumer: str) -> int:
-        """Requeues at the front the items that `consumer` has not acknowledged, and removes its waiters.
+        """Returns unacknowledged items of a consumer to the front of their queues, and removes the consumer's waiters.
 
         Args:
-            consumer: Name of its process, connection or request.
+            consumer: Name of the consumer's process, connection or request.
 
         Returns:
             Number of requeued items.
@@ -252,7 +254,7 @@ class ChannelState:
         return sum(map(len, requeued_items.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
-        """Removes waiters that have given up; returns the items of cancelled puts."""
+        """Removes waiters for which `matches` returns True; returns the items of cancelled puts."""
         dropped = []
         for queue in self.queues.values():
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
@@ -262,7 +264,7 @@ class ChannelState:
         return dropped
 
     def close(self, reason: str) -> None:
-        """Answers all waiters with the reason why the channel was closed."""
+        """Answers all waiters with the reason for closing the channel, and removes them."""
         for queue in self.queues.values():
             pending_answers = [getter[2] for getter in queue.getters] + [putter[1] for putter in queue.putters]
             queue.getters.clear()
@@ -271,7 +273,7 @@ class ChannelState:
                 answer(reason)
 
 
-#: Function that sends frames to a peer, given by its connection or its ZeroMQ identity.
+#: Function (peer, frames) that sends frames; the peer is a connection or a ZeroMQ identity.
 Reply = Callable[[UnixConnection | bytes, list[Any]], None]
 
 
@@ -291,12 +293,12 @@ class RemoteAnswer:
 
     @property
     def connection_name(self) -> str:
-        """Name of the connection: when it closes, items that were not acknowledged over it return to their queue."""
+        """Name of the connection. When the connection closes, its unacknowledged items return to their queues."""
         return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
 
     @property
     def request_name(self) -> str:
-        """Name of the request: when it is cancelled, items that were delivered to it return to their queue."""
+        """Name of the request. If the request is cancelled, the items of its reply return to their queue."""
         return f"{self.connection_name} {self.number.hex()}"
 
     def frames(self, *frames: Any) -> None:
@@ -324,7 +326,7 @@ class LocalAnswer:
     """Waiter that answers a thread of this process.
 
     Attributes:
-        items: The answer: items, or the reason why the channel was closed; None until it arrives.
+        items: The answer: items, or the reason for closing the channel; None until the answer arrives.
         abandoned: Whether the thread has given up.
     """
 

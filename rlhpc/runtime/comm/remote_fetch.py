@@ -1,6 +1,6 @@
 """Receiving side of large data: segments of other hosts, and tensors on accelerators of this host.
 
-Data of another host is received into a private receive buffer, or into a segment that several processes of this host share.
+A process receives data of another host into a private receive buffer, or into a segment that processes of its host share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class ReceiveBuffers:
-    """Pool of receive buffers, which return to the pool when their last view is gone. Any thread may call any method.
+    """Pool of receive buffers, which return to the pool when their last view is deleted. Any thread may call any method.
 
     Args:
         max_idle: Bytes of free memory that the pool retains.
@@ -45,10 +45,10 @@ class ReceiveBuffers:
         self._idle_bytes = 0
 
     def take(self, size: int, *, lock: bool = False) -> memoryview:
-        """Returns writable memory of `size` bytes, which returns to the pool when its last view is gone.
+        """Returns writable memory of `size` bytes, which returns to the pool when its last view is deleted.
 
         Args:
-            size: Bytes.
+            size: Number of bytes.
             lock: Page-lock the memory, if this process has an accelerator, so that the accelerator can copy from it by DMA.
         """
         capacity = capacity_of(size)
@@ -74,17 +74,17 @@ class ReceiveBuffers:
                 self._idle_bytes += capacity
 
 
-#: Seconds to wait for a forwarding process to have the data, before it counts as lost.
+#: Seconds that a forwarding process may take to receive the data, before it counts as lost.
 _PATIENCE_S = 10.0
 
 
 class Fetching:
-    """Fetches segments from the processes on other hosts that wrote or forward them.
+    """Client that fetches segments from their owners on other hosts, or from processes that forward them.
 
     Args:
         scratch: The session's folders on this host.
         pool: Pool for data that this process fetches for several processes of this host.
-        mappings: Mappings of data that another process has fetched.
+        mappings: Mappings for data that another process of this host has fetched.
         peers: Connections to other hosts.
         check: Called while waiting; raises when the run has failed.
     """
@@ -113,13 +113,13 @@ class Fetching:
         Args:
             origin: Owner of the segment.
             path: Path of the segment.
-            size: Bytes of its data.
+            size: Bytes of the segment's data.
             reader: Number of this reader.
-            share: Index of this process if several processes of this host share a copy and count as one reader.
+            share: Index of this process, if several processes of this host share a copy and are one reader.
             in_place: For shared data, as in `Mappings.lease`.
-            later: List to which the function is added that releases the segment at its owner. By default the segment is
-                released as soon as the data has been received.
-            forwarder: Process that is asked first, and its name for the data.
+            later: List for the function that releases the segment at its owner; the caller calls this function. By default
+                the segment is released as soon as the data has been received.
+            forwarder: Process from which the data is requested first, and the name of the data in that process.
             lock: Page-lock the memory, if this process has an accelerator, so that the accelerator can copy from it by DMA.
         """
 
@@ -173,7 +173,7 @@ class Fetching:
 #: Seconds that the sender's service may take to copy a message to the host.
 _DEADLINE_S = 60.0
 
-#: `(origin, path, size)` -> contents of a segment, with its layout.
+#: Function (origin, path, size) that returns the contents of a segment, with its layout.
 Read = Callable[[Origin, str, int], memoryview]
 
 
@@ -207,19 +207,19 @@ class DeviceChannel:
         return self.pool if consumers and all(self.pool.reaches(*consumer) for consumer in consumers) else None
 
     def settle(self) -> None:
-        """Frees other processes' buffers whose copies are complete; called before this process waits."""
+        """Releases other processes' buffers after this process's copies from them are complete. Called before a wait."""
         if not self._mappings.reading:
             return
         with contextlib.suppress(RuntimeError):  # the accelerator has failed; code that uses it will report that
             self._mappings.settle()
 
     def park(self) -> None:
-        """Frees accelerator memory: closes other processes' buffers, and drops this process's buffers without readers."""
+        """Frees accelerator memory: closes other processes' buffers, and drops unused buffers of this process."""
         self._mappings.park()
         self.pool.park()
 
     def forget(self) -> None:
-        """Drops all buffers and known locations after other ranks have died, because ranks may restart elsewhere."""
+        """Drops all buffers and known locations after the failure of other ranks, because ranks may restart on other hosts."""
         self.pool.forget()
         self.consumers.clear()
 
@@ -230,12 +230,13 @@ class DeviceChannel:
         self.pool.forget()
 
     def land(self, device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
-        """Returns a message's tensors on this process's accelerator, or on the CPU if it has none. If the buffer cannot be
-        opened here, the sender's service copies it to the host first.
+        """Returns a message's tensors on this process's accelerator, or on the CPU if this process uses no accelerator.
+
+        If this process cannot open the buffer, it requests a copy on the host from the sender's service.
 
         Raises:
             SegmentGone: The sender has ended or has dropped the message.
-            ChannelError: The same, if the sender's service was asked for a copy.
+            ChannelError: The sender has ended or has dropped the message, and a copy was requested from its service.
         """
         try:
             return self._mappings.take(device_message, reader)

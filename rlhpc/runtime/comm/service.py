@@ -1,11 +1,11 @@
 """Service of a process: stores its channels and inbox, and serves its payloads to other processes.
 
 Every process of a session has a service thread. That thread never runs user code and never unpickles a payload, so it
-answers in microseconds whatever the main thread computes. Other threads of the process access the same state directly, under
-one lock and without a socket, and unpickle payloads themselves (`Service.unpack`).
+answers in microseconds even if the main thread is computing. Other threads of the process access the same state directly,
+under one lock and without a socket, and unpickle payloads themselves (`Service.unpack`).
 
-While a thread waits for an item that this process stores, it runs the event loop itself, so that a message wakes only the
-thread that needs it. The service thread sleeps meanwhile, and runs the loop again when no other thread does.
+A thread that waits for an item of this process runs the event loop itself, so that a message wakes only the thread that needs
+it. The service thread sleeps during that time, and runs the loop again when no other thread does.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class KeyValueStore:
                 return b"%d" % sum(stored_key.startswith(key) for stored_key in values)
             if (
                 op == b"swap" and values.get(key, b"") != arguments[0]
-            ):  # torch's compare_set: an absent key counts as empty
+            ):  # torch's compare_set: a missing key counts as empty
                 return values.get(key, arguments[0])
             if op == b"add":
                 values[key] = b"%d" % (int(values.get(key, b"0")) + int(arguments[0]))
@@ -93,7 +93,7 @@ class KeyValueStore:
             return values[key]
 
     def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
-        """Calls `answer` with the value of a key: at once, or when the key is set."""
+        """Calls `answer` with the value of a key, at once or as soon as the key is set."""
         with self._changed:
             if key in self._values:
                 answer(self._values[key])
@@ -117,12 +117,12 @@ class Service:
         tcp_address: Address to listen on for other hosts; None if all processes run on this host.
         check: Called while waiting; raises when the run has failed.
         on_tick: Called every `tick_s` on the thread that runs the event loop (heartbeats).
-        tick_s: Seconds between ticks. Each tick wakes the process; an idle process costs nothing else.
-        on_note: Called, on the thread that runs the event loop, with each note that another process sent: ready, alive,
-            failed, exit, leaving or unreachable.
-        on_join: Called with the request of a process that asks to join the run; returns the reply. None except in the driver.
-        on_broken: Called on the service thread when an error ends it; from then on this process does not answer.
-        doing: Called when another process asks what this one is doing; returns the answer.
+        tick_s: Seconds between ticks. Each tick wakes the process; an idle process uses no other CPU time.
+        on_note: Called, on the thread that runs the event loop, with each note from another process. The event of a note is
+            ready, alive, failed, exit, leaving or unreachable.
+        on_join: Called with each request of a process to join the run; returns the reply. None except in the driver.
+        on_broken: Called on the service thread when an error ends this thread. Afterwards the process answers no requests.
+        doing: Returns the current activity of this process; called when another process requests it.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class Service:
         self.lender, self.forwarded_data = Lender(self.pool), ForwardedData()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.store = KeyValueStore()
-        #: Number of the newest recovery for which the driver has told this process to abort its current call.
+        #: Number of the newest recovery for which the driver has requested an abort of this process's current call.
         self.aborted = 0
         #: Number of the last completed recovery. The request to abort arrives over a different connection than calls, so it
         #: may arrive after this has been set.
         self._resumed = 0
-        #: By connection: why an item was refused whose sender does not wait for an answer.
+        #: By connection: reason for refusing an item that was sent without waiting for an answer.
         self._refusals: dict[str, bytes] = {}
-        #: Latest known number of membership changes. When it changes, cached member records are read again.
+        #: Latest known number of membership changes. A change makes `Context.member` read the records again.
         self.epoch = 0
         zap = ZapAuthenticator(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
@@ -181,8 +181,9 @@ class Service:
         self.on_note, self.on_join = on_note, on_join
         self._loop = threading.Lock()  # held by the thread that runs the event loop
         self._leader: int | None = None  # identifier of that thread: a waiting thread, or else the service thread
-        self._guests = 0  # number of threads that wait for an item stored here; while there are any, they run the loop
-        self._followers: list[LocalAnswer] = []  # answers that waiting threads expect while another one runs the loop
+        self._guests = 0  # number of threads that wait for an item of this process; if it is not 0, they run the loop
+        #: Expected answers of the threads that wait while another thread runs the loop.
+        self._followers: list[LocalAnswer] = []
         self._unparked = threading.Event()
         self._next_tick = time.monotonic()
         if router:
@@ -202,7 +203,7 @@ class Service:
         return self._stopping
 
     def check(self) -> None:
-        """Raises if the run has failed, if this process has left it, or if the driver has aborted the current call."""
+        """Raises if the run has failed, if this process has left the run, or if the driver has aborted the current call."""
         if self._stopping:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         if self.aborted > self._resumed:
@@ -210,14 +211,16 @@ class Service:
         self._run_failed()
 
     def resume(self, recovery: int) -> None:
-        """Ends the abort of calls after the recovery with this number, and drops tensors on the accelerator that this process
-        has sent and that are unread.
+        """Ends the abort of calls after a recovery, and drops sent accelerator tensors that no process has read.
+
+        Args:
+            recovery: Number of the recovery.
         """
         self.lane.forget()
         self._resumed = recovery
 
     def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
-        """Queues a reply, which the thread that runs the event loop sends."""
+        """Queues a reply; the thread that runs the event loop sends it."""
         self._sockets.queue(peer, frames)
         if threading.get_ident() != self._leader:
             self._sockets.wake()
@@ -229,7 +232,7 @@ class Service:
             raise ChannelError(f"{self.name} is not the home of a channel named {name!r}") from None
 
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None:
-        """Creates channel `name` in this process; closes an existing channel of that name first."""
+        """Creates channel `name` in this process; first closes an existing channel with this name."""
         with self.lock:
             previous = self.channels.get(name)
             if previous:
@@ -239,11 +242,11 @@ class Service:
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
     def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
-        """Calls `act` with a new waiter, under the lock, and waits until the waiter is answered; returns the items.
+        """Calls `act` with a new waiter under the lock, waits for the answer, and returns the items.
 
         Raises:
-            DeadlineExceeded: There was no answer within `timeout` seconds.
-            queue.Empty: `act` returned False (a call that does not wait).
+            DeadlineExceeded: No answer arrived within `timeout` seconds.
+            queue.Empty: `act` returned False, because the operation does not wait.
             ChannelError: The channel was closed.
         """
         answer = LocalAnswer()
@@ -260,7 +263,7 @@ class Service:
             self._abandon(answer)
             if answer.items is None and self._stopping:
                 self.check()
-            if answer.items is None:  # it did not arrive at the last moment either
+            if answer.items is None:  # the answer did not arrive before `_abandon` took the lock
                 raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {purpose}")
         if isinstance(answer.items, str):
             raise ChannelError(answer.items)
@@ -277,7 +280,7 @@ class Service:
                 if remaining_s <= 0:
                     return
                 if self._leader == self._thread.ident:
-                    self._sockets.wake()  # ask the service thread to step aside
+                    self._sockets.wake()  # makes the service thread stop running the loop
                 if self._loop.acquire(timeout=min(0.002, remaining_s)):
                     try:
                         self._leader = threading.get_ident()
@@ -302,7 +305,7 @@ class Service:
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
         """Waits for the answer while another waiting thread runs the event loop.
 
-        Returns at once if the service thread runs it: that thread is about to step aside, and no thread would then run the
+        Returns at once if the service thread runs the loop: that thread is about to stop, and no thread would then run the
         loop.
         """
         with self.lock:
@@ -329,16 +332,16 @@ class Service:
             self.withdraw(lambda a: a is answer)
 
     def withdraw(self, matches: Callable[[Callable[..., bool]], bool]) -> None:
-        """Removes waiters that have given up, and frees the data of their pending puts; called under the lock."""
+        """Removes waiters for which `matches` returns True, and frees the data of their puts; called under the lock."""
         for state in self.channels.values():
             for item in state.cancel(matches):
                 discard(item.segment)
 
     def consumer_died(self, consumer: str) -> None:
-        """Returns items that a dead consumer has not acknowledged to their queues.
+        """Requeues the items that a dead consumer has not acknowledged.
 
         Args:
-            consumer: Name of its process, connection or request.
+            consumer: Name of the consumer's process, connection or request.
         """
         self._refusals.pop(consumer, None)
         with self.lock:
@@ -374,14 +377,14 @@ class Service:
         """Serializes an object.
 
         Args:
-            obj: Anything that can be pickled.
+            obj: Picklable object.
             readers: Number of processes that will read the object.
             lend: Let readers on other hosts read directly from the caller's memory (`zero_copy`); only if all readers are on
                 other hosts and the caller calls `settle`.
             consumers: Locations of the readers, if known.
             inline: Put all data into the message.
-            holders: For each reader, the process whose end frees the data: the reader itself, or the process that stores its
-                message; see `shared_memory.ShmSegment`.
+            holders: For each reader, the reader's process or the process that stores its message. When this process ends, the
+                data is free for the reader; see `shared_memory.ShmSegment`.
         """
         lender = self.lender if lend and self._bulk else None
         device_pool = self.lane.to(consumers) if consumers else None
@@ -395,7 +398,7 @@ class Service:
         Args:
             frames: The received frames.
             borrow: The caller only reads the result.
-            later: List to which functions are added that release data on other hosts; the caller calls them once the item is
+            later: List for the functions that release data on other hosts; the caller calls these functions after the item is
                 acknowledged. By default the data is released at once.
         """
         fetch = functools.partial(self.fetch, in_place=borrow, later=later)
@@ -438,7 +441,7 @@ class Service:
         pause_s = _PARK_S
         while not self._stopping:
             if self._guests:
-                # Sleep longer while other threads keep running the loop; a thread that ran it for long sets the event.
+                # Sleep longer each time, as long as other threads run the loop; a thread sets the event after a long wait.
                 pause_s = _PARK_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
                 self._unparked.clear()
                 continue
@@ -453,7 +456,7 @@ class Service:
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
-        """Runs one iteration of the event loop, on the thread that runs it; returns False if nothing happened."""
+        """Runs one iteration of the event loop; returns False if no event occurred."""
         was_active = self._sockets.run_once(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
@@ -477,7 +480,7 @@ class Service:
                 self.reply(peer, [request_id, b"too early" if isinstance(error, TooEarly) else b"error", error_text])
             elif (
                 operation == b"PUT"
-            ):  # keep the first cause for the sender's next request, which is `Peers.confirm`'s at the latest
+            ):  # report the first cause in the reply to the sender's next request, at the latest that of `Peers.confirm`
                 self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + error_text)
 
     # -- requests of other processes, on the thread that runs the loop --------------------------------------------
@@ -521,7 +524,7 @@ class Service:
         with self.lock:
             self.withdraw(lambda a: isinstance(a, RemoteAnswer) and a.request_name == name)
             for state in self.channels.values():
-                state.consumer_died(name)  # the answer was already sent: its items return to the front of their queues
+                state.consumer_died(name)  # requeues the items of an answer that was already sent
 
     def _on_store(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         op, key, *arguments = (bytes(frame) for frame in frames)
@@ -531,8 +534,9 @@ class Service:
             answer.frames(self.store.execute(op, key, *arguments))
 
     def _on_to_host(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        """Copies an accelerator buffer of this process to a segment, for a reader that cannot open the buffer. This is rare,
-        and the only operation here that copies data.
+        """Copies an accelerator buffer of this process to a segment, for a reader that cannot open the buffer.
+
+        This is a rare request, and the only one that copies data on the service thread.
         """
         path, spans = self.pool.write([memoryview(self.lane.pool.to_host(*pickle.loads(frames[0])).numpy())])
         answer.frames(pickle.dumps((path, spans[0][0])))

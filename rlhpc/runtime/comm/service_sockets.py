@@ -20,7 +20,7 @@ Peer = UnixConnection | bytes
 
 
 class ServiceSockets:
-    """The sockets of a service.
+    """Sockets of a service, and its event loop.
 
     Args:
         listener: Listening socket for processes of this host.
@@ -50,7 +50,7 @@ class ServiceSockets:
         self._connections: dict[int, UnixConnection] = {}
         self._ports: dict[int, TcpPort] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # not closed by `close`: another thread may still write to it, and its number could then be another file's
+        # `close` does not close the eventfd: another thread may still write to it, and the number may belong to another file
         weakref.finalize(self, os.close, self._wake)
         self._epoll = select.epoll()
         for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
@@ -61,7 +61,7 @@ class ServiceSockets:
             self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
 
     def watch_port(self, port: TcpPort) -> None:
-        """Adds a port, which is checked for a shortage of descriptors whenever a process connects to it."""
+        """Adds a port; each connection to the port triggers a check whether the process is short of file descriptors."""
         self._ports[port.listener.fileno()] = port
         self._epoll.register(port.listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
@@ -78,8 +78,9 @@ class ServiceSockets:
         os.eventfd_write(self._wake, 1)
 
     def run_once(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for an event, handles the messages that have arrived, and sends queued ones. Returns
-        False if there was no event.
+        """Waits at most `timeout` seconds for an event, handles the arrived messages, and sends the queued messages.
+
+        Returns False if no event occurred.
         """
         events = self._epoll.poll(timeout)
         for fd, event in events:
@@ -118,13 +119,13 @@ class ServiceSockets:
             self._on_close(connection.name)
 
     def _exchange(self) -> None:
-        """Handles the messages that have arrived from other hosts, and sends all queued messages."""
+        """Handles the arrived messages of other hosts, and sends all queued messages."""
         router = self._router
         while True:
             while router and readable(router):
                 identity, *message = router.recv_multipart()
                 self._handle(identity, join_pieces(message))
-            # Sending also processes arrivals, which the descriptor then no longer signals, so check again.
+            # Sending also reads new messages from the network; the descriptor does not signal these, so check again.
             if not self._outbox:
                 return
             while self._outbox:

@@ -1,9 +1,9 @@
 """Reusable shared-memory segments: file layout, the writer's pool and the reader's mappings.
 
-Allocating a page costs more than copying data into it, so a segment stays mapped at both ends and is reused for later
-items. Its first page has one byte per reader with that reader's state. The writer sets all of them after it has written the
-data. A reader sets its byte when it has mapped the segment, and clears it when the last object that refers to the data is
-gone. A byte has one writer at a time, so no lock and no message is needed.
+Allocating a page takes longer than copying data into it, so a segment stays mapped at both ends and is reused for later
+items. Its first page has one byte per reader with the reader's state. The writer sets all bytes after it has written the
+data. A reader sets its byte when it has mapped the segment, and clears the byte when the last object that refers to the data
+is deleted. Only one process at a time writes to a byte, so neither a lock nor a message is needed.
 
     0  free          1  written, not mapped by this reader yet          2  in use by this reader
 
@@ -11,7 +11,7 @@ The page's last byte is 3 while the writer keeps the segment for readers that ma
 the page also records the process (pid and PID namespace) of each reader that uses the data, for up to 256 readers. With this
 record the writer frees data that a killed process was using.
 
-A reader keeps its mapping: once all readers have mapped the segment, the writer may unlink and forget it.
+A reader keeps its mapping. Once all readers have mapped the segment, the writer may therefore unlink and forget the segment.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ def unlink(path: str) -> None:
 
 
 def capacity_of(size: int) -> int:
-    """Returns the capacity of a segment for `size` bytes: rounded up in steps of about an eighth of the size, so that similar
-    sizes can reuse each other's segments.
+    """Returns the capacity of a segment for `size` bytes.
+
+    The size is rounded up in steps of about an eighth of it, so that data of similar size can reuse the segment.
     """
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns (offset, size) of buffers with these sizes in a segment, aligned to 64 bytes."""
+    """Returns (offset, size) in a segment for buffers of these sizes, aligned to 64 bytes."""
     spans, offset = [], HEADER
     for size in sizes:
         spans.append((offset, size))
@@ -101,12 +102,12 @@ def begin_use(page: mmap.mmap, reader: int) -> None:
 
 
 def end_use(page: mmap.mmap, reader: int) -> None:
-    """Marks the data as free for a reader that has finished, or that will never read it."""
+    """Marks the data as free for a reader that has finished or will never read the data."""
     page[reader : reader + 1] = FREE
 
 
 def awaited_readers(page: mmap.mmap, readers: int) -> list[bool]:
-    """Returns for each reader whether it has not mapped the segment yet."""
+    """Returns for each reader whether it still has to map the segment."""
     return [state == WRITTEN[0] for state in page[:readers]]
 
 
@@ -128,8 +129,8 @@ class ShmSegment:
         path: Path of its file.
         capacity: Maximum number of bytes of data.
         readers: Number of readers of the current data.
-        holders: For each reader, the process (`host.process_key`) that will read the data, or that stores the reader's message
-            until then; "" if unknown. When that process ends, the data is free for this reader.
+        holders: For each reader, the reader's process or the process that stores its message (`host.process_key`); "" if the
+            process is unknown. When the process ends, the data is free for this reader.
         checked: Time (`time.monotonic`) at which the writer last checked whether readers have ended.
         pooled: Whether the segment may be reused; a segment on disk may not.
         written: Time (`time.monotonic`) at which the current data was written.
@@ -172,12 +173,12 @@ def map_segment(path: str, flags: int) -> mmap.mmap:
 
 
 def map_private(path: str) -> mmap.mmap:
-    """Maps a segment privately: other processes do not see writes to the memory.
+    """Maps a segment privately, so that other processes do not see writes to the memory.
 
     Raises:
         SegmentGone: The segment no longer exists.
     """
-    # Not populated: that would copy every page at once.
+    # without MAP_POPULATE, which would copy every page at once
     return map_segment(path, mmap.MAP_PRIVATE)
 
 
@@ -200,7 +201,7 @@ def discard(path: str, reader: int = 0) -> None:
 
 
 def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
-    """Yields for each segment in a folder: path, the writer's process id, the readers' bytes, and whether it is kept."""
+    """Yields for each segment in a folder its path, the writer's process id, the readers' bytes, and whether it is kept."""
     for dir_entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(dir_entry.name)) is not None:
             with contextlib.suppress(OSError), open(dir_entry.path, "rb") as file:
@@ -232,13 +233,13 @@ def remove_idle_of_the_dead(folder: Path) -> None:
             unlink(path)
 
 
-#: Minimum bytes to copy with several threads: a smaller copy ends before another thread has woken up.
+#: Minimum bytes for a copy with several threads: a smaller copy ends before another thread has woken up.
 _WORTH_IT = 8 << 20
 #: Bytes that a thread copies at a time.
 _PIECE = 2 << 20
-#: Buffers up to this size are copied without releasing the GIL, because there may be hundreds of them.
+#: Maximum bytes of a buffer that is copied without releasing the GIL; a message may have hundreds of such buffers.
 _SMALL = 64 << 10
-#: Maximum number of threads; more would add little, and other processes need cores too.
+#: Maximum number of copy threads; more threads would copy little faster, and other processes need cores too.
 _MAX_THREADS = 4
 
 _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -246,7 +247,7 @@ _helpers: list[threading.Thread] = []
 
 
 def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
-    """Copies buffers to offsets in `memory`, with several threads if there is much data.
+    """Copies buffers to offsets in `memory`; uses several threads for large data.
 
     Args:
         memory: Memory to write to.
@@ -304,7 +305,7 @@ def _help() -> None:
 
 
 def _forget_helpers() -> None:
-    """Resets the copy threads after a fork: they exist only in the parent, and one of them may have held the queue's lock."""
+    """Resets the copy threads after a fork: they exist only in the parent, and a thread may have held the queue's lock."""
     global _jobs
     _jobs = queue.SimpleQueue()
     _helpers.clear()
@@ -323,13 +324,13 @@ class Mappings:
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, in_place: bool = True) -> memoryview:
-        """Returns a view of a segment, whose data stays in use by the reader until the last reference to the view is gone.
+        """Returns a view of a segment. The segment stays in use by the reader until the last reference to the view is deleted.
 
         Args:
             path: Path of the segment.
             reader: Number of this reader.
             in_place: Return a view of the shared memory itself; for callers that only read, or if no other process reads the
-                segment. Otherwise the view is of a private mapping, so writes stay in this process.
+                segment. Otherwise return a view of a private mapping, so that other processes do not see writes.
 
         Raises:
             SegmentGone: The segment no longer exists.
@@ -337,14 +338,16 @@ class Mappings:
         shared = self._map(path)
         begin_use(shared, reader)
         memory = shared if in_place else map_private(path)
-        # The finalizer runs when the last tensor, array or slice of this view is gone.
+        # The finalizer runs when the last tensor, array or slice of this view is deleted.
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, end_use, shared, reader).atexit = False
         return view.data
 
     def lock(self, path: str) -> None:
-        """Page-locks a mapped segment, so that this process's accelerator copies from it by DMA; does nothing without an
-        accelerator. Locks it once while it stays mapped, because locking takes longer than a copy.
+        """Page-locks a mapped segment, so that this process's accelerator copies from it by DMA.
+
+        Locks a segment once for as long as it is mapped, because locking takes longer than a copy. Does nothing if this
+        process uses no accelerator.
         """
         with self._lock:
             memory = self._mapped.get(path)
@@ -361,7 +364,7 @@ class Mappings:
             return memory
 
     def _sweep(self) -> None:
-        """Forgets segments that their writers have removed, so that their memory is freed once no view refers to it."""
+        """Forgets removed segments, so that their memory is freed once no view refers to it."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
         self._pages = {path: pages for path, pages in self._pages.items() if path in self._mapped}
         self._sweep_at = max(16, 2 * len(self._mapped))
@@ -371,7 +374,7 @@ log = logging.getLogger(__name__)
 
 #: Number of segments in use, oldest first, that are checked before a new one is created.
 _MAX_CHECKED = 16
-#: Maximum number of segments in use that a pool tracks; further ones are forgotten once all their readers have mapped them.
+#: Maximum number of segments in use that a pool tracks. Further segments are forgotten once all readers have mapped them.
 _MAX_BUSY = 4096
 #: The last two bytes of a segment's first page belong to no reader.
 _MAX_READERS = HEADER - 2
@@ -387,7 +390,7 @@ class SegmentPool:
     Args:
         scratch: The session's folders on this host.
         max_idle: Bytes of free segments that the pool retains; by default a sixteenth of the shared memory, at most 2 GiB.
-        patience: Seconds after which data for several readers is dropped even if one of them has not read it.
+        patience: Seconds after which data for several readers is dropped, even if not all of them have read it.
     """
 
     def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
@@ -411,7 +414,7 @@ class SegmentPool:
             buffers: Flat, contiguous buffers.
             readers: Number of readers; they are numbered from 0.
             keep: Keep the segment until `drop`, for readers that arrive later.
-            holders: For each reader, the process whose end frees the data; see `ShmSegment`.
+            holders: For each reader, a process; when this process ends, the data is free for the reader. See `ShmSegment`.
 
         Returns:
             The segment's path, and (offset, length) of each buffer.
@@ -431,8 +434,9 @@ class SegmentPool:
         return segment.path, spans
 
     def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
-        """Returns a segment of `size` bytes, which the caller writes to its `memory` from offset `HEADER` on. The other
-        arguments are as in `write`.
+        """Returns a segment for `size` bytes, which the caller writes to the segment's `memory` from offset `HEADER` on.
+
+        The other arguments are as in `write`.
 
         Raises:
             OSError: Neither the shared memory nor the spill folder has enough space.
@@ -454,25 +458,25 @@ class SegmentPool:
                     end_use(segment.memory, slot)
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """Returns the mapped memory of a segment of this process; None if the pool does not track it (any more)."""
+        """Returns the mapped memory of a segment of this process; None if the pool does not track the segment."""
         with self._lock:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a segment whether it has not mapped it yet; empty if the segment is not in use."""
+        """Returns for each reader whether it still has to map the segment; empty if the segment is not in use."""
         with self._lock:
             segment = self._by_path.get(path)
         return [] if segment is None else awaited_readers(segment.memory, segment.readers)
 
     def drop(self, path: str) -> None:
-        """Removes a kept segment. It is not reused, because readers that have mapped it may still use it."""
+        """Removes a kept segment. The segment is not reused, because readers that have mapped it may still use it."""
         with self._lock:
             del self._by_path[path]
         unlink(path)
 
     def forget_process(self, process: str) -> None:
-        """Frees the segments written for a process that has ended (`host.process_key`), whether or not it had mapped them.
+        """Frees all segments written for a process that has ended (`host.process_key`).
 
         These segments are not reused, so that their data stays unchanged if the process is alive after all.
         """
@@ -498,7 +502,7 @@ class SegmentPool:
             end_use(segment.memory, reader)
 
     def close(self) -> None:
-        """Removes the segments that are not in use. The others are removed with the session's folder."""
+        """Removes the segments that are not in use. The removal of the session's folder removes the other segments."""
         with self._lock:
             for segment in itertools.chain(self._by_path.values(), *self._idle.values()):
                 if segment.free():
@@ -510,7 +514,7 @@ class SegmentPool:
     # -- reusing a segment ----------------------------------------------------------------------------------------
 
     def _take(self, capacity: int) -> ShmSegment | None:
-        """Returns a free segment of exactly this capacity; None if there is none."""
+        """Returns a free segment of exactly this capacity; None if the pool has no such segment."""
         with self._lock:
             for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_MAX_CHECKED, len(self._busy))):
                 if self._idle.get(capacity):
@@ -544,7 +548,7 @@ class SegmentPool:
             self._busy.append(segment)
 
     def _retire(self, segment: ShmSegment) -> None:
-        """Adds a free segment to the idle ones; while those exceed `max_idle` bytes, removes the oldest of the largest."""
+        """Adds a free segment to the idle segments. While these exceed `max_idle` bytes, removes the oldest of the largest."""
         del self._by_path[segment.path]
         if not segment.pooled:
             unlink(segment.path)
@@ -559,10 +563,10 @@ class SegmentPool:
     # -- creating a segment ---------------------------------------------------------------------------------------
 
     def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
-        """Creates a segment that contains the buffers.
+        """Creates a segment that contains the buffers. Without `buffers`, only allocates and maps the pages.
 
-        Writes the data to the file instead of copying it into a mapping: pages are then not zeroed first, and a full /dev/shm
-        is an error instead of a SIGBUS. Without `buffers`, only allocates and maps the pages.
+        Writes the data to the file instead of copying it into a mapping. The kernel then does not zero the pages first, and a
+        full /dev/shm causes an error instead of a SIGBUS.
         """
         padded = ((buffer, b"\0" * (-len(buffer) % ALIGN)) for buffer in buffers or ())
         chunks = [b"\0" * HEADER, *itertools.chain.from_iterable(padded)]

@@ -31,7 +31,7 @@ _MAX_BUFFERS = 256
 #: Seconds to wait for a listener whose queue of connections is full.
 CONNECT_S = 60.0
 _PAUSE_S = 0.02
-#: Milliseconds between a sender's checks whether to give up on a process that does not read.
+#: Milliseconds between two checks of a sender whether to give up on a process that does not read.
 _LOOK_MS = 200
 
 
@@ -142,7 +142,7 @@ def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
     """Connects to a listener of this user and sends the token; returns the non-blocking socket.
 
     Raises:
-        OSError: There is no listener, or it belongs to another user; `BlockingIOError` if its queue stayed full.
+        OSError: No process listens, or the listener belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     deadline = time.monotonic() + timeout
@@ -169,7 +169,7 @@ def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConne
     """Connects to a listener; returns a connection that never blocks.
 
     Raises:
-        OSError: There is no listener, or it belongs to another user; `BlockingIOError` if its queue stayed full.
+        OSError: No process listens, or the listener belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     connection = UnixConnection(_open_socket(path, keys, timeout), token_of(keys))
     connection.welcome = True  # only the side that connects sends a token
@@ -177,7 +177,7 @@ def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConne
 
 
 class Client:
-    """Connection to a service for one thread's requests; no wait on it is unbounded.
+    """Connection to a service for the requests of one thread; all waits are bounded.
 
     Attributes:
         in_step: Whether the connection is usable: the last message was sent completely or not at all.
@@ -237,7 +237,7 @@ class Listener:
         self.sock.listen(1024)
 
     def accept(self, token: bytes) -> UnixConnection | None:
-        """Accepts the next waiting connection; returns None if none waits or if it is from another user."""
+        """Accepts the next waiting connection; returns None if no connection waits or if it is from another user."""
         try:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
@@ -252,7 +252,7 @@ class Listener:
 class UnixConnection:
     """Non-blocking connection with a queue of data that the socket could not take yet.
 
-    Services use it for the connections they accept, remote calls (`rpc`) at both ends.
+    A service uses this class for the connections that it accepts; remote calls (`rpc`) use it at both ends.
 
     Attributes:
         welcome: Whether messages are accepted: the peer has sent the token, or this side has connected.
@@ -268,8 +268,9 @@ class UnixConnection:
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
     def receive(self) -> list[list[bytes]]:
-        """Returns the complete messages that have arrived. Sets `closed` if the connection has ended or the peer does not know
-        the secret.
+        """Returns the complete messages that have arrived.
+
+        Sets `closed` if the connection has ended or the peer does not know the secret.
         """
         try:
             data = self.sock.recv(_CHUNK)
@@ -288,8 +289,9 @@ class UnixConnection:
         return messages
 
     def send(self, frames: list[Any]) -> bool:
-        """Sends or queues a message; returns whether data remains for `flush`. The caller may change the frames' memory
-        afterwards.
+        """Sends or queues a message; returns whether data remains for `flush`.
+
+        The caller may change the memory of the frames afterwards.
         """
         if self._out:
             self._out.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))

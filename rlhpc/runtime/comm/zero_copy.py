@@ -1,10 +1,10 @@
 """Zero-copy sending: other hosts read directly from the sender's tensors, instead of from a copy, while the sender waits.
 
 This is faster if a receiver is already waiting. Before the sender continues, `settle` waits for active readers and copies the
-data to a segment for readers that have not started. Until every reader has released the data, it exists in the sender's
-tensors or in that segment, so nothing is lost when a reader dies.
+data to a segment for readers that have not started. Until every reader has released the data, the data exists in the sender's
+tensors or in that segment, so the failure of a reader loses no data.
 
-The second half of the module has the data that a process has received and forwards to further hosts.
+The second half of the module stores data that a process has received and forwards to further hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhpc.runtime.comm.shared_memory import SegmentPool, layout
 from rlhpc.runtime.host import process_id
 
 PREFIX = "loan:"
-#: Below this size, copying costs less than waiting.
+#: Minimum bytes for zero-copy sending: below this size, a copy takes less time than the wait for readers.
 LEND_LIMIT = 1 << 20
 #: Seconds that a reader that was waiting for the message may take to start, or to release the data after reading it.
 _PATIENCE_S = 2.0
@@ -42,7 +42,8 @@ class LentBuffers:
         size: Total bytes of the buffers, with padding.
         segment: Path of the segment with a copy; None if there is no copy.
         pending: Numbers of the readers that have not released the data.
-        holders: For each reader, the process whose end releases the data; see `shared_memory.ShmSegment`.
+        holders: For each reader, a process; when this process ends, the data is released for the reader. See
+            `shared_memory.ShmSegment`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class LentBuffers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
-        """Yields the buffers, which do not change inside the block; None if `settle` has already ended access to them."""
+        """Yields the buffers, which do not change inside the block; yields None if `settle` has already ended the access."""
         with self._changed:
             views = self._views
             if views is not None:
@@ -86,7 +87,7 @@ class LentBuffers:
         return pieces
 
     def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
-        """Waits for readers, and copies the data to a segment if some remain; afterwards the buffers are no longer read.
+        """Waits for readers, and copies the data to a segment for the remaining readers. Then no reader uses the buffers.
 
         Args:
             handed: Whether all readers were already waiting for the message.
@@ -111,7 +112,7 @@ class LentBuffers:
 
 
 class Lender:
-    """Buffers of this process that other hosts read in place. Any thread may call any method."""
+    """Registry of the buffers of this process that other hosts read in place. Any thread may call any method."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
@@ -131,7 +132,7 @@ class Lender:
         return self._pool.memory(path)
 
     def forget_process(self, process: str) -> None:
-        """Releases the buffers for readers whose process has ended (`host.process_key`)."""
+        """Releases the buffers of a process (`host.process_key`) that has ended."""
         for name, lent_buffers in list(self._loans.items()):
             for reader, holder in enumerate(lent_buffers.holders):
                 if holder == process:
@@ -163,7 +164,7 @@ class Withdrawn(Exception):
 
 
 class ForwardedData:
-    """Received data that this process offers to other hosts, by name. Any thread may call any method."""
+    """Registry of received data that this process offers to other hosts, by name. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -171,14 +172,14 @@ class ForwardedData:
         self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
-        """Offers memory until it has been read `times` times. The memory must not change; a reader may keep it longer."""
+        """Offers memory until `times` readers have read it. The memory must not change; a reader may use it longer."""
         expired_offers = []
         with self._changed:
             self._offered[name] = memory, times
             while len(self._offered) > _MAX_OFFERS:
                 expired_offers.append(self._withdraw(next(iter(self._offered))))
             self._changed.notify_all()
-        # The withdrawn memory returns to its pool only now, outside this lock, because the pool has its own lock.
+        # `expired_offers` keeps the withdrawn memory until this lock is released, because its pool has another lock.
 
     def find(self, name: str, timeout: float) -> memoryview | None:
         """Returns the memory offered under a name; waits up to `timeout` seconds for the offer, then returns None.
@@ -197,7 +198,7 @@ class ForwardedData:
 
     def finish_read(self, name: str) -> None:
         """Registers that a reader has read all data of an offer."""
-        memory: memoryview | None  # may return to its pool only after the block, as in `put`
+        memory: memoryview | None  # keeps the memory until the lock is released, as in `put`
         with self._changed:
             memory, num_reads = self._offered.get(name, (None, 0))
             if memory is not None and num_reads > 1:

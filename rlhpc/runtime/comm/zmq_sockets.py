@@ -33,13 +33,13 @@ _names = itertools.count()
 PIECE = 1 << 20
 #: Upper bound on the bytes that CURVE adds to a frame.
 _OVERHEAD = 1 << 10
-#: Time limit of the handshake; a process of this run that was too slow tries again.
+#: Milliseconds that a handshake may take; a process of this run that was too slow tries again.
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
 #: Exceptions for replies whose status is neither `ok` nor `error`.
 _FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
-#: Maximum number of connections that ZeroMQ still accepts once its port is shut: few, because each uses a descriptor.
+#: Maximum number of connections that ZeroMQ still accepts after its port is shut; each one uses a descriptor.
 _BACKLOG = 100
 #: Default seconds that the other side may take to read a message.
 POST_S = 60.0
@@ -49,7 +49,7 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
-    """Creates a socket that talks only to holders of the generation's key."""
+    """Creates a socket that communicates only with processes that have the generation's key."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.set_hwm(0)
@@ -65,7 +65,7 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: b
 
 
 def divided(frames: Sequence[Any]) -> Sequence[Any]:
-    """Returns the frames to send: the given frames or, if one is longer than `PIECE`, their lengths and their pieces."""
+    """Returns the frames to send. If a frame is longer than `PIECE`, these are the lengths of all frames and their pieces."""
     lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
     if max(lengths, default=0) <= PIECE:
         return frames
@@ -89,14 +89,14 @@ def join_pieces(frames: list[bytes]) -> list[bytes]:
 class TcpPort:
     """TCP port on which a ZeroMQ socket listens for processes of other hosts.
 
-    It is not a `TcpListener`, because ZeroMQ accepts connections itself, on a thread that does not need the GIL. ZeroMQ
-    accepts every connection and keeps it for up to the time limit of a handshake. While unauthenticated connections use too
-    many descriptors, `shut` makes the kernel drop further connection requests; a process of the run tries again a second or
-    two later.
+    This class does not use `TcpListener`, because ZeroMQ accepts connections itself, on a thread that does not need the GIL.
+    ZeroMQ accepts every connection and keeps it for up to the time limit of a handshake. While unauthenticated connections
+    use too many descriptors, `shut` makes the kernel drop further connection requests. A process of the run tries again one
+    or two seconds later.
 
     Attributes:
         listener: Listening socket; an edge-triggered epoll reports it as readable when a process connects.
-        endpoint: Endpoint to publish. The port is already bound, so no other process can bind it.
+        endpoint: Endpoint to publish. The port is already bound, so no other process can bind the same port.
     """
 
     def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -205,7 +205,7 @@ class _ThreadConnections(threading.local):
 
     Attributes:
         clients, bulk: Connections for messages, and for large data, by endpoint.
-        unconfirmed: Endpoints to which the thread has sent a `PUT` since their last reply, each with the key of its process.
+        unconfirmed: Endpoints to which the thread has sent a `PUT` since their last reply, each with its process's key.
     """
 
     def __init__(self) -> None:
@@ -244,14 +244,15 @@ class Peers:
         return ChannelError(f"the process behind {endpoint} died while this one waited for {purpose}")
 
     def knows_ended(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether the process that published `record` is known to have ended: it was on this host, and its socket no
-        longer has a listener.
+        """Returns whether the process that published `record` has certainly ended.
+
+        This is the case if the process was on this host and no process listens on its socket any more.
         """
         if record["host"] != host_id():
             return False
         try:
             unix_sockets.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
-        except OSError as error:  # a process that cannot be reached for another reason may live
+        except OSError as error:  # with any other error the process may still be alive
             return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         return False
 
@@ -290,14 +291,24 @@ class Peers:
         purpose: str | None = None,
         process: str = "",
     ) -> None:
-        """Sends a request that has no reply; raises as `begin` does. `process` is the key of the endpoint's process."""
+        """Sends a request that has no reply; raises the same errors as `begin`.
+
+        Args:
+            endpoint: Endpoint of the receiver.
+            op: Operation of the service.
+            frames: Arguments of the operation.
+            timeout: Seconds that the receiver may take to read the request.
+            purpose: Purpose of the request, for error messages; by default the operation.
+            process: Key of the receiver's process (`host.process_key`).
+        """
         self._send(endpoint, [b"", op, *frames], timeout, purpose or op.decode())
         if op == b"PUT":
             self._thread.unconfirmed[endpoint] = process
 
     def forget_unconfirmed(self) -> None:
-        """Clears the list of messages that `confirm` waits for, because the call that sent them has failed and their receivers
-        may have ended.
+        """Clears the list of endpoints from which `confirm` requests a confirmation.
+
+        Called after the call that sent the messages has failed, because their receivers may have ended.
         """
         self._thread.unconfirmed.clear()
 
@@ -305,7 +316,7 @@ class Peers:
         """Waits until the receivers have handled all `PUT` requests that this thread has sent with `post`.
 
         Raises:
-            ChannelError: A process refused an item. The end of a process is no error here, because it is reported elsewhere.
+            ChannelError: A process refused an item. The end of a process raises no error here, because the driver reports it.
         """
         while self._thread.unconfirmed:
             endpoint, process = self._thread.unconfirmed.popitem()
@@ -320,7 +331,7 @@ class Peers:
         """Sends a request and waits for its reply.
 
         Raises:
-            DeadlineExceeded: There was no reply within `timeout` seconds; the message has the purpose.
+            DeadlineExceeded: No reply arrived within `timeout` seconds; the message has the purpose.
             ChannelError: The other side replied with an error, or has ended.
         """
         deadline = time.monotonic() + timeout
@@ -339,13 +350,13 @@ class Peers:
         return Pending(endpoint, request_id, purpose)
 
     def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
-        """Waits for the reply to a request; raises as `request` does.
+        """Waits for the reply to a request and returns it; raises the same errors as `request`.
 
         Args:
             pending: The request.
-            timeout: Seconds.
-            has_ended: Returns whether the other side is known to have ended, because a process that ends on another host
-                closes no connection.
+            timeout: Seconds to wait.
+            has_ended: Returns whether the other side is known to have ended. If a process on another host ends, its
+                connections may stay open.
         """
         endpoint, request_id, purpose = pending
         client = self._client(endpoint)
@@ -418,7 +429,7 @@ class Peers:
         return self._thread.bulk[endpoint]
 
     def release(self, endpoint: str, path: str, reader: int) -> None:
-        """Notifies the owner of another host's segment that this reader no longer needs it; ignores an owner that has ended.
+        """Notifies the owner of a segment on another host that this reader no longer needs it. Ignores an ended owner.
 
         Connects to the owner first if this thread has no connection to it.
         """
