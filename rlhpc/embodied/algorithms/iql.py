@@ -1,6 +1,7 @@
-"""IQL update (Kostrikov et al. 2022), as in CORL's iql.py: it evaluates only actions that the data contains.
+"""IQL update (Kostrikov et al. 2022), as in CORL's iql.py: the critics evaluate only actions that the data contains.
 
-Value network and critics are one module with one optimizer; Adam gives the same result as with two.
+Value network and critics form one module with one optimizer. Adam computes the same result with one optimizer as with
+two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
     """IQL update: expectile regression of a value network, and advantage-weighted regression of the actor.
 
-    Arguments as in `OffPolicyUpdate`.
+    Takes the arguments of `OffPolicyUpdate`.
     """
 
     networks = IQLPolicy

@@ -1,7 +1,7 @@
 """Base of off-policy updates: actor and critics with one optimizer each, target networks, and averaged metrics.
 
-An update on several ranks equals an update on one rank: each rank's loss is a sum over its rows, divided by the number of rows
-on all ranks.
+An update on several ranks equals an update on one rank, because each rank's loss is the sum over its rows, divided by
+the number of rows on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhpc.weights import frozen_names
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 
-#: Keys in a checkpoint, by target network.
+#: Keys of the target networks in a checkpoint, by name.
 _KEYS = {"critics": "targets", "actor": "target_actor"}
 PolicyNetworks = TypeVar("PolicyNetworks", bound=ActorCritic)
 
@@ -92,13 +92,14 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         reduce: Sums a tensor over the ranks, in place.
         ranks: Number of ranks.
         rank: Rank of this process; rank 0 writes checkpoints.
-        skip: Skip updates with a non-finite gradient instead of raising an error.
+        skip: True skips updates with a non-finite gradient; False raises an error.
 
     Attributes:
         networks: Policy class that the algorithm can train.
-        critic_metrics, actor_metrics: Names of the metrics of critic and actor updates; the last is the gradient norm.
+        critic_metrics, actor_metrics: Names of the metrics of critic and actor updates; the last metric is the gradient
+            norm.
         targets: Target networks by name.
-        updates: Number of updates made.
+        updates: Number of completed updates.
     """
 
     networks: ClassVar[type[ActorCritic]]
@@ -133,7 +134,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self._counts = [0, 0]
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """Builds the target networks by name; here only that of the critics."""
+        """Builds the target networks by name; by default, only the critics have a target network."""
         return {"critics": TargetNetwork(self.policy.critics, self.critic)}
 
     def reset_targets(self) -> None:
@@ -178,13 +179,14 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
     def fit_critics(
         self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward plus discounted next value, by the sum of their mean squared errors.
+        """Steps the critics towards reward plus discounted next value, with the sum of their mean squared errors as
+        loss.
 
         Args:
             values: Q-values `[2, b]` of the critics.
             next_values: Values `[b]` of the next states, without a gradient.
             batch: Transitions.
-            extra_loss: Further loss to minimise, which is not part of the returned loss.
+            extra_loss: Additional loss; the returned loss does not include it.
 
         Returns:
             Loss, mean value and gradient norm, to be summed over the ranks.
@@ -200,7 +202,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
     def fit_actor(self, loss: Tensor) -> Tensor:
         """Steps the actor's optimizer; returns the norm of its gradient."""
         self.actor.zero_grad()
-        loss.backward(inputs=self._trained)  # no gradients for the critics
+        loss.backward(inputs=self._trained)  # computes no gradients for the critics
         return self.actor.optimizer_step(self.actor.base_lr * self._rate)
 
     def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
@@ -223,7 +225,8 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Returns the metrics' means over the updates since the last call and over all ranks.
 
         Raises:
-            NonFinite: A mean is not finite. Metrics are read from the accelerator only here, before weights are sent.
+            NonFinite: A mean is not finite. Only this method reads metrics from the accelerator; it runs before weights
+                are sent.
         """
         sums = self._sums.double()
         if self._ranks > 1:
@@ -274,7 +277,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Loads the state that `state_dict` returned, and resets the metrics.
 
         Raises:
-            CheckpointError: The state is of another model or algorithm.
+            CheckpointError: The state belongs to another model or algorithm.
         """
         try:
             self.restore(state)
@@ -291,13 +294,13 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Does nothing: off-policy actors stay on their device."""
 
     def reload(self) -> None:
-        """Does nothing, like `offload`."""
+        """Does nothing, because `offload` does nothing."""
 
     def awake(self) -> contextlib.AbstractContextManager[None]:
         """Returns an empty context, because the networks are never offloaded."""
         return contextlib.nullcontext()
 
-    # -- the interface `PolicyLearner` ----------------------------------------------------------------------------
+    # -- interface `PolicyLearner` --------------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
         """Yields all weights under the policy's names."""
@@ -316,7 +319,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         yield from tensors_of(self.state_dict(), "optimizer")
 
     def save(self, folder: Path) -> None:
-        """Writes the optimizers' state on rank 0; it is the same on all ranks."""
+        """Writes the optimizers' state on rank 0; all ranks have the same state."""
         if self._rank == 0:
             save_state(folder / OPTIMIZER, self.state_dict())
 
@@ -324,6 +327,6 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Loads the state that `save` wrote.
 
         Raises:
-            CheckpointError: The state is of another model or algorithm.
+            CheckpointError: The state belongs to another model or algorithm.
         """
         self.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.critic.weights.device)))

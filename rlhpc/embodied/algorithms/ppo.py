@@ -1,8 +1,8 @@
-"""Policy update of PPO and related algorithms: epochs of global minibatches, split over ranks and micro-batches without
-changing the result.
+"""Policy update of PPO and related algorithms: epochs over global minibatches. The result does not depend on the
+division of minibatches into ranks and micro-batches.
 
-Sums over all ranks (valid counts, advantage moments) are computed once for all minibatches before the first one, and metrics
-are summed once after the last one. In between, the ranks exchange only gradients.
+Sums over all ranks (valid counts, advantage moments) are computed once for all minibatches before the first one, and
+metrics are summed once after the last one. In between, the ranks exchange only gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TransitionStream:
     """Stream of a step's transitions on one rank, which arrive in parts.
 
     Args:
-        take: Receives the part with a given number: its decisions in all slots, `[n, T / parts, ...]`.
+        take: Receives the part with a given number: the part's decisions in all slots, `[n, T / parts, ...]`.
         parts: Number of parts, which arrive in order.
         steps: T, number of decisions in the step.
 
@@ -58,7 +58,7 @@ class TransitionStream:
 
     @property
     def batch(self) -> TrainBatch:
-        """All transitions, available once a part has been received. Rows of parts that are still missing are uninitialized."""
+        """All transitions, available after the first part has arrived. Rows of missing parts are uninitialized."""
         assert self._batch is not None, "nothing has been received"
         return self._batch
 
@@ -83,9 +83,10 @@ class TransitionStream:
     def iter_micro_batches(
         self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
     ) -> Sequence[Item]:
-        """Returns the items that `make` builds from chunks of up to `size` rows, ordered by part; each chunk is from one part.
+        """Returns the items that `make` builds from chunks of up to `size` rows, ordered by part. Each chunk belongs to
+        one part.
 
-        An item is built when it is requested; it blocks until its rows have arrived.
+        The sequence builds an item when the item is requested, and waits for the item's rows.
         """
         part_of_row = indices % self.steps // (self.steps // self.parts)
         row_chunks = [
@@ -115,7 +116,7 @@ class LazySequence(Sequence[Item], Generic[Item]):
         return self._builders[index]()
 
 
-#: Metrics that the built-in losses return. Other losses' further metrics are reported under their names.
+#: Metrics that the built-in losses return. Additional metrics of other losses are reported under their names.
 _BUILT_IN_FACTS = ("approx_kl", "clip_fraction", "ratio")
 _BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
@@ -123,8 +124,8 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 @dataclass
 class MinibatchShard:
-    """One rank's part of a minibatch: its rows, sums over all ranks, the number of passes that all ranks make, and the stream
-    of its rows if the step is trained on while it arrives.
+    """One rank's rows of a minibatch, with sums over all ranks and the number of passes of each rank. `stream` is set
+    if training begins before the step's transitions have all arrived.
     """
 
     indices: torch.Tensor
@@ -150,13 +151,13 @@ class PolicyUpdate:
     Args:
         algorithm: Section `algorithm` of the configuration.
         backend: Training backend that holds the policy.
-        batch_size: Transitions of a minibatch over all ranks.
-        micro_batch: Transitions per forward and backward pass; None for a rank's complete part of a minibatch.
+        batch_size: Number of transitions of a minibatch, summed over all ranks.
+        micro_batch: Number of transitions per forward and backward pass; None for all rows of a rank's minibatch shard.
         seed: Seed of the order of transitions.
         reduce: Sums a tensor over the group, in place.
-        rank, ranks: This rank, and the number of ranks in the group.
+        rank, ranks: Index of this rank, and number of ranks in the group.
         gather: Gathers an object from all ranks, in rank order.
-        skip: Skip optimizer steps with a non-finite gradient instead of raising an error.
+        skip: True skips optimizer steps with a non-finite gradient; False raises an error.
     """
 
     def __init__(
@@ -215,8 +216,8 @@ class PolicyUpdate:
             total: Number of transitions on all ranks.
             step: Global step, which also seeds the order of transitions.
             lr: Learning rate.
-            stream: Stream of the rows of `batch`, if some have not arrived: the first epoch then trains on the parts in order,
-                each as soon as it has arrived.
+            stream: Stream of the rows of `batch`, if some rows have not arrived. The first epoch then trains on each
+                part as soon as the part has arrived.
 
         Returns:
             Metrics, the same on all ranks.
@@ -232,7 +233,7 @@ class PolicyUpdate:
         loss_metrics: dict[str, torch.Tensor] = {}
         updates = num_empty = 0
         for minibatch_index, minibatch in enumerate(self._minibatches(batch, local_rows, total, step, stream)):
-            if minibatch.empty:  # Adam would move by its momentum alone
+            if minibatch.empty:  # an optimizer step would move the weights by Adam's momentum alone
                 num_empty += 1
                 continue
             metric_sums, minibatch_metrics = self._accumulate(batch, minibatch)
@@ -248,10 +249,10 @@ class PolicyUpdate:
             sums += metric_sums
             loss_metrics = _sum_metrics(loss_metrics, minibatch_metrics)
             updates += 1
-        if stream is not None:  # also where the updates have ended early
+        if stream is not None:  # waits also if the updates have ended early
             stream.wait_until(stream.parts - 1)
         means = (self._sum(sums) / max(updates, 1)).tolist()
-        if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
+        if not math.isfinite(norms):  # reads the accelerator's norms before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
         return {
             **dict(zip(METRICS, means, strict=True)),
@@ -265,8 +266,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _proximal(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns log-probs of the rollout's actions under the weights before the update, which may be newer than the weights
-        that acted.
+        """Returns log-probs of the rollout's actions under the weights before the update, which may be newer than the
+        rollout's weights.
         """
         logprobs = []
         options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
@@ -275,8 +276,8 @@ class PolicyUpdate:
         return torch.cat(logprobs)
 
     def _loss_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
-        """Returns the means of the further metrics of a loss that is not built in. A rank without any rows gets the names from
-        the other ranks.
+        """Returns the means of the additional metrics of a loss that is not built in. A rank without rows gets the
+        metrics' names from the other ranks.
         """
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
@@ -288,7 +289,7 @@ class PolicyUpdate:
         return dict(zip(names, (metric_sums / updates).tolist(), strict=True))
 
     def _describe_nonfinite(self, stats: torch.Tensor) -> str:
-        """Returns a text that names the non-finite values and their ranks; all ranks must call it and get the same text."""
+        """Describes the non-finite values and their ranks. All ranks must call the method; they get the same text."""
         flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
         flags[self._rank] = (~stats.isfinite()).double()
         losses = [
@@ -306,8 +307,8 @@ class PolicyUpdate:
         return f"{gradient_text} ({format_names(losses)})" if losses else gradient_text
 
     def _exceeds_target_kl(self, stats: torch.Tensor) -> bool:
-        """Returns whether a minibatch's KL estimate exceeds `target_kl`, in which case this and all later updates are skipped
-        (as in ManiSkill).
+        """Returns whether a minibatch's KL estimate exceeds `target_kl`. The caller then skips this update and all
+        later updates (as in ManiSkill).
         """
         if self.target_kl is None:
             return False
@@ -319,7 +320,7 @@ class PolicyUpdate:
     def _minibatches(
         self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
-        """Yields the minibatches of all epochs. Sums over the ranks are computed before the first one where possible."""
+        """Yields the minibatches of all epochs. If possible, computes sums over the ranks before the first minibatch."""
         begin = 0
         if stream is not None:
             yield from self._stream_minibatches(batch, local_rows, total, step, stream)
@@ -333,8 +334,9 @@ class PolicyUpdate:
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of the first epoch.
 
-        A minibatch that spans several parts starts before they have all arrived. The number of its valid rows and the moments
-        of its advantages are then unknown, so all its rows are trained on, and its advantages are not normalized.
+        A minibatch that spans several parts starts before all parts have arrived. The number of its valid rows and the
+        moments of its advantages are then unknown. Therefore it trains on all its rows, and its advantages are not
+        normalized.
         """
         slots, parts = total // stream.steps, stream.parts
         indices = local_minibatches(
@@ -354,7 +356,7 @@ class PolicyUpdate:
             yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, stream=stream)
 
     def _shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
-        """Returns this rank's parts of minibatches, with counts and advantage moments over all ranks."""
+        """Returns this rank's shards of minibatches, with counts and advantage moments over all ranks."""
         device = batch.logprobs.device
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
         mask = batch.mask.double()
@@ -395,8 +397,8 @@ class PolicyUpdate:
         return self.micro_batch or max(shard.indices.numel(), 1)
 
     def _accumulate(self, batch: TrainBatch, shard: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulates the gradients of one minibatch; returns this rank's share of the metrics and of the loss's further
-        metrics.
+        """Accumulates the gradients of one minibatch; returns this rank's summands of the metrics and of the loss's
+        additional metrics.
         """
         metric_sums = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
         loss_metrics: dict[str, torch.Tensor] = {}
@@ -416,7 +418,7 @@ class PolicyUpdate:
         return metric_sums, loss_metrics
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" holds the values of `METRICS`."""
+        """Returns a micro-batch's summands of the minibatch's loss and metrics; "stats" holds the values of `METRICS`."""
         rows, shard = micro_batch
         size = len(rows)
         tokens = rows.token_weights()
@@ -429,7 +431,7 @@ class PolicyUpdate:
         extra_inputs: dict[str, Any] = {}
         if rows.proximal_logprobs is not None:
             extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
-        # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
+        # For the loss, a decision is a sequence of one or several tokens: [M, ...] → [M, tokens].
         policy_term, loss_metrics = policy_loss(
             self.loss_type,
             logprobs=outputs["logprobs"].reshape(size, -1),
@@ -454,7 +456,7 @@ class PolicyUpdate:
         entropy = (outputs["entropy"].reshape(size, -1) * tokens).sum() / shard.tokens
         loss = policy_term + self.value_coef * value_term - self.entropy_coef * entropy
         with torch.no_grad():
-            token_fraction = tokens.sum() / shard.tokens  # the metrics are means over this micro-batch
+            token_fraction = tokens.sum() / shard.tokens  # `loss_metrics` are means over this micro-batch
             zero = torch.zeros_like(loss)
             means = [
                 token_fraction * loss_metrics.get("approx_kl", zero),

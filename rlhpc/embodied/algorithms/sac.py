@@ -1,7 +1,7 @@
 """SAC update (Haarnoja et al. 2018), as in CleanRL's sac_continuous_action.py, and CrossQ.
 
-It differs from CleanRL in two ways, which do not affect the results: every update trains critics and actor (CleanRL trains
-the actor twice in every second update), and the temperature is trained on the same sample as the actor.
+The update differs from CleanRL in two ways, which do not affect the results: every update trains critics and actor
+(CleanRL trains the actor twice in every second update), and the temperature is trained on the same sample as the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SacUpdate(OffPolicyUpdate[SACPolicy]):
-    """SAC update of critics, actor and temperature. Arguments as in `OffPolicyUpdate`."""
+    """SAC update of critics, actor and temperature. Takes the arguments of `OffPolicyUpdate`."""
 
     networks = SACPolicy
     actor_metrics = ("actor_loss", "entropy", "actor_grad_norm")
@@ -93,9 +93,9 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
 
 
 class CrossQUpdate(SacUpdate):
-    """CrossQ update: SAC without target networks. Arguments as in `OffPolicyUpdate`.
+    """CrossQ update: SAC without target networks. Takes the arguments of `OffPolicyUpdate`.
 
-    Outside their own optimizer steps, the networks use running statistics.
+    A network uses batch statistics only in its optimizer steps, and running statistics otherwise.
     """
 
     networks = CrossQPolicy
@@ -110,12 +110,12 @@ class CrossQUpdate(SacUpdate):
                 module.reduce = self._reduce
 
     def build_targets(self) -> dict[str, TargetNetwork]:
-        """Returns no target networks."""
+        """Returns {}, because CrossQ has no target networks."""
         return {}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards the reward plus the discounted soft value of the next state, which the critics themselves
-        compute in the same pass.
+        """Steps the critics towards the reward plus the discounted soft value of the next state. The critics compute
+        this value in the same pass.
         """
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])

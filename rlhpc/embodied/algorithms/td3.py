@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Td3Update(OffPolicyUpdate[TD3Policy]):
-    """TD3 update, with target networks of critics and actor. Arguments as in `OffPolicyUpdate`."""
+    """TD3 update, with target networks of critics and actor. Takes the arguments of `OffPolicyUpdate`."""
 
     networks = TD3Policy
 
@@ -30,7 +30,9 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         return {**super().build_targets(), "actor": TargetNetwork(self.policy.actor, self.actor)}
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards the reward plus the discounted smaller target value of the target actor's noisy action."""
+        """Steps the critics towards the reward plus the discounted target value of the next state: the smaller target
+        Q-value of the target actor's noisy action.
+        """
         with torch.no_grad():
             noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
             next_actions = self.policy.head.near(self.targets["actor"].module(next_obs), noise)

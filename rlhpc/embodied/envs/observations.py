@@ -37,9 +37,7 @@ def is_finite(array: Any) -> bool:
 
 
 def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
-    """Returns a bool mask of the rows with a non-is_finite_element number; its shape is the first `lead` axes of the
-    array.
-    """
+    """Returns a bool mask of the rows with a non-finite number; its shape is the first `lead` axes of the array."""
     if is_tensor(array):
         bad_elements = ~array.isfinite()
         if bad_elements.ndim > lead:

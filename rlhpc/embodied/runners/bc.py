@@ -18,7 +18,7 @@ class BcRunner(Runner[BcConfig]):
     Args:
         cfg: Configuration.
         actor: Launched group of `BcActor`.
-        run, stop: As in the other runners.
+        run, stop: See `PlayingRunner`.
     """
 
     def __init__(

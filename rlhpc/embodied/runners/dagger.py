@@ -1,11 +1,12 @@
-"""DAgger (Ross et al. 2011): the cloned policy plays, the expert labels the visited states with its actions, and the policy
-is trained on all data again.
+"""DAgger (Ross et al. 2011): the cloned policy acts, an expert labels the visited states with actions, and the policy
+is trained again on all data.
 
-Every round is a run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the preceding round and trains on
-all data so far. The data of a round are a file of trajectories. Existing data and runs are reused.
+Every round is a run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the preceding round and
+trains on the data of all rounds so far. The data of a round is one file of trajectories. Existing data and runs are
+reused.
 
-Human-gated DAgger (Kelly et al. 2019): a person watches the policy play and takes over when needed; the person's actions are
-the data of the round.
+In human-gated DAgger (Kelly et al. 2019), a person watches the policy act and takes over when needed. The person's
+actions are the data of the round.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ def dagger(
     """Trains a policy by DAgger.
 
     Args:
-        config: Configuration of a behaviour-cloning run. Its `demos.path` is the data of the first round; if it is null, the
-            expert records them.
+        config: Configuration of a behaviour-cloning run. Its `demos.path` is the data of the first round; if it is
+            null, the expert records the data.
         overrides: Overrides of the configuration.
         expert: Expert that labels states, as `module:function` or a checkpoint; None for interventions.
-        intervene: Source of interventions (`find_intervention`); only the steps of interventions are cloned. The rounds end
-            early if there are no more interventions.
-        rounds: Number of rounds in which the policy plays.
+        intervene: Source of interventions (`find_intervention`); only the steps of interventions are cloned. The rounds
+            end early after a round without interventions.
+        rounds: Number of rounds in which the policy acts.
         episodes: Number of episodes per round.
         options: Format of the rounds' data; ManiSkill's HDF5 by default.
-        trust_code: Import code that the expert's checkpoint names as `module:Class`, even if the configuration does not name
-            it.
+        trust_code: True imports code that the expert's checkpoint names as `module:Class`, even if the configuration
+            does not name the code.
 
     Returns:
-        One dict per run: name, checkpoint, data.
+        One dict per run, with `name`, `checkpoint` and `data`.
 
     Raises:
-        ConfigError: The configuration is not of behaviour cloning.
+        ConfigError: The configuration does not describe a run of behaviour cloning.
     """
     if intervene is not None:
-        named_intervention(intervene)  # before the first round, which may take long
-    # `workflow.demos_expert` would record demonstrations; here the rounds do.
+        named_intervention(intervene)  # checks the source before the first round, which may take long
+    # The rounds record the data, so `workflow.demos_expert` must not record demonstrations.
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if task_type_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
@@ -123,16 +124,16 @@ def _labelled(
     folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
     trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip
-    """Records the data of a round, unless they exist; returns their path, or None if there were no interventions.
+    """Records the data of a round unless the data exists. Returns the path of the data, or None without interventions.
 
-    The data are episodes of the student, or of the expert if there is no student, labelled with the expert's actions; or the
-    steps of interventions.
+    The data consists of the student's episodes, labelled with the expert's actions. Without a student, it consists of the
+    expert's episodes; with `intervene`, it consists of the steps of interventions.
     """
     file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
     output = dataset if options is not None and options.to == "lerobot" else file
-    output = next((path for path in (file, dataset) if path.exists()), output)  # a round keeps the format it began in
+    output = next((path for path in (file, dataset) if path.exists()), output)  # keeps the format of existing data
     if not output.exists():
-        # Episodes differ from those of evaluations, and between rounds.
+        # The seed makes episodes differ from evaluation episodes, and between rounds.
         seed = cfg.runner.seed + 7919 * (number + 1)
         actor = str(student or expert)
         try:

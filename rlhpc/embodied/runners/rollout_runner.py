@@ -39,8 +39,8 @@ from rlhpc.runtime.worker_group import WorkerGroup
 
 
 def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the fraction of observation messages that stayed on the accelerator, if simulators produce them there, and the
-    timing metrics of robots.
+    """Returns the timing metrics of robots and, if simulators produce observations on an accelerator, the fraction of
+    observation messages that stayed on the accelerator.
     """
     num_device_messages, num_host_messages = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
     return (
@@ -51,7 +51,9 @@ def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, floa
 
 
 def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns metrics of the episodes that ended in this step only; averages over `WINDOW` episodes lag behind them."""
+    """Returns metrics of only the episodes that ended in this step. The averages over `WINDOW` episodes react more
+    slowly.
+    """
     num_episodes = len(episodes["return"])
     metrics: dict[str, float] = {"rollout/episodes": num_episodes}
     if num_episodes:
@@ -62,11 +64,11 @@ def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
-    """Returns the number of a step's transitions from joined ranks: their sum, and the number of each rank.
+    """Returns the number of a step's transitions from joined ranks, in total and for each rank.
 
     Args:
         decisions: Number of decisions by rank.
-        chunk: Transitions per decision.
+        chunk: Number of transitions per decision.
     """
     if not decisions:
         return {}
@@ -74,9 +76,9 @@ def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
     return {"env/joined_transitions": decisions.total() * chunk, **by_rank}
 
 
-#: Training episodes that `train/episode_return` averages over.
+#: Number of training episodes over which `train/episode_return` is averaged.
 WINDOW = 100
-#: Steps over which `env_steps_per_s` is averaged.
+#: Number of steps over which `env_steps_per_s` is averaged.
 _RATE_STEPS = 10
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
@@ -88,7 +90,7 @@ class RolloutStepResults:
     Attributes:
         counts: Counts of the transitions that the actors received.
         episodes: Merged reports of the env ranks (`merge_reports`).
-        act_s, simulate_s: Seconds that rollout ranks acted and that env ranks simulated.
+        act_s, simulate_s: Seconds in which rollout ranks acted and env ranks simulated.
         trained: Metrics of the update.
         joined_decisions: Number of decisions made by joined ranks, by rank.
     """
@@ -131,7 +133,7 @@ class SyncRolloutLoop:
         self.sources.rebuild(lost_ranks)
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Runs a step: issues all calls at once; each rank executes its own in order.
+        """Runs a step. Issues all calls at once; each rank executes its calls in order.
 
         Args:
             step: Number of the step.
@@ -154,7 +156,7 @@ class SyncRolloutLoop:
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Runs evaluation episodes with the weights of the latest update, sent as `version`; returns their metrics."""
-        weights = self.sources.sync(version)  # the rollout ranks still have the weights from before the update
+        weights = self.sources.sync(version)  # the rollout ranks still have the weights of the preceding update
         evaluation = self.sources.evaluate()
         wait_all(weights, self.timeout)
         return evaluation()
@@ -162,11 +164,12 @@ class SyncRolloutLoop:
 
 @dataclass(eq=False)
 class AsyncRolloutLoop(SyncRolloutLoop):
-    """Loop of runs whose rollout is up to `algorithm.max_staleness` steps ahead of the training. Ranks may join and leave.
+    """Loop of runs whose rollout is up to `algorithm.max_staleness` steps ahead of the training. Ranks may join and
+    leave.
 
     Args:
         max_staleness: `algorithm.max_staleness`.
-        stop_before: Maps a step to the last step that may be played ahead of it.
+        stop_before: Returns, for a step, the last step that may be played ahead of it.
         others: See `SyncRolloutLoop`.
     """
 
@@ -204,8 +207,8 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, decisions)
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
-        """Waits until weights are received; without `confirms`, only until they are sent, because the rollout ranks are busy
-        with a later step.
+        """Waits until the rollout ranks have received the weights. Without `confirms`, waits only until the weights are
+        sent, because the rollout ranks are busy with a later step.
         """
         self._unconfirmed += weights
         for handle in self._unconfirmed if confirms else weights[:1]:
@@ -218,7 +221,7 @@ class AsyncRolloutLoop(SyncRolloutLoop):
 class ColocatedRolloutLoop(SyncRolloutLoop):
     """Loop of runs in which actor and rollout ranks alternate on the same accelerators.
 
-    Between steps the actors occupy the accelerators, because they also save and send weights.
+    Between steps the actors occupy the accelerators, because they save and send weights at that time.
 
     Args:
         offload_actor, offload_rollout: `enable_offload` of the two sections.
@@ -371,7 +374,7 @@ class PlayingRunner(Runner[Cfg]):
         self.sources.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Writes a note if simulators could not be restored, so that their episodes in progress are lost."""
+        """Writes a note if some simulators could not be restored and have lost their episodes in progress."""
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
@@ -380,12 +383,12 @@ class PlayingRunner(Runner[Cfg]):
         self.loop.rebuild(lost_ranks)
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Adds the lost ranks, transitions (including the step in progress) and episodes to the counts of losses."""
+        """Adds lost ranks, transitions (including those of the step in progress) and episodes to `lost_counts`."""
         self.lost_counts["ranks"] += ranks
         self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions()
         self.lost_counts["episodes"] += before["episodes"] - self.episodes
 
-    # -- a step ---------------------------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Drops the steps that were played ahead."""
@@ -432,8 +435,8 @@ class PlayingRunner(Runner[Cfg]):
         return False
 
     def _stop_before(self, step: int) -> int:
-        """Returns the last step that may be played ahead of `step`: the next one that is saved or evaluated, or the last of
-        the run.
+        """Returns the last step that may be played ahead of `step`: the next step with a checkpoint or an evaluation,
+        or the run's last step.
         """
         intervals = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
         ends = [-(-step // interval) * interval for interval in intervals if interval > 0]
@@ -457,7 +460,9 @@ class PlayingRunner(Runner[Cfg]):
         transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
-        """Adds a step that began at `begin` to the counters; returns its row of metrics, with an evaluation if one is due."""
+        """Adds a step that began at `begin` to the counters and returns its row of metrics. Runs an evaluation if it is
+        due.
+        """
         seconds = active_s() - begin
         self.step = step
         self.env_steps += transitions
@@ -465,7 +470,7 @@ class PlayingRunner(Runner[Cfg]):
         self.episodes += len(episodes["return"])
         self.window.extend(zip(*(episodes[name].tolist() for name in ("return", "length", "success")), strict=True))
         row: dict[str, float] = {f"train/{name}": metric for name, metric in trained.items() if name != "update_s"}
-        if "update_s" in trained:  # some updates have nothing to train on
+        if "update_s" in trained:  # updates without transitions to train on have no duration
             row["time/train_s"] = trained["update_s"]
         row.update(self._episode_metrics())
         row.update(episode_metrics(episodes))
@@ -506,7 +511,7 @@ class PlayingRunner(Runner[Cfg]):
     # -- hooks of the base class ----------------------------------------------------------------------------------
 
     def goal(self) -> str:
-        """Returns "stop_return" if `runner.stop_return` is reached over a full window, else ""."""
+        """Returns "stop_return" if the mean return of a full window reaches `runner.stop_return`, else ""."""
         stop_return, mean_return = self.cfg.runner.stop_return, self._return()
         is_full = len(self.window) == WINDOW
         return (
@@ -516,7 +521,7 @@ class PlayingRunner(Runner[Cfg]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns the counters, and the return, length and success of the last episodes."""
+        """Returns the counters, and the return, length and success of the latest episodes."""
         window = [[None if statistic != statistic else statistic for statistic in row] for row in self.window]
         return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
 
@@ -546,11 +551,11 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
     """Runner of on-policy training in simulators."""
 
     def check(self) -> None:
-        """Checks the settings of the training backend early."""
+        """Checks the settings of the training backend before any rank builds its model."""
         check_backend(self.cfg.actor)
 
     def make_loop(self) -> SyncRolloutLoop:
-        """Builds the loop that runs the steps (`PlayingRunner.make_loop`); it is colocated if a group is offloaded."""
+        """Builds the loop that runs the steps (`PlayingRunner.make_loop`): a colocated loop if a group is offloaded."""
         offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
         if offload_actor or offload_rollout:
             return ColocatedRolloutLoop(
@@ -565,10 +570,10 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Runner of SAC and other off-policy algorithms. Batches come from a replay buffer, so their size need not divide a
-    rollout.
+    """Runner of SAC and other off-policy algorithms. Batches come from a replay buffer, so their size is independent of
+    the rollout's size.
 
-    Arguments as in `EmbodiedRunner`.
+    Takes the arguments of `EmbodiedRunner`.
     """
 
     receiving = "receive"
@@ -580,7 +585,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         if algorithm.random_steps is not None:
             self.random_steps = algorithm.random_steps
         elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
-            self.random_steps = 0  # the policy has been trained before
+            self.random_steps = 0  # the policy is already trained
         super().build()
 
     def state(self) -> dict[str, Any]:
@@ -607,7 +612,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         return row
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes the rollout ranks act in a turn (`PlayingRunner.generate`), at the start of the run at random."""
+        """Makes the rollout ranks act in a turn (`PlayingRunner.generate`). The run's first actions are random."""
         return rollout.generate(turn, self._random_until)
 
     def at_random(self, step: int) -> bool:
@@ -621,5 +626,5 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
 
     @property
     def _random_until(self) -> int:
-        """Number of the run's first decisions whose actions are random; offline steps count as if they had been played."""
+        """Number of decisions with random actions at the start of the run; the decisions of offline steps count, too."""
         return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0

@@ -1,5 +1,5 @@
-"""Rollout sources of a run: the original env and rollout ranks, and joined env ranks; assignment and tracking of their
-steps.
+"""Rollout sources of a run: the original env and rollout ranks, and joined env ranks. The module assigns steps to the
+sources and tracks the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HELPER_POLL_S = 0.1
 
 
 def wait_all(handles: list[Any], timeout: float) -> None:
-    """Waits for calls in order, and drops each handle, which may hold memory, before it waits for the next."""
+    """Waits for calls in order. Drops each handle before it waits for the next one, because handles may hold memory."""
     while handles:
         handles.pop(0).wait(timeout)
 
@@ -48,7 +48,7 @@ class JoinedEnvRanks:
         timeout: Maximum duration of a step, in seconds.
 
     Attributes:
-        ranks: Joined ranks that take part.
+        ranks: Joined ranks that currently take part.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class JoinedEnvRanks:
         self._ahead, self._at_random = ahead, at_random
         self.tracker = ShardTracker(slots.env_ranks, decisions)
         self.ranks: list[int] = []
-        #: Number of shards per step, and number of steps of which a rank may have shards at a time.
+        #: Number of shards per step, and maximum number of steps of which a rank has shards at a time.
         self._shards_per_step, self._steps_per_rank = slots.env_ranks, 1
         #: Version of the weights last sent to each rank.
         self._sent_versions: dict[int, int] = {}
@@ -79,7 +79,7 @@ class JoinedEnvRanks:
         self.ranks, self._sent_versions = [], {}
 
     def add_rank(self, rank: int) -> None:
-        """Connects a joined rank that has built its simulators; it takes part from now on."""
+        """Connects a joined rank that has built its simulators. The rank takes part from now on."""
         self._env.execute_on(rank).connect_joined_rank().wait(self._timeout)
         self.ranks.append(rank)
 
@@ -87,7 +87,7 @@ class JoinedEnvRanks:
         """Receives reports, and makes undelivered shards of lost ranks assignable again."""
         present_ranks = set(self._env.present)
         with contextlib.suppress(QueueEmpty):
-            while True:  # reports that a lost rank sent earlier were confirmed, so they count
+            while True:  # reports of a lost rank count, because the rank sent them before it was lost
                 self.tracker.accept(self._reports.get_nowait())
         for rank in [rank for rank in self.ranks if rank not in present_ranks]:
             self.ranks.remove(rank)
@@ -98,8 +98,8 @@ class JoinedEnvRanks:
     def can_play_step(self) -> bool:
         """Returns whether enough joined ranks are idle to play a whole step.
 
-        While they play it, the original ranks play as many further steps as `max_staleness` allows, and then wait. Too few
-        joined ranks would play the step's units one after the other and delay the run.
+        While the joined ranks play the step, the original ranks play as many further steps as `max_staleness` allows,
+        and then wait. Too few joined ranks would play the step's units one after the other and delay the run.
         """
         units = self._slots.env_ranks
         idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
@@ -107,16 +107,16 @@ class JoinedEnvRanks:
         return bool(self.ranks) and has_capacity and not self.tracker.waiting and idle >= min(units, len(self.ranks))
 
     def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
-        """Adds a step, or its last `decisions`, to the work of the joined ranks (`ShardTracker.add_step`). A rank may have
-        shards of up to `max_staleness` + 1 shared steps at a time, but of one whole step only.
+        """Adds a step, or its last `decisions`, to the work of the joined ranks (`ShardTracker.add_step`). A rank may
+        have shards of up to `max_staleness` + 1 shared steps at a time, but of only one whole step.
         """
         self.tracker.add_step(step, decisions, pieces)
         self._shards_per_step = self._slots.env_ranks * pieces
         self._steps_per_rank = 1 if decisions is None else self._ahead + 1
 
     def assign(self, version: int) -> None:
-        """Assigns unassigned shards to the ranks with the least work, and makes these play them with the actor's weights of
-        `version`.
+        """Assigns shards to the joined ranks with the fewest shards. The ranks play the shards with the actor's weights
+        of `version`.
         """
         max_shards = -(-self._shards_per_step // max(1, len(self.ranks))) * self._steps_per_rank
         assigned = []
@@ -138,7 +138,9 @@ class JoinedEnvRanks:
         """Waits until the joined ranks have played a step.
 
         Returns:
-            The step's shards by unit; None if all joined ranks have gone, so that the original ranks must play the step.
+            The step's shards by unit; None if all joined ranks have left or were lost, so that the original ranks must
+            play the
+                step.
 
         Raises:
             DeadlineExceeded: The step took too long; the message names the ranks.
@@ -169,9 +171,9 @@ class JoinedEnvRanks:
         return transitions
 
 
-#: Seconds between checks for a new rollout rank while none is left.
+#: Seconds between checks for a new rollout rank while no rollout rank is left.
 _POLL_S = 0.1
-#: Steps are shared if the largest share is at most this multiple of an even share.
+#: Maximum ratio of the largest share of a step to an even share; a step with a higher ratio is not shared.
 _MAX_IMBALANCE = 1.25
 
 
@@ -180,7 +182,7 @@ class _PendingTurn:
     """Turn in progress.
 
     Attributes:
-        turn: The turn.
+        turn: Decisions of the turn.
         slots: Slot map of the turn.
         acting, simulating: Handles of the calls of rollout and env ranks.
         lost_ranks: Rollout ranks lost since the turn began.
@@ -197,18 +199,18 @@ class RolloutSources:
     """Scheduler of a run's steps over its rollout sources, in order and up to `max_staleness` steps ahead.
 
     With `max_staleness` > 0, ranks may join and leave. If an original env rank or a rollout rank is lost, the steps in
-    progress lose its slots; the other ranks continue, and the lost rank takes part again after its restart. From the next
-    step on, the remaining rollout ranks act on the slots of a lost rollout rank, and a rollout rank that joins gets a share
-    of all slots. A rollout rank that is told to leave still acts in the steps assigned to it, and exits once its slots are
-    reassigned. Joined env ranks play the last decisions of each step, or whole steps if steps cannot be divided
-    (`JoinedEnvRanks`).
+    progress lose the rank's slots. The other ranks continue, and the lost rank takes part again after its restart. From
+    the next step on, the remaining rollout ranks act on the slots of a lost rollout rank, and a rollout rank that joins
+    gets a share of all slots. A rollout rank that is told to leave still acts in the steps assigned to it, and exits
+    once its slots are reassigned. Joined env ranks play the last decisions of each step, or whole steps if steps cannot
+    be divided (`JoinedEnvRanks`).
 
     Args:
         env, rollout, actor: Launched groups.
         slots: Slot map.
         decisions: `algorithm.rollout_steps`.
         ahead: Maximum number of steps that may be played ahead of the actors.
-        divisible: Whether several ranks may play the decisions of a slot in a step, one after the other.
+        divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
         cuts: Number of parts into which a step's decisions are split; each part is a turn.
         generate: Makes the rollout ranks act in a turn; returns a handle.
         at_random: Returns whether all actions of a step are random.
@@ -217,7 +219,7 @@ class RolloutSources:
 
     Attributes:
         slots: Current slot map, which changes when ranks join or leave.
-        env, rollout: Original ranks, with which the run started.
+        env, rollout: Original ranks: the ranks with which the run started.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class RolloutSources:
         self.connect()
 
     def begin(self, step: int) -> None:
-        """Starts after `step` with no turns in progress, and resets the state of joined ranks."""
+        """Prepares the step after `step`: drops turns in progress and resets the state of joined ranks."""
         self.forget(step)
         if not self._ahead:
             return
@@ -307,7 +309,7 @@ class RolloutSources:
         self._keep_connected()
 
     def forget(self, step: int) -> None:
-        """Drops all turns in progress; the next step is the one after `step`."""
+        """Drops all turns in progress; the next step follows `step`."""
         self._done, self._next = step, step + 1
         #: Turns in progress, in order.
         self._pending_turns: list[_PendingTurn] = []
@@ -315,7 +317,7 @@ class RolloutSources:
     # -- ranks that join and leave --------------------------------------------------------------------------------
 
     def update_ranks(self, step: int) -> None:
-        """Removes ranks that have gone and adds ranks that have joined, before the step that follows `step`."""
+        """Removes lost and leaving ranks and adds joined ranks, before the step that follows `step`."""
         self._done = step
         self._joined_envs.poll()
         self._remove_lost()
@@ -341,14 +343,14 @@ class RolloutSources:
         return num_lost
 
     def _release_leaving(self) -> None:
-        """Removes rollout ranks that were told to leave from the acting ranks, if other ranks can act."""
+        """Removes leaving rollout ranks from the acting ranks, if other ranks can act."""
         leaving_ranks = self._rollouts.leaving
         if remaining_ranks := [rank for rank in self._acting if rank not in leaving_ranks]:
             self._stale = self._stale or len(remaining_ranks) < len(self._acting)
             self._acting = remaining_ranks
 
     def _open_env(self, rank: int) -> Any:
-        """Makes an env rank that was restarted or has joined build its simulators; returns a handle."""
+        """Makes a restarted or joined env rank build its simulators; returns a handle."""
         if rank in self._started:
             return self._envs.execute_on(rank).init_worker(self.slots)
         return self._envs.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._done)
@@ -371,8 +373,8 @@ class RolloutSources:
         self._stale = True
 
     def _keep_connected(self) -> None:
-        """Reassigns the slots and reconnects env and rollout ranks if the ranks have changed. First waits for the turns in
-        progress, because no messages may be in transit while the ranks reconnect.
+        """Reassigns the slots and reconnects env and rollout ranks if the ranks have changed. First waits for the turns
+        in progress, because no message may be in transit while the ranks reconnect.
         """
         if not self._stale:
             return
@@ -427,7 +429,7 @@ class RolloutSources:
         )
 
     def _acting_group(self) -> WorkerGroup:
-        """Returns the acting rollout ranks, for one call."""
+        """Returns a group of the acting rollout ranks, for one call."""
         return self._rollouts.execute_on(*self.slots.acting_ranks)
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -439,7 +441,7 @@ class RolloutSources:
 
     def evaluate(self) -> Any:
         """Makes an acting rollout rank evaluate in `env.eval`; returns a function that waits for the metrics."""
-        # The first call is issued now; another rank is called only if the rank before it has gone.
+        # The first call is issued now. Another rank is called only if the preceding rank was lost.
         first_rank, *other_ranks = self.slots.acting_ranks
         first_call = self._rollouts.execute_on(first_rank).evaluate()
 
@@ -470,7 +472,9 @@ class RolloutSources:
         self._next = step + 1
 
     def _start(self, step: int) -> None:
-        """Starts a step on all ranks, or, if it cannot be shared, on the original or the joined ranks alone."""
+        """Starts a step on all ranks. If the step cannot be shared, starts it on the original or the joined ranks
+        alone.
+        """
         original_decisions, pieces, duration = self._decisions, 1, math.inf
         if self._joined_envs.ranks and self._present_envs and self._divisible:
             original_decisions, pieces, duration = shares(
@@ -497,14 +501,14 @@ class RolloutSources:
             begin += turn.decisions
 
     def plays(self, step: int) -> bool:
-        """Returns whether the original env and rollout ranks play a step, or a part of it."""
+        """Returns whether the original env and rollout ranks play at least a part of a step."""
         return bool(self._turns_of(step))
 
     def _turns_of(self, step: int) -> list[_PendingTurn]:
         return [pending_turn for pending_turn in self._pending_turns if pending_turn.turn.step == step]
 
     def wait_for_shards(self, step: int) -> list[list[DeliveredShard]] | None:
-        """Waits for the joined ranks' shards of a step; returns None if the original ranks play all of it."""
+        """Waits for the joined ranks' shards of a step; returns None if the original ranks play the whole step."""
         if step not in self._joined_envs.tracker.steps:
             return None
         shards = self._joined_envs.wait_for_step(step, self._done)
@@ -533,8 +537,8 @@ class RolloutSources:
         simulated.
 
         Args:
-            step: The step.
-            shards: Result of `wait_for_shards` for the step, in runs that ranks may join.
+            step: Number of the step.
+            shards: Result of `wait_for_shards` for the step; None in runs that ranks cannot join.
         """
         episodes = [report.episodes for unit in shards or () for report in unit]
         joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
@@ -543,7 +547,7 @@ class RolloutSources:
             reports = turn.simulating.wait(self._timeout)
             simulate_s += max((float(report["busy_s"].max()) for report in reports), default=0.0)
             act_s += max((acting_report["busy_s"] for acting_report in turn.acting.wait(self._timeout)), default=0.0)
-            # Restarts are counted since the rank's start.
+            # A report counts restarts since the rank's start, so only the last turn's reports are counted.
             episodes += reports if turn is turns[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
             self._pending_turns.remove(turn)
         return merge_reports(episodes), act_s, max(joined_s, simulate_s)

@@ -1,4 +1,4 @@
-"""Worker classes of embodied runs: actor (trains), rollout (acts), env (simulates)."""
+"""Worker classes of embodied runs: actors train, rollout workers act, and env workers simulate."""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ class PolicyLearner(Protocol):
         """Writes the training state without the weights; all ranks must call it."""
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
+        """Restores the state that `save` wrote."""
 
     def offload(self) -> None:
-        """Moves everything to the host."""
+        """Moves weights and optimizers to the host."""
 
     def reload(self) -> None:
-        """Moves everything back to the device after `offload`."""
+        """Moves weights and optimizers back to the device after `offload`."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Returns a context in which offloaded tensors are back on the device."""
@@ -85,7 +85,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     Attributes:
         policy: Trained policy; a rank may hold only a part of its weights.
         learner: Object that holds weights and optimizers.
-        counters: Integer attributes that a checkpoint stores for each rank: key in the file → attribute.
+        counters: Names of integer attributes that a checkpoint stores for each rank, by key in the file.
         sync: Weight sync to the rollout ranks; None if the actor sends no weights.
     """
 
@@ -143,7 +143,9 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._set_receivers(slots.acting_ranks)
 
     def _set_receivers(self, ranks: Sequence[int]) -> None:
-        """Sets the rollout ranks that receive weights from now on. If they have changed, the next sync sends all weights."""
+        """Sets the rollout ranks that receive weights from now on. If the ranks have changed, the next sync sends all
+        weights.
+        """
         if tuple(ranks) == self._receivers:
             return
         if self._previous_sync is not None:
@@ -163,7 +165,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         if self.rank and not self.learner.lockstep:
             return
         self._set_receivers(ranks)
-        with self.learner.awake():  # until all weights have been gathered and sent
+        with self.learner.awake():  # weights stay on the device until they are gathered and sent
             self._send(version, self.sync if self.rank == 0 else None, self._sent)
         if self._gathers_once:
             self._sent = self.learner.frozen_names()
@@ -203,7 +205,9 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._replaced()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights, on the CPU, on rank 0; the other ranks take part in the gathering and return {}."""
+        """Returns all weights on the CPU. Only rank 0 returns the weights; the other ranks help to gather them and
+        return {}.
+        """
         return {name: tensor.cpu() for name, tensor in self.learner.named_weights() if self.rank == 0}
 
     def _replaced(self) -> None:
@@ -264,7 +268,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.learner.reload()
 
 
-#: Maximum time, in seconds, for a message to arrive that a rank sent before it left.
+#: Maximum seconds for the arrival of a message that a rank sent before it left.
 _LAST_S = 0.5
 
 
@@ -279,7 +283,7 @@ class TrajectoryReceiver:
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
-        #: Early messages of later turns, by key and turn number.
+        #: Batches of later turns that arrived early, by key and turn number.
         self._early: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
         #: Empty columns with the shapes and dtypes of the last message, from which missing batches are built.
         self._like: dict[str, np.ndarray] = {}
@@ -322,7 +326,9 @@ class TrajectoryReceiver:
         return [self._missing(len(slots), acted.turn.decisions) if batch is None else batch for slots, batch in batches]
 
     def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
-        """Receives a rollout rank's transitions of a turn's stage; returns None if the rank has gone without sending them."""
+        """Receives a rollout rank's transitions of a turn's stage; returns None if the rank left or was lost before it
+        sent them.
+        """
         slots, turn_number = acted.slots, acted.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
         early_batches = self._early[key] = {
@@ -333,7 +339,7 @@ class TrajectoryReceiver:
         batch = early_batches.pop(turn_number, None)
         try:
             while batch is None:
-                # a message of a later turn is from the rank that replaced a lost one
+                # a message of a later turn shows that another rank has replaced the lost rank
                 if any(rollout_number > turn_number for rollout_number in early_batches):
                     return None
                 message = self._next(key, peer, has_left=rank in acted.lost_ranks)
@@ -342,7 +348,7 @@ class TrajectoryReceiver:
                     batch = RolloutBatch.from_columns(message)
                 elif rollout_number in later:
                     early_batches[rollout_number] = RolloutBatch.from_columns(message)
-                # otherwise the turn is already over
+                # a message of any other turn is outdated
         except PeerLeft:
             return None
         self._like = {
@@ -371,12 +377,12 @@ class TrajectoryReceiver:
         return RolloutBatch.blank(self._like, count, decisions)
 
     def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
-        """Receives the shards of a unit for this rank's slots and concatenates them."""
+        """Receives and concatenates the shards of a unit for this rank's slots."""
         messages = [self._parts.get(key=slots.shard_key(key, self._rank)) for key in keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
-        """Removes unused shards from the channel, if they have arrived."""
+        """Removes unused shards from the channel if the shards have arrived."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
                 self._parts.get_nowait(key=slots.shard_key(key, self._rank))

@@ -64,7 +64,7 @@ def check_actions(cfg: BcConfig, action_space: Any) -> None:
 
 
 class BcActor(PolicyTrainer[BcConfig]):
-    """Actor worker that trains the policy on demonstrations; each rank holds an equal share of their steps.
+    """Actor worker that trains the policy on demonstrations; each rank holds an equal share of the steps.
 
     Attributes:
         labels: Checksum of the improvement labels.
@@ -76,7 +76,8 @@ class BcActor(PolicyTrainer[BcConfig]):
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
-            `parameters`, `episodes` and `transitions`: numbers used in training; `left_out`: number of non-finite episodes.
+            Numbers of `parameters`, `episodes` and `transitions` in training; `left_out` is the number of episodes that
+            are omitted because they are not finite.
         """
         cfg = self.cfg
         self.set_up_device()
@@ -104,7 +105,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         return {**metrics, "left_out": float(len(problems or ()))}
 
     def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
-        """Labels each step of the episodes as an improvement or no improvement."""
+        """Labels each step of the episodes as an improvement or not."""
         labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
         for trajectory, improvement in zip(trajectories, labels, strict=True):
             trajectory[IMPROVEMENT] = improvement
@@ -153,7 +154,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         def joined(columns: list[Any]) -> Any:
             return to_tensors(take(join(columns), rows), self.device)
 
-        # A success model gets the observation after a step, an acting policy the one before it.
+        # A success model gets the observation after a step; a policy gets the observation before the step.
         obs_steps = slice(1, None) if self.policy.judges else slice(-1)
         batch = {"obs": joined([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
         actions, pad_masks = zip(
@@ -244,7 +245,9 @@ class BcActor(PolicyTrainer[BcConfig]):
         return metrics
 
     def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's share of the loss of a minibatch with `count` rows, and its terms; 0 for an empty one."""
+        """Returns a micro-batch's summand of the loss of a minibatch with `count` rows, and the loss terms. An empty
+        micro-batch has loss 0.
+        """
         indices, count = micro_batch
         rows = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
         losses = self._losses(called, (self.demos, rows, count))
@@ -254,8 +257,8 @@ class BcActor(PolicyTrainer[BcConfig]):
         return loss, {"losses": torch.stack(losses)}
 
     def _losses(self, called: nn.Module, rows_of_batch: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
-        """Returns the shares that rows of a batch contribute to the policy loss and the value loss of a minibatch with
-        `count` rows.
+        """Returns the summands that rows of a batch contribute to the policy loss and the value loss of a minibatch
+        with `count` rows.
         """
         batch, indices, count = rows_of_batch
         obs, actions, has_returns = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
@@ -286,9 +289,10 @@ class BcActor(PolicyTrainer[BcConfig]):
         return called(work)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the current weights on `env.eval` with deterministic actions; returns the metrics on rank 0, {} on others.
+        """Evaluates the current weights on `env.eval` with deterministic actions. Returns the metrics on rank 0, and {}
+        on the other ranks.
 
-        Sharded weights are first gathered into a separate policy, so all ranks must call it.
+        All ranks must call the method, because sharded weights are first gathered into a separate policy.
         """
         policy = self.policy
         if self.backend.lockstep:

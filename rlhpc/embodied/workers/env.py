@@ -1,4 +1,4 @@
-"""Env workers, which simulate a share of the slots for the rollout ranks that act on them. Joined ranks also act."""
+"""Env workers: they simulate a share of the slots for the rollout ranks that act on the slots. Joined ranks also act."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
         Args:
             slots: Slot map.
-            seed: Seed of these environments; None takes the run's.
+            seed: Seed of these environments; None takes the run's seed.
 
         Returns:
             `observation_space`, `action_space` (of one slot) and `supports_state`.
@@ -68,7 +68,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
         self.seed = self.run_seed if seed is None else seed
-        # Selects the accelerator first: simulators that find none silently use the CPU.
+        # Selects the accelerator first, because simulators that find no accelerator silently use the CPU.
         device = worker_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
@@ -94,7 +94,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         return SuccessRewardEnv(env, cfg, device)
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels that the driver has created. Called again with a new map when ranks join or leave."""
+        """Connects to the channels that the driver has created. The driver calls it again with a new map when ranks
+        join or leave.
+        """
         self.slots = slots
         self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
         device_peers = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
@@ -108,12 +110,12 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def interact(self, turn: FullRollout) -> dict[str, np.ndarray]:
         """Simulates the decisions of a turn in every slot.
 
-        While the policy acts on one stage, this rank simulates the other stages. If a rollout rank is lost, its slots get
-        copies of other slots' actions for the rest of the step. These transitions are not trained on, and episodes with such
-        actions are not reported. A stage without any rollout rank pauses.
+        While the policy acts on one stage, this rank simulates the other stages. If a rollout rank is lost, its slots
+        get copies of other slots' actions for the rest of the step. These transitions are not trained on, and episodes
+        with such actions are not reported. A stage without rollout ranks pauses.
 
-        If a rollout is one complete episode per slot, every slot first begins a new episode, whose start depends only on seed,
-        step and turn.
+        If a rollout is one complete episode per slot, every slot first begins a new episode. The episode's start
+        depends only on seed, step and turn.
 
         Returns:
             Report of the episodes that ended, with counts (`EpisodeLog.report`).
@@ -127,7 +129,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.new_episodes(turn.step, turn.begin)
         episodes, num_crossed_before = EpisodeLog(), current().service.lane.num_device_messages
         for stage in stages:
-            if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot has moved since the last rollout
+            if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot may have moved
                 self.obs[stage] = refreshed_obs
             self._send(stage, outcomes[stage], 0)
         for t in range(turn.decisions):
@@ -185,7 +187,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         )
 
     def new_episodes(self, step: int, begin: int = 0) -> None:
-        """Begins a new episode in every slot; its start depends only on seed, step, and the step's decisions so far."""
+        """Begins a new episode in every slot. The episode's start depends only on seed, step, and the step's decisions
+        so far.
+        """
         seed = self.seed
         if not self.cfg.env.train.use_fixed_reset_state_ids:
             entropy = [self.seed, step, begin] if begin else [self.seed, step]
@@ -219,7 +223,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         )
 
     def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
-        """Returns the subset of `ended_slots` in whose episode only the policy acted."""
+        """Returns those of `ended_slots` in which only the policy chose the ended episode's actions."""
         policy_slots: np.ndarray = ended_slots[~self._mixed[stage][ended_slots]]
         self._mixed[stage][ended_slots] = False
         return policy_slots
@@ -260,7 +264,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         """Restores the slots from the files of all env ranks of a checkpoint; the number of ranks may differ.
 
         Returns:
-            False if some simulators cannot be restored; their episodes start anew.
+            False if some simulators cannot be restored; their episodes start again.
         """
         units = [
             unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
@@ -294,7 +298,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         return True
 
     def offload(self) -> None:
-        """Releases the accelerator memory of observations in transit. The simulators stay."""
+        """Releases the accelerator memory of observations in transit. The simulators keep their memory."""
         current().service.lane.park()
         empty_cache()
 
@@ -304,13 +308,15 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             env.close()
 
 
-#: Notice that the actor sends to a rank before it sends weights to it.
+#: Notice that the actor sends to a joined rank before the weights.
 WEIGHTS_SENT = "weights sent"
 _LOOK_S = 0.005
 
 
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
-    """Returns the slot map of a joined rank: as many slots as the largest unit has, with numbers unique to this rank."""
+    """Returns the slot map of a joined rank. The map has as many slots as the largest unit, with numbers unique to this
+    rank.
+    """
     return UnitMap(
         slots.unit,
         group_size=slots.group_size,
@@ -330,11 +336,11 @@ def entropy_of(seed: int, rank: int, start_step: int) -> list[int]:
 
 
 class JoinedEnvRank:
-    """Joined env rank, which simulates and acts without other ranks.
+    """Joined env rank: it simulates and acts without other ranks.
 
     Args:
-        simulating: This rank's worker, which has built its simulators.
-        acting: Rollout worker that acts, in the same process.
+        simulating: Env worker of this rank, which has built its simulators.
+        acting: Rollout worker in the same process, which acts on the slots.
         slots: Slot map of the run.
         start_step: Number of steps that were complete when the rank joined.
     """
@@ -347,19 +353,21 @@ class JoinedEnvRank:
         self._version = -1
 
     def connect(self) -> None:
-        """Connects to the channels. Called again after a failure of other ranks; weights are then received first."""
+        """Connects to the channels. The driver calls it again after a failure of other ranks; the rank then first
+        receives weights.
+        """
         self._parts = self._simulating.connect_channel(PARTS)
         self._played = self._simulating.connect_channel(PLAYED)
         self._acting.sync.forget()
         self._version = -1
 
     def play(self, shard: RolloutShard, random: bool) -> None:
-        """Plays a shard and sends its transitions to the actors. If this rank is told to leave, it sends only the decisions
-        made so far, or none if rollouts are complete episodes.
+        """Plays a shard and sends its transitions to the actors. If this rank is told to leave, it sends only the
+        decisions made so far. If rollouts are complete episodes, a leaving rank sends nothing.
 
         Args:
-            shard: The shard.
-            random: Whether actions are random, as at the start of off-policy runs.
+            shard: Shard to play.
+            random: True for random actions, as at the start of off-policy runs.
         """
         rank = self._simulating
         rank.before_leaving(lambda: None)  # a rank that is told to leave now exits after this call, which returns early
@@ -380,12 +388,12 @@ class JoinedEnvRank:
     def _play_decisions(
         self, shard: RolloutShard
     ) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
-        """Plays a shard; returns the number of decisions made, their transitions (None without decisions), and the report of
+        """Plays a shard. Returns the number of decisions, their transitions (None without decisions), and the report of
         the episodes.
         """
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
         env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
-        num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
+        num_slots = len(self._slots.unit_share(shard.unit))  # the actors ignore additional slots
         outcomes, episodes = rank.outcomes_of(shard.step, env_slots), EpisodeLog()
         if single_episode:
             rank.new_episodes(shard.step)
@@ -418,8 +426,8 @@ class JoinedEnvRank:
         return noise_of_slots(self._acting.policy.sample_noise, entropy, slots).to(self._acting.device)
 
     def _receive_weights(self, version: int) -> None:
-        """Receives all weights that the actor has sent, and waits until they are at least `version`, unless this rank is told
-        to leave.
+        """Receives weights until their version is at least `version` and no further weights are announced. Returns
+        early if this rank is told to leave.
 
         Raises:
             DeadlineExceeded: The weights did not arrive in time.
@@ -450,11 +458,11 @@ def open_joined_rank(
     """Builds the simulators and the policy of a joined rank.
 
     Args:
-        simulating: This rank's worker.
-        make: Builds the rollout worker that acts.
+        simulating: Env worker of this rank.
+        make: Function that builds the acting rollout worker.
         slots: Slot map of the run.
         spaces: Observation space and action space of the run's slots.
-        start_step: Number of complete steps.
+        start_step: Number of steps that were complete when the rank joined.
 
     Raises:
         ConfigError: The environment has different spaces on this node.
@@ -473,7 +481,7 @@ def open_joined_rank(
 
 
 class JoinableEnvWorker(SimulatingWorker[Cfg]):
-    """Env worker that also acts on its slots if its rank joined during the run."""
+    """Env worker that also acts on its slots if the rank joined during the run."""
 
     #: Import path of the rollout worker that acts on a joined rank.
     acts: str = ""

@@ -33,11 +33,11 @@ from rlhpc.training.backend import Named
 
 
 class IncompleteRows:
-    """Regrouping of a step's transitions if some slots are missing, so that each row again has one transition for every
-    slot.
+    """Buffer that regroups the transitions of steps with missing slots, so that each row again has one transition for
+    every slot.
 
-    Transitions may move to other slots, because an off-policy buffer does not depend on the slot. Transitions that do not
-    fill a row wait for the next step with missing slots.
+    Transitions may move to other slots, because an off-policy buffer does not depend on the slot. Transitions that do
+    not fill a row stay in the buffer until the next step with missing slots.
 
     Args:
         num_envs: Number of slots of the run.
@@ -55,7 +55,8 @@ class IncompleteRows:
     def table(
         self, columns: dict[str, np.ndarray], present: np.ndarray, gather: Callable[[Any], list[Any]]
     ) -> dict[str, np.ndarray]:
-        """Returns full rows for this rank's slots, `[n, rows, ...]`. All ranks must call it and get the same number of rows.
+        """Returns full rows for this rank's slots, `[n, rows, ...]`. All ranks must call the method; they get the same
+        number of rows.
 
         Args:
             columns: Transitions of a step, `[n, T, ...]`.
@@ -154,7 +155,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
                 next_obs = columns[f"next_{name}"] = np.empty_like(columns[name])
                 next_obs[:, :-1], next_obs[:, -1] = columns[name][:, 1:], last_obs[name]
                 next_obs[outcome.final_slot, outcome.final_step] = final_obs[name]
-            # Values are bootstrapped after all transitions that are not terminated, so truncations are not needed.
+            # The update bootstraps after all transitions that are not terminated, so truncations are not needed.
             batches.append(
                 replace(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}), truncations=None)
             )
@@ -225,7 +226,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.incomplete.clear()
 
     def start_from(self, folder: str) -> None:
-        """Loads the weights of a checkpoint or an export, such as a behaviour-cloned policy, also into the target networks."""
+        """Loads the weights of a checkpoint or an export, such as a behaviour-cloned policy, into policy and target
+        networks.
+        """
         super().start_from(folder)
         self.off_policy.reset_targets()
 
@@ -236,8 +239,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     def receive(self, step: int, source: Source) -> RolloutCounts:
         """Adds this step's transitions of the rank's slots to the buffer; returns their counts.
 
-        Transitions that are non-finite, whose simulator or robot failed, or whose env or rollout rank was lost are dropped
-        (`IncompleteRows`).
+        Drops transitions that are non-finite, and transitions of failed simulators, failed robots, and lost env or
+        rollout ranks (`IncompleteRows`).
 
         Args:
             step: Global step.
@@ -251,7 +254,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         num_dropped = torch.tensor([float(sum(batch.dropped.values()))])
         if (
             self.all_reduce(num_dropped) if self.world_size > 1 else num_dropped
-        ).item():  # then all ranks exchange transitions
+        ).item():  # all ranks exchange transitions if any rank dropped some
             present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
             gather: Callable[[Any], list[Any]] = self.all_gather_object if self.world_size > 1 else lambda rows: [rows]
             columns = self.incomplete.table(columns, present_mask, gather)
@@ -262,7 +265,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         return batch.counts(len(self.receiver.share) * rows)
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes the pending updates: `update_to_data` updates per transition since learning started.
+        """Runs the pending updates: `update_to_data` updates per transition since training started.
 
         Args:
             step: Global step.
@@ -273,12 +276,14 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """
         algorithm = self.cfg.algorithm
         num_learned = max(0, self.transitions - algorithm.replay_buffer.min_buffer_size)
-        total_updates = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 < 1 in floats
+        total_updates = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 is below 1 in floating point
         num_updates, self.updates_due = total_updates - self.updates_due, total_updates
         return self._learn(num_updates, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
-        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result as in `update`."""
+        """Runs `algorithm.offline_updates` updates on the demonstrations alone. Takes the arguments of `update` and
+        returns the same metrics.
+        """
         del step
         return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
 
@@ -306,7 +311,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also writes model and optimizers."""
+        """Writes `actor-<rank>.pt` and this rank's part of the replay buffer; rank 0 also writes model and optimizers."""
         super().save(folder)
         self.replay.save(Path(folder))
 

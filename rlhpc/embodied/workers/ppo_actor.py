@@ -1,4 +1,6 @@
-"""Actor worker of on-policy embodied runs: computes advantages and trains the policy on the rollout ranks' trajectories."""
+"""Actor worker of on-policy embodied runs: it computes advantages and trains the policy on the rollout ranks'
+trajectories.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,10 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         self.receiver.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
-        """Receives this step's transitions of its slots, and computes advantages and returns; returns the counts of
-        transitions.
+        """Receives this step's transitions of the rank's slots, and computes advantages and returns. Returns the counts
+        of transitions.
 
-        With `runner.use_training_pipeline`, it receives only the step's first part; `update` receives the other parts.
+        With `runner.use_training_pipeline`, receives only the step's first part; `update` receives the other parts.
 
         Args:
             step: Global step.
@@ -96,20 +98,20 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
 
         self.stream = TransitionStream(part, parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
-            self.stream.wait_until(0)  # later parts must be complete, so their counts are known
+            self.stream.wait_until(0)  # later parts must be complete, so this part's counts hold for them
             return replace(counts_by_part[0], received=counts_by_part[0].received * parts)
         self.stream.wait_until(parts - 1)
         self.batch, self.stream = self.stream.batch, None
         return RolloutCounts.sum(counts_by_part)
 
     def _receive_part(self, step: int, source: Source) -> tuple[TrainBatch, RolloutCounts]:
-        """Receives a step, or a part of it; returns the batch to train on, `[n, T, ...]`, and its counts."""
+        """Receives a step or a part of a step. Returns the batch to train on, `[n, T, ...]`, and its counts."""
         algorithm = self.cfg.algorithm
         # GAE bootstraps from the observation before a failure; other estimators need all transitions of a slot.
         drops_failed_slots = algorithm.adv_type.lower() != "gae"
         received_batch = self.receiver.receive(step, source)
         received_batch = received_batch.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
-        # Slots whose transitions are all dropped do not belong to their groups.
+        # A slot without any remaining transition does not count as a member of its group.
         members = None
         if received_batch.drops is not None:
             members = torch.from_numpy(~received_batch.drops.all(1)).to(self.device)
@@ -162,8 +164,8 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
 
     def _observe(self, batch: TrainBatch) -> None:
-        """Adds this step's observations to the policy's running statistics. Called after the update, so that acting and
-        training of a step use the same statistics.
+        """Adds this step's observations to the policy's running statistics. `update` calls it after the training, so
+        that acting and training of a step use the same statistics.
         """
         normaliser = self.policy.normaliser
         if normaliser is None:
@@ -179,7 +181,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
     def _explained_variance(self, batch: TrainBatch) -> float:
         """Returns 1 − Var(returns − values) / Var(returns) over the trained transitions of all ranks; nan if undefined."""
         values, returns, mask = batch.values, batch.returns, batch.mask
-        if values.shape != returns.shape:  # returns per action, without values per action
+        if values.shape != returns.shape:  # returns are per action, but values are per decision
             return float("nan")
         error, target = ((returns - values) * mask).double(), (returns * mask).double()
         sums = torch.stack(

@@ -1,4 +1,4 @@
-"""Rollout workers of embodied runs: they act for a share of the slots and send complete trajectories to the actors."""
+"""Rollout workers of embodied runs: they act on a share of the slots and send complete trajectories to the actors."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class StageBuffer:
-    """Buffer of one stage's rollout, time first, so that every step writes one contiguous row.
+    """Buffer of one stage's rollout. Time is the first axis, so that every step writes one contiguous row.
 
     Args:
-        share: Global slots.
+        share: Global slots of the stage.
         steps: T, number of decisions in a complete rollout.
 
     Attributes:
@@ -52,7 +52,7 @@ class StageBuffer:
         self._rows: dict[str, np.ndarray] = {}
 
     def write(self, t: int, part: slice, **rows: Any) -> None:
-        """Stores step `t` of the slots `part`; `rows` are arrays or tensors `[n, ...]` of all slots."""
+        """Stores step `t` for the slots in `part`; `rows` are arrays or tensors `[n, ...]` of all slots."""
         for name, row in rows.items():
             if name not in self._rows:
                 self._rows[name] = np.empty((self.steps, *row.shape), np.asarray(as_arrays(row[:0])).dtype)
@@ -110,7 +110,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Returns the options that determine the outcomes' columns."""
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels that the driver has created. Called again with a new map when ranks join or leave."""
+        """Connects to the channels that the driver has created. The driver calls it again with a new map when ranks
+        join or leave.
+        """
         self._set_slots(slots)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
@@ -119,10 +121,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self._watches = {rank: until_left(slots.env_name, rank) for rank in env_ranks}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
-        self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
+        self.stay_until_let_go()  # env ranks wait for this rank's actions, also in steps that the rank has not begun
 
     def allow_exit(self) -> None:
-        """Lets this rank exit if it was told to leave; the other ranks no longer depend on it."""
+        """Lets this rank exit if it was told to leave. The driver calls it when no other rank depends on this rank."""
         self.before_leaving(None)
 
     def sync_weights(self) -> int:
@@ -139,11 +141,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def generate(self, turn: FullRollout) -> dict[str, float]:
         """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
 
-        Noise is seeded by (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
-        the other slots of its batch.
+        Noise is seeded by (seed, step, decision, slot), so that an action depends neither on the acting rank nor on the
+        other slots of the batch.
 
         Returns:
-            `busy_s`: seconds that the rank did not wait for the simulators.
+            `busy_s`: seconds in which the rank did not wait for simulators.
         """
         start, self._waited, self._turn = time.perf_counter(), 0.0, turn
         for buffer in self.buffers:
@@ -163,7 +165,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return noise_of_slots(self.policy.sample_noise, entropy, slots).to(self.device)
 
     def _act(self, stage: int, t: int) -> None:
-        noise = self._noise(t, self.shares[stage])  # while the simulators are busy
+        noise = self._noise(t, self.shares[stage])  # draws the noise while the simulators are busy
         start = time.perf_counter()
         observations = self.links.get(stage)
         self._waited += time.perf_counter() - start
@@ -175,11 +177,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), send)
 
     def _act_on_arrival(self) -> None:
-        """Acts for env ranks in the order in which their observations arrive; each pass serves all observations that have
-        arrived by then.
+        """Acts for env ranks in the order in which their observations arrive; each pass serves all observations that
+        have arrived.
 
-        A pass always covers all slots of a stage; slots without a request use their last observation. Actions are therefore
-        bit-identical whichever other slots are served.
+        A pass always covers all slots of a stage; slots without a request use their last observation. Therefore the
+        other slots that a pass serves do not change an action by a single bit.
         """
         latest = [[self._observation(peer_slots, None) for _, peer_slots in peers] for peers in self.peers]
         next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
@@ -214,7 +216,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.decide(stage, [(rows[index], t) for index, t in decisions.items()], noise, join(latest), send)
 
     def _observation(self, slots: range, obs: Any) -> Any:
-        """Returns the observation `obs` of slots; zeros if the env rank has gone or has sent nothing yet."""
+        """Returns `obs`, or zeros if it is None because the env rank was lost or has not sent an observation yet."""
         return blank(self.policy.observation_space, len(slots)) if obs is None else obs
 
     def decide(
@@ -228,16 +230,16 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Chooses actions, sends them, and records observations and actions.
 
         Args:
-            stage: The stage.
+            stage: Index of the stage.
             requests: Slots that need an action, and the index of their decision.
             noise: Noise of all slots of the stage.
             obs: Observations of all slots of the stage.
-            send: Sends the actions of all slots.
+            send: Function that sends the actions of all slots.
         """
         actions, extras = self._choose(obs, noise, requests)
         actions_array = actions.cpu().numpy()
         send(actions_array)
-        # The environments simulate meanwhile, so recording costs no time.
+        # The environments simulate at the same time, so that recording does not delay the rollout.
         columns = {"actions": actions_array} | {name: column.cpu().numpy() for name, column in extras.items()}
         for rows, t in requests:
             self.buffers[stage].write(t, rows, **columns_of("obs", obs), **columns)
@@ -245,7 +247,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def _choose(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns actions, and the further columns that the trajectories store."""
+        """Returns actions, and additional columns of the trajectories."""
         del requests
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
@@ -264,8 +266,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def batches(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the transitions of each stage as the actors receive them.
 
-        If the rollout is shorter than a step, its episodes are marked as truncated at its end, because another rank plays the
-        following decisions.
+        If the rollout is shorter than a step, its episodes are marked as truncated at the rollout's end, because
+        another rank plays the following decisions.
         """
         return [
             batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch
@@ -275,7 +277,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the transitions of each stage, with rewards, ends of episodes and next values from its outcomes."""
         batches = []
-        # Observations without an action need values, too: those after the rollout, and the last ones of ended episodes.
+        # Observations without an action need values, too: observations after the rollout, and final observations of episodes.
         observations = [obs for outcome in outcomes for obs in (outcome.last_obs, outcome.final_obs)]
         values = np.split(self._value(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1])
         for outcome, buffer, last_values, final_values in zip(
@@ -289,8 +291,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return batches
 
     def _send(self, stage: int, batch: RolloutBatch[np.ndarray]) -> None:
-        """Sends every actor rank the transitions of its slots of a stage. A joined rank, which may exit before the actors
-        receive them, waits until they are stored.
+        """Sends every actor rank the transitions of its slots of a stage. A joined rank may exit before the actors
+        receive its transitions, so that it waits until the transitions are stored.
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, actor_slots in self.slots.actors_of(stage, self.rank):
@@ -299,8 +301,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> SlotOutcomes:
-        """Receives and merges the env ranks' outcomes of a stage; slot indices start at this rank's first slot. `missing`
-        marks the slots of env ranks that have gone.
+        """Receives and merges the env ranks' outcomes of a stage; slot indices start at this rank's first slot.
+        `missing` marks the slots of lost env ranks.
         """
         stage_slots, outcomes_by_peer, is_gone = self.shares[stage], [], []
         for index, (_, peer_slots) in enumerate(self.peers[stage]):
@@ -322,7 +324,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return outcome
 
     def _outcomes_from(self, stage: int, index: int) -> SlotOutcomes | None:
-        """Receives an env rank's outcomes of its slots; returns None if the rank has gone."""
+        """Receives an env rank's outcomes of its slots; returns None if the rank was lost."""
         if self.links.has_gone(stage, index):
             return None
         rank, _ = self.peers[stage][index]
