@@ -1,8 +1,8 @@
 """Engine groups: ranks of the rollout group that form one engine, and the receiver of the actor's weights.
 
 Neighbouring ranks form an engine (`rollout.parallel`): a leader and its followers. A call to the worker group reaches all
-ranks. The leader runs it: it leases prompts, requests scores and calls the engine. The followers repeat the leader's engine
-calls until the call ends (`engines.multi_rank`).
+ranks. The leader runs the call: it leases prompts, requests scores and calls the engine. The followers repeat the leader's
+engine calls until the call ends (`engines.multi_rank`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rlhpc.weights.verification import UpdateVerification
 Result = TypeVar("Result")
 #: Topic of the leader's commands to the followers (`p2p.post`).
 _COMMAND_TOPIC = "engine"
-#: Seconds that a follower waits after an abort for a command that the leader may have started to send.
+#: Seconds for which a follower still waits after an abort, because the leader may already send a command.
 _BEGUN_S = 5.0
-#: Seconds within which the driver notices that a rank of the engine has ended; and within which it ends the other ranks.
+#: Seconds within which the driver notices the end of a rank, and within which the driver then ends the engine's other ranks.
 _NOTICED_S, _ENDED_S = 10.0, 60.0
 
 
 def ranks_of_engine(cfg: GrpoConfig) -> int:
-    """Returns the number of neighbouring ranks of an engine, which the placement has written into the configuration."""
+    """Returns the number of neighbouring ranks of an engine, which the placement writes into the configuration."""
     return cfg.rollout.parallel.tensor or 1
 
 
@@ -74,7 +74,7 @@ class RunLink:
         self.call = 0
 
     def begin_call(self) -> None:
-        """Counts a new call; its number distinguishes its commands from those of an aborted call."""
+        """Starts a new call; the number of the call separates its commands from commands of an aborted call."""
         self.call += 1
 
     def form(self) -> None:
@@ -89,14 +89,14 @@ class RunLink:
 
     def receive(self) -> Commands:
         """Returns the leader's next command (`EngineLink.receive`)."""
-        aborted: float | None = None
+        abort_time: float | None = None
         while True:
             try:
                 call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._first)
             except CallAborted:
                 # The leader may already compute, and wait for this rank in a collective.
-                aborted = aborted or time.monotonic()
-                if time.monotonic() - aborted > _BEGUN_S:
+                abort_time = abort_time or time.monotonic()
+                if time.monotonic() - abort_time > _BEGUN_S:
                     raise
                 time.sleep(0.01)
                 continue
@@ -105,7 +105,7 @@ class RunLink:
                 return commands
 
     def handle_failure(self, error: BaseException) -> None:
-        """Waits for the driver to end this process if another rank of the engine has ended (`EngineLink.handle_failure`)."""
+        """Waits until the driver ends this process if another rank of the engine has ended (`EngineLink.handle_failure`)."""
         if isinstance(error, CallAborted):
             return
         member_context, deadline = current(), time.monotonic() + _NOTICED_S
@@ -124,10 +124,10 @@ class EngineRank:
     Args:
         engine: This rank's engine.
         link: Link to the other ranks; None for an engine of one rank.
-        take_weights: Receives the next weights; a follower calls it on the leader's command.
+        take_weights: Function that receives the next weights; a follower calls it on the leader's command.
 
     Attributes:
-        engine: Engine that the generation calls; on a leader its calls reach all ranks.
+        engine: Engine that the generation calls; on a leader, the calls reach all ranks of the engine.
         follows: Whether this rank is a follower.
     """
 
@@ -144,8 +144,10 @@ class EngineRank:
             self._leader.begin_weights()
 
     def follow(self) -> None:
-        """Repeats the leader's engine calls until the leader's call ends. A rank that is told to leave waits for the end,
-        because the leader may still have to requeue prompts."""
+        """Repeats the leader's engine calls until the leader's call ends.
+
+        A rank that is told to leave waits for the end, because the leader may still have to requeue prompts.
+        """
         assert self._follower is not None
         Worker.before_leaving(lambda: None)
         self._follower.follow()
@@ -153,7 +155,7 @@ class EngineRank:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Starts a call of the worker group on this rank; at its end the leader releases the followers."""
+        """Runs the block as a call of the worker group on this rank; at the end, the leader releases the followers."""
         if self._link is not None:
             self._link.begin_call()
         try:
@@ -198,8 +200,8 @@ class EngineWeights:
         prompts: Map with the names of the groups.
 
     Attributes:
-        engine_rank: This rank's part in its engine.
-        version: Version of the weights; -1 before any were received.
+        engine_rank: Role of this rank in its engine, leader or follower.
+        version: Version of the weights; -1 before the first update.
     """
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
@@ -247,8 +249,10 @@ class EngineWeights:
         return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
 
     def sample_probe(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
-        """Draws samples for short random prompts and a long one, which exceeds the attention window and a prefill chunk if
-        the run's prompts can (`weight_sync.sample_probe`)."""
+        """Draws samples for short random prompts and a long one (`weight_sync.sample_probe`).
+
+        The long prompt exceeds the attention window and a prefill chunk if prompts of the run can exceed them.
+        """
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
@@ -258,7 +262,7 @@ class EngineWeights:
         )
 
     def take(self) -> bool:
-        """Receives the next version of the weights if one has been announced; returns whether it was."""
+        """Receives the next version of the weights if it was announced; returns whether it was announced."""
         try:
             probe: Probe | None = self._worker.notice(VERSIONS)
         except queue.Empty:
@@ -298,14 +302,14 @@ class EngineWeights:
 
     def _take(self, probe: Probe | None) -> None:
         engine, weight_update = self._engine, self._sync.receive()
-        proof = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
+        verification = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
         if weight_update.proven and engine.takes_shards:
-            engine.update_shards(weight_update.version, proof.complete_tensors())
+            engine.update_shards(weight_update.version, verification.complete_tensors())
         elif not self._in_parts:
-            engine.update_weights(weight_update.version, proof.complete_tensors())
+            engine.update_weights(weight_update.version, verification.complete_tensors())
         else:
-            engine.update_weights(weight_update.version, proof.tensors(), complete=weight_update.complete)
-        proof.check(engine.held)
+            engine.update_weights(weight_update.version, verification.tensors(), complete=weight_update.complete)
+        verification.check(engine.held)
         if probe is not None and engine.can_score:
             device_and_dtype = self.computes()
             check_probe(

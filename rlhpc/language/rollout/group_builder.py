@@ -30,8 +30,7 @@ def group_metrics(
     refills: int,
     rewards_differ: bool,
 ) -> dict[str, float]:
-    """Returns the sums over a group's episodes from which the step's metrics are computed; names with `max_` are
-    maxima.
+    """Returns the sums over a group's episodes from which the step's metrics are computed; `max_*` are maxima.
 
     Args:
         step: Step of the prompt.
@@ -72,8 +71,7 @@ def group_metrics(
 
 
 def find_non_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
-    """Returns a description of the first non-finite reward or log-prob of a group, or "". Only log-probs of trained tokens
-    are checked."""
+    """Returns a description of the first non-finite reward, or log-prob of a trained token, of a group; "" if none."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
         if not math.isfinite(reward):
             term_values = ", ".join(f"{name} {value}" for name, value in score.terms.items())
@@ -99,9 +97,10 @@ def overlong_penalties(episodes: Sequence[Episode], limit: int, buffer: int) -> 
 
 
 def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
-    """Returns the rewards by which groups are filtered: the weighted sums of `reward.terms` without length penalties (the
-    term `length` and `algorithm.overlong_buffer`). As in DAPO (Yu et al. 2025), which filters by accuracy, wrong answers of
-    different lengths are equally wrong.
+    """Returns the rewards by which groups are filtered: the weighted sums of `reward.terms` without length penalties.
+
+    Length penalties are the term `length` and `algorithm.overlong_buffer`. DAPO (Yu et al. 2025) filters by accuracy, so that
+    wrong answers of different lengths are equal; these rewards keep that property.
 
     Args:
         scores: Scores of the compared answers.
@@ -178,15 +177,15 @@ class GroupBuilder:
             rewards = np.zeros_like(rewards)
         drop_reason = "nonfinite" if non_finite_message else "alone" if has_too_few else ""
         algorithm = self._cfg.algorithm
-        trained = [
+        trained_flags = [
             not drop_reason and not (algorithm.overlong_filter and is_truncated(episode)) for episode in episodes
         ]
-        trained_scores = [score for score, is_trained in zip(scores, trained, strict=True) if is_trained]
+        trained_scores = [score for score, is_trained in zip(scores, trained_flags, strict=True) if is_trained]
         rewards_differ = rewards_vary(task_rewards(trained_scores, self._cfg.reward))
         if may_refill and self._filtered_by_dynamic_sampling(rewards_differ):
             return None
-        compared = dict(zip(indices, episodes, strict=True))
-        return ScoredGroup(compared, scores, rewards, trained, rewards_differ, drop_reason)
+        compared_episodes = dict(zip(indices, episodes, strict=True))
+        return ScoredGroup(compared_episodes, scores, rewards, trained_flags, rewards_differ, drop_reason)
 
     def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
         """Returns whether dynamic sampling replaces a group with these rewards (`algorithm.filter_groups`)."""
@@ -221,19 +220,21 @@ class GroupBuilder:
         return group.step - 1 - self._cfg.algorithm.max_staleness
 
 
-#: Reasons why sampled tokens are not trained on. `lost`: the agent's client disconnected before it received them. `failed`:
-#: the agent of the episode failed. `role`: they belong to a role that is not trained (`agent.untrained_roles`). `cut`: the
-#: answer was truncated (`algorithm.overlong_filter`). `old`: their weights are older than `algorithm.max_staleness` allows.
-#: `refilled`: another prompt replaced the group's. `alone`: the group has no other episode to compare with. `nonfinite`: the
-#: group has a non-finite number.
+#: Reasons why sampled tokens are not trained on. `lost`: the agent's client disconnected before it received the tokens.
+#: `failed`: the agent of the episode failed. `role`: the role of the tokens is not trained (`agent.untrained_roles`). `cut`:
+#: the answer was truncated (`algorithm.overlong_filter`). `old`: the tokens' weights are older than `algorithm.max_staleness`
+#: allows. `refilled`: another prompt replaced the group's prompt. `alone`: the group has no other episode to compare with.
+#: `nonfinite`: the group has a non-finite number.
 REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfinite")
 PREFIX = "untrained/"
 
 
 def trained_members(group: PendingGroup, min_version: int) -> list[int]:
-    """Returns the members of a group that are compared. Episodes whose agent failed are omitted, since they say nothing about
-    the policy, and so are those sampled only by weights before version `min_version`. They count neither as a reward of 0 nor
-    in a baseline."""
+    """Returns the members of a group that are compared.
+
+    Episodes with a failed agent are omitted, because they give no information about the policy. Episodes sampled only by
+    weights before version `min_version` are omitted, too. Omitted episodes count neither as a reward of 0 nor in a baseline.
+    """
     return [
         m for m, episode in sorted(group.episodes.items()) if not episode.failed and not _too_old(episode, min_version)
     ]
@@ -245,7 +246,7 @@ def _too_old(episode: Episode, min_version: int) -> bool:
 
 
 def failure_of(group: PendingGroup) -> str:
-    """Returns the reason of the last failed score of a group, or else of its last failed episode; "" if none failed."""
+    """Returns the reason of the group's last failed score, or else of its last failed episode; "" without failures."""
     reasons = [
         episode.outcome.error for _, episode in sorted(group.episodes.items()) if episode.failed and episode.outcome
     ]
@@ -259,7 +260,7 @@ def is_truncated(episode: Episode) -> bool:
 
 
 def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, drop_reason: str) -> None:
-    """Adds the tokens of a complete group that are not trained on to `dropped_tokens`; masks those that are too old.
+    """Counts the tokens of a complete group that are not trained on in `dropped_tokens`; masks tokens that are too old.
 
     Args:
         group: The group.
@@ -276,7 +277,7 @@ def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, 
         if episode.outcome and OF_ROLES in episode.outcome.metrics:
             counts["role"] += int(episode.outcome.metrics[OF_ROLES])
         counts["old"] += _mask_old(episode, min_version)
-        if episode.branches:  # a role without trained samples would count as one with reward 0
+        if episode.branches:  # a role without trained samples would count as a role with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
         if drop_truncated and is_truncated(episode):
             counts["cut"] += count_trainable_tokens([episode])
@@ -293,8 +294,10 @@ def _mask_old(episode: Episode, min_version: int) -> int:
 
 
 def dropped_token_metrics(group: PendingGroup) -> dict[str, float]:
-    """Returns a group's numbers of failed episodes, of answers resumed from another rank with their tokens, and of untrained
-    tokens by reason. Zeros are omitted."""
+    """Returns a group's numbers of failed episodes, answers and tokens resumed from another rank, and untrained tokens.
+
+    Untrained tokens are counted by reason. Zeros are omitted.
+    """
     num_failed = sum(episode.failed for episode in group.episodes.values())
     metrics = {"agent_failed": float(num_failed)} if num_failed else {}
     if group.resumed_tokens:

@@ -37,20 +37,20 @@ class GroupState(StrEnum):
     SCORING = "scoring"
     """All members have ended; scores or delayed rewards are outstanding."""
     DELAYED = "delayed"
-    """It waits for delayed rewards, and another group uses its position."""
+    """The group waits for delayed rewards, and another group uses its position."""
     READY = "ready"
-    """All delayed rewards have arrived; it waits for a position."""
+    """All delayed rewards have arrived; the group waits for a position."""
     COMPLETE = "complete"
-    """It has all scores, and a position in a step."""
+    """The group has all scores, and a position in a step."""
     DELIVERED = "delivered"
-    """It is trained on: the `Deliver` action that sends it to its actor has been returned."""
+    """The group is trained on; a `Deliver` action sends it to its actor."""
     REFILLED = "refilled"
-    """It is not trained on; another group replaces it at its position."""
+    """The group is not trained on; another group replaces it at its position."""
     REQUEUED = "requeued"
-    """It was returned to the prompt queue; another rank resumes its partial answers."""
+    """The group was returned to the prompt queue; another rank resumes its partial answers."""
 
 
-#: State → the states that may follow it.
+#: Allowed next states of each state.
 TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.QUEUED: frozenset({GroupState.SAMPLING}),
     GroupState.SAMPLING: frozenset({GroupState.SCORING, GroupState.REQUEUED}),
@@ -152,7 +152,7 @@ class ScoredGroup:
         episodes: The compared episodes, by member of the group.
         scores: Score of each episode.
         rewards: `[E]` float32.
-        trained: Whether each episode is trained on. The others count in no statistic of the group and in no loss.
+        trained: Whether each episode is trained on; the other episodes count in no statistic of the group and in no loss.
         rewards_differ: Whether the task rewards of the trained episodes differ.
         drop_reason: Reason why the whole group is not trained on, from `group_builder.REASONS`; otherwise "".
     """
@@ -166,7 +166,7 @@ class ScoredGroup:
 
 
 def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
-    """Returns the number of trainable tokens in the episodes: those that the model sampled and the loss mask includes."""
+    """Returns the number of trainable tokens in the episodes, which the model sampled and the loss mask includes."""
     return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
 
 
@@ -180,7 +180,7 @@ def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
 
 @dataclass(frozen=True)
 class StartSampling:
-    """Action: start to generate all members of a group; `requests` are the ids of their requests."""
+    """Action: start to generate all members of a group; `requests` are the ids of the members' requests."""
 
     group: PendingGroup
     requests: tuple[int, ...]
@@ -188,7 +188,7 @@ class StartSampling:
 
 @dataclass(frozen=True)
 class ResumeSampling:
-    """Action: continue answers that another rank started; `requests` are the ids of their requests."""
+    """Action: continue answers that another rank started; `requests` are the ids of the members' requests."""
 
     group: PendingGroup
     requests: tuple[int, ...]
@@ -197,7 +197,7 @@ class ResumeSampling:
 
 @dataclass(frozen=True)
 class RequestScore:
-    """Action: have an episode of a group scored."""
+    """Action: request the score of an episode of a group."""
 
     group: PendingGroup
     episode: Episode
@@ -229,7 +229,7 @@ class GroupRules(Protocol):
     """Rules that decide whether a group is trained on or replaced (`group_builder.GroupBuilder`)."""
 
     def has_too_few_members(self, group: PendingGroup) -> bool:
-        """Returns whether too few episodes of a group can be compared: failed ones and too old ones do not count."""
+        """Returns whether too few episodes of a group can be compared; failed and too old episodes do not count."""
 
     def score_group(self, group: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
         """Returns the group's scores and rewards, or None if the prompt is to be replaced."""
@@ -243,7 +243,7 @@ class PendingGroups:
         max_refills: Maximum number of replacement prompts at a position (`algorithm.max_refills`).
         max_delayed: Maximum number of groups that are set aside (`agent.feedback_ahead`). At the maximum, further groups keep
             their positions while they wait.
-        make_group: Makes a new group from step, position and attempt.
+        make_group: Function that makes a new group from step, position and attempt.
         rules: Rules that decide whether a group is trained on or replaced.
     """
 
@@ -289,8 +289,10 @@ class PendingGroups:
         return self._settle(self._next_group((step, position), 0, Counter()))
 
     def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
-        """Handles the lease of a group that another rank has requeued. Finished answers are scored again, because some
-        raters compare all answers of a group."""
+        """Handles the lease of a group that another rank has requeued.
+
+        Finished answers are scored again, because some raters compare all answers of a group.
+        """
         group = self._make_group(step, partial.position, partial.attempt)
         group.num_refills = partial.attempt
         group.resumed_tokens = {
@@ -360,7 +362,7 @@ class PendingGroups:
     # -- decisions
 
     def _settle(self, group: PendingGroup) -> list[Action]:
-        """Delivers a complete group. If its rules reject it, refills the position until a group is delivered or sampled."""
+        """Delivers a complete group; if the rules reject it, refills the position until a group is delivered or sampled."""
         while group.state is GroupState.COMPLETE:
             scored = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
             if scored is not None:
@@ -373,7 +375,7 @@ class PendingGroups:
         return [StartSampling(group, self._start(group))]
 
     def _next_group(self, step_position: StepPosition, num_refills: int, dropped: Counter[str]) -> PendingGroup:
-        """Returns the next group of a free position: the first ready group that can be trained on, or a new one.
+        """Returns the next group of a free position: the first ready group that can be trained on, or a new group.
 
         Args:
             step_position: The position.
@@ -404,8 +406,11 @@ class PendingGroups:
         return tuple(requests)
 
     def _set_aside(self, group: PendingGroup) -> list[Action]:
-        """Sets a group aside and gives its position to another group, if it waits for delayed rewards and the limit allows
-        it; otherwise returns no actions."""
+        """Sets a group aside if it waits for delayed rewards and the limit allows it.
+
+        Returns:
+            The actions of the group that gets the position; [] if the group is not set aside.
+        """
         awaits_reward = any(awaited_group is group for awaited_group, *_ in self._awaited.values())
         if not awaits_reward or not (self._ready or self._num_delayed < self._max_delayed):
             return []

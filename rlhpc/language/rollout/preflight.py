@@ -1,5 +1,4 @@
-"""Preflight of a language run: tokenizer, datasets and vision inputs, checked on the driver and compared on each
-rank."""
+"""Preflight of a language run: tokenizer, datasets and vision inputs, checked on the driver and compared on each rank."""
 
 from __future__ import annotations
 
@@ -27,15 +26,14 @@ from rlhpc.training.deepspeed_config import deepspeed_config
 
 
 def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, PromptTokenizer, FittingPrompts]:
-    """Opens the training prompts: returns the tokenizer, the encoder of prompts, and the prompts that are not too
-    long.
+    """Opens the training prompts; returns the tokenizer, the encoder of prompts, and the prompts that are not too long.
 
     Args:
         cfg: The configuration.
         checked: Whether to check that the reward can score each problem (`check_problems`).
 
     Raises:
-        ConfigError: Model, dataset or template cannot be used, a prompt is too long, or the template drops a part of one.
+        ConfigError: Model, dataset or template cannot be used, a prompt is too long, or the template drops part of a prompt.
     """
     tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
     data_config = cfg.data
@@ -55,13 +53,13 @@ def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, Pr
 def open_demonstrations(
     cfg: TrainedLanguageConfig, data: SftDataConfig, tokenizer: Any, *, holdout: bool = False
 ) -> tuple[PromptTokenizer, FittingPrompts]:
-    """Opens demonstrations: returns their encoder, and the demonstrations that are not too long.
+    """Opens demonstrations; returns their encoder, and the demonstrations that are not too long.
 
     Args:
         cfg: Configuration of a run on demonstrations.
-        data: Its section `data`.
+        data: Section `data` of the configuration.
         tokenizer: Tokenizer of the model.
-        holdout: Whether to open the held-out demonstrations instead of the training ones.
+        holdout: Whether to open the held-out demonstrations instead of the training demonstrations.
 
     Raises:
         ConfigError: See `open_prompts`.
@@ -76,15 +74,15 @@ def open_demonstrations(
 
 
 def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tuple[PromptTokenizer, Preferences, int]:
-    """Opens preference pairs: returns their encoder, the pairs that are not too long, and the number of dropped pairs.
+    """Opens preference pairs; returns their encoder, the pairs that are not too long, and the number of dropped pairs.
 
     Args:
         cfg: Configuration of a DPO run.
         tokenizer: Tokenizer of the model.
-        holdout: Whether to open the held-out pairs instead of the training ones.
+        holdout: Whether to open the held-out pairs instead of the training pairs.
 
     Raises:
-        ConfigError: The pairs cannot be read, or one is too long and `data.overlong_prompts` is "error".
+        ConfigError: The pairs cannot be read, or a pair is too long and `data.overlong_prompts` is "error".
     """
     data_config = cfg.data
     section, key = (
@@ -98,13 +96,13 @@ def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tupl
 
 
 def check_dpo(cfg: DpoConfig) -> Any:
-    """Refuses a model whose tokenizer cannot be used, and pairs that do not fit the model.
+    """Refuses a model without a usable tokenizer, and pairs that do not fit the model.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ConfigError: Names the key, or file and row.
+        ConfigError: Model or pairs cannot be used; the message names the key, or file and row.
     """
     model = cfg.actor.model
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
@@ -122,8 +120,10 @@ def check_dpo(cfg: DpoConfig) -> Any:
 
 
 def inputs_digest(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
-    """Returns a digest of the model's configuration, the tokenizer and some training prompts. A rank on another node
-    that reads other files under the same names gets another digest."""
+    """Returns a digest of the model's configuration, the tokenizer and some training prompts.
+
+    A rank that reads different files under the same names on another node gets a different digest.
+    """
     model_config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code).to_dict()
     num_prompts = len(dataset)
     prompts = [dataset[index] for index in sorted({0, num_prompts // 2, num_prompts - 1})]
@@ -147,7 +147,7 @@ def _size(cfg: LanguageConfig) -> int:
 
 
 def _check_divided(cfg: LanguageConfig, config: Any) -> None:
-    """Refuses a model that an engine's ranks cannot share (`rollout.parallel`)."""
+    """Refuses a model that cannot be divided among the ranks of an engine (`rollout.parallel`)."""
     text_config, size = config.get_text_config(), _size(cfg)
     num_heads = int(text_config.num_attention_heads)
     num_kv_heads = int(getattr(text_config, "num_key_value_heads", None) or num_heads)
@@ -174,14 +174,15 @@ def _check_divided(cfg: LanguageConfig, config: Any) -> None:
 
 
 def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
-    """Refuses a model that the engine or the trainer does not support, and training prompts that do not fit it. Reads
-    its config.json, its tokenizer and the data.
+    """Refuses a model that engine or trainer does not support, and training prompts that do not fit the model.
+
+    The check reads the model's config.json, the tokenizer and the data.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: Model or data cannot be used; the message names the key.
     """
     model = cfg.actor.model
     if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
@@ -224,7 +225,7 @@ def check_inputs_digest(
 
     Args:
         cfg, tokenizer, dataset: Results of `open_prompts`.
-        expected_digest: Digest on the rank that read them first; "" on that rank.
+        expected_digest: Digest of the first rank; "" on the first rank.
         node: Name of this node.
 
     Raises:

@@ -1,9 +1,9 @@
 """Prompt queue of a step: rollout ranks lease prompts in order; the driver tracks which groups were delivered.
 
-A prompt's tokens depend on seed, step, position and weights, not on the rank that samples them. So a step has the same
+An answer's tokens depend on seed, step, position and weights, not on the rank that samples them. Therefore a step has the same
 result if ranks are slow, are lost or join later. The driver holds the queue. A rank acknowledges a prompt once the actor's
-process has the complete group; its unacknowledged prompts return to the queue when it ends. Where steps overlap, a rank that
-is told to leave requeues them with the partial answers (`PartialGroup`), and another rank resumes these.
+process has the complete group. When a rank ends, its unacknowledged prompts return to the queue. If steps overlap, a rank that
+is told to leave requeues its prompts with the partial answers (`PartialGroup`), and another rank resumes the answers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _AGAIN_S = 0.25
 
 @dataclass(frozen=True)
 class Delivery:
-    """Message to the driver: an actor has the group of a prompt.
+    """Message to the driver that an actor has received the group of a prompt.
 
     Attributes:
         step, position: Step and position of the prompt.
         metrics: Sums over the group's episodes (`group_builder.group_metrics`).
-        failure: Reason why an episode failed or could not be scored; "" if none did.
+        failure: Reason why an episode failed or could not be scored; "" without failures.
     """
 
     step: int
@@ -53,7 +53,7 @@ class PromptTracker:
         self.failure = ""  # the latest failure of all steps
 
     def open(self, step: int) -> None:
-        """Starts after a step: no prompt of a later step is enqueued or delivered."""
+        """Opens the queue after `step`, without enqueued or delivered prompts of later steps."""
         self._channels = Channel.create(WORK), Channel.create(DELIVERED)
         self._last_enqueued_step = step
         self._delivered = {}
@@ -71,7 +71,7 @@ class PromptTracker:
         return self._channels
 
     def wait_complete(self, step: int, wait_s: float) -> bool:
-        """Returns whether all groups of a step were delivered; waits up to `wait_s` seconds for the last ones."""
+        """Returns whether all groups of a step were delivered; waits up to `wait_s` seconds for missing groups."""
         deadline = time.monotonic() + wait_s
         while len(self._delivered.get(step, ())) < self._prompts:
             remaining_s = deadline - time.monotonic()
@@ -94,14 +94,14 @@ class PromptTracker:
         return sorted({*range(self._prompts)} - self._delivered.get(step, {}).keys())
 
     def close(self, step: int) -> dict[str, float]:
-        """Returns the sums over a step's groups, all of which were delivered, in the order of the prompts."""
+        """Ends a step with all groups delivered; returns the sums over the groups, added in the order of the prompts."""
         deliveries = [delivery for _, delivery in sorted(self._delivered.pop(step).items())]
         self.failure = next((delivery.failure for delivery in reversed(deliveries) if delivery.failure), self.failure)
         return sum_metrics(delivery.metrics for delivery in deliveries)
 
 
 class PromptLeases:
-    """Rollout rank's side of the prompt queue: its leases, and whether it may lease more.
+    """Rollout rank's side of the prompt queue: the leases of the rank, up to its share of a step.
 
     Args:
         prompts: Number of prompts of a step.
@@ -130,8 +130,12 @@ class PromptLeases:
         return step in self._empty_at
 
     def lease(self, step: int) -> int | PartialGroup | None:
-        """Leases a prompt of a step, by its position, or the partial group of another rank; returns None if this rank
-        has its share or the queue is empty."""
+        """Leases a prompt of a step.
+
+        Returns:
+            The position of the prompt, or the partial group of another rank; None if this rank has its share of the step or
+            the queue is empty.
+        """
         if self.num_leased(step) >= math.ceil(self._prompts / self._num_engines):
             return None
         current_time = time.monotonic()
@@ -149,19 +153,21 @@ class PromptLeases:
         return prompt_or_group
 
     def requeue(self, step: int, partial: PartialGroup) -> None:
-        """Requeues a prompt with its partial answers. If this rank ends during the call, the prompt may return twice:
-        the driver counts it once, and so does the actor."""
+        """Requeues a prompt with its partial answers.
+
+        If this rank ends during the call, the prompt may return twice. Driver and actor count it once.
+        """
         self._work.entrust(partial, key=str(step))
         self._work.done(self._leases.pop((step, partial.position)))
 
     def deliver(self, step: int, position: int, metrics: dict[str, float], failure: str = "") -> None:
-        """Reports to the driver that an actor has the group of a prompt."""
+        """Reports to the driver that an actor has received the group of a prompt."""
         self._delivered.put(Delivery(step, position, metrics, failure))
         self._work.done(self._leases.pop((step, position)))
 
 
 def sum_metrics(rows: Iterable[Mapping[str, float]], maxima: Collection[str] = ()) -> dict[str, float]:
-    """Returns the sums of metrics over rows, added in their order; maxima of those in `maxima` or with the prefix `max_`."""
+    """Returns the sums of metrics over rows, added in order; metrics in `maxima` or with the prefix `max_` are maxima."""
     totals: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():

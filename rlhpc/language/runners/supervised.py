@@ -26,7 +26,7 @@ class SupervisedRunner(Runner[Cfg]):
     Args:
         cfg: The run's configuration.
         actor: Launched group of a `LanguageActor` with a method `update`.
-        rollout: Launched group of `EvaluationWorker`, whose engines answer the suites; None without one.
+        rollout: Launched group of `EvaluationWorker`, which answers the suites; None in a run without this group.
         run, stop: See `Runner`.
     """
 
@@ -40,11 +40,11 @@ class SupervisedRunner(Runner[Cfg]):
         self.tokens = self.dropped = 0
 
     def validate(self) -> dict[str, float]:
-        """Returns the actor's metrics of the held-out rows with the present weights."""
+        """Returns the actor's metrics of the held-out rows with the current weights."""
         return {f"eval/{name}": value for name, value in self.actor.validate().wait(self.timeout)[0].items()}
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates every `runner.val_check_interval` steps, and after the last one."""
+        """Evaluates every `runner.val_check_interval` steps and after the last step; returns the metrics, {} otherwise."""
         interval = self.cfg.runner.val_check_interval
         if interval <= 0 or (self.step % interval and self.step != self.folder.total):
             return {}
@@ -52,7 +52,7 @@ class SupervisedRunner(Runner[Cfg]):
         return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - start_s}
 
     def answer_suites(self) -> dict[str, float]:
-        """Returns the metrics of the suites that the engines answer with the present weights; {} without engines."""
+        """Returns the metrics of the suites that the engines answer with the current weights; {} without engines."""
         if self.rollout is None:
             return {}
         ranks = list(range(self.rollout.world_size))
@@ -95,11 +95,11 @@ class SupervisedRunner(Runner[Cfg]):
         self.tokens = int(state.get("tokens", 0))
 
     def result(self) -> dict[str, Any]:
-        """Returns the number of tokens trained on so far."""
+        """Returns the number of tokens that were trained on so far."""
         return {"tokens": self.tokens}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns loss and token rate."""
+        """Returns loss and token rate of a step for `rlhpc status`."""
         return {"loss": row["train/loss"], "tokens_per_s": row["time/train_tokens_per_s"]}
 
 

@@ -15,13 +15,13 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
 
-#: Channels: finished groups with their columns, held by the actors; returns, held by the critics.
+#: Channels: finished groups and their columns, in the actors' processes; returns, in the critics' processes.
 GROUPS, RETURNS = "groups", "returns"
 #: Topic of the announcements of new weights to rollout ranks (`Worker.notify`).
 VERSIONS = "versions"
 #: Channels of the driver: the prompt queue, and the deliveries of groups to actors (`prompt_queue`).
 WORK, DELIVERED = "work", "delivered"
-#: Channel of the driver: episodes for ranks of the group `agent`. Topics of the messages to these, and from them
+#: Channel of the driver with episodes for ranks of the group `agent`; topics of messages to and from these ranks
 #: (`Worker.notify`).
 EPISODES, TICKETS, AGENT_MESSAGES = "episodes", "tickets", "told by agents"
 
@@ -37,7 +37,7 @@ def ratings_of(group: str) -> str:
 
 
 def training_phase(step: int) -> str:
-    """Returns the name of a step's phase, by which rollout ranks and raters refer to its answers."""
+    """Returns the name of a step's phase, by which rollout ranks and raters refer to the step's answers."""
     return f"step {step}"
 
 
@@ -48,15 +48,16 @@ def evaluation_phase(step: int) -> str:
 
 @dataclass(frozen=True)
 class PromptMap:
-    """Map of P prompts a step with G responses each to rollout ranks and actors. A pure function, the same on every rank.
+    """Map of a step's P prompts, with G responses each, to rollout ranks and actors; the map is the same on every rank.
 
-    Prompts of a step have positions 0 to P − 1. Rollout ranks lease them as they have capacity (`prompt_queue`); an actor
+    Prompts of a step have positions 0 to P − 1. Rollout ranks lease prompts when they have capacity (`prompt_queue`); an actor
     trains on consecutive positions.
 
     Attributes:
         prompts, group_size: P and G.
-        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups of every run. Ranks of a trainer with the same
-            samples count as one, and share its key: `MeshSizes.data_of`.
+        rollout_ranks, actor_ranks: Numbers of ranks of the two groups. Actor ranks that train on the same samples count as one
+            rank, with the index `MeshSizes.data_of`.
+        rollout_name, actor_name: Names of the two groups.
         scoring: Number of ranks of each group that scores tokens, with the critic.
         rating: Number of ranks of each group that rates answers.
     """
@@ -100,7 +101,7 @@ class PromptMap:
         return position % self.scoring[group]
 
     def channels(self) -> dict[str, str]:
-        """Returns the channels with the groups that hold them."""
+        """Returns the name of the group that holds each channel, by name of the channel."""
         ranks_by_channel = {GROUPS: self.actor_name}
         ranks_by_channel |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
         if CRITIC in self.scoring:

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def disable_dropout(model: nn.Module) -> bool:
-    """Sets all dropout rates of a model to 0: those of dropout layers, and the attributes that attention reads.
+    """Sets all dropout rates of a model to 0: rates of dropout layers, and attributes that attention reads.
 
     Returns:
         Whether any rate was above 0.
@@ -87,14 +87,15 @@ class LanguageBlueprint(Blueprint):
         cfg: The configuration.
         device: Device of the computation.
         reference: Whether to also build the reference, which has the weights from before training.
-        values: Whether the model gets a value head. Only training uses it; engines and exported policies do not get it.
+        values: Whether the model gets a value head. Engines and exported policies do not get the value head.
         policies: Names of several policies, each an adapter of this model.
         dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. Reinforcement
-            learning does not: with dropout only in the update, the importance ratio of an unchanged policy would not be 1.
+            learning trains without dropout, because dropout in the update would change the importance ratio of an unchanged
+            policy from 1.
 
     Attributes:
         head: Name of a layer that is trained in addition to adapters, if the model has one.
-        packed: Whether the models read packed rows of several samples. `build` sets it to False if the model cannot.
+        packed: Whether the models read packed rows of several samples; `build` sets False if the model cannot.
     """
 
     head: str | None = None
@@ -137,8 +138,10 @@ class LanguageBlueprint(Blueprint):
         return load_causal_lm(model, **options)
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Builds the model (`Blueprint.build`). Trainable weights are in float32; frozen ones in the dtype of the
-        computation."""
+        """Builds the model (`Blueprint.build`).
+
+        Weights are float32 without adapters. With adapters, the frozen weights have the dtype of the computation.
+        """
         actor = self.actor
         model = self.load(
             actor.model,
@@ -162,8 +165,10 @@ class LanguageBlueprint(Blueprint):
         return model
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """Divides the model by the tensor-parallel plans of transformers, and rows as in `models.context_parallel`
-        (`Blueprint.divide`). All ranks run the vision tower, even if their batch has no images."""
+        """Divides the model by the tensor-parallel plans of transformers, and rows by context parallelism.
+
+        All ranks run the vision tower, even if their batch has no images. See `Blueprint.divide`.
+        """
         model = pretrained_in(module)
         if tower_of(model) is not None:
             always_run_vision(model)
@@ -199,7 +204,7 @@ class LanguageBlueprint(Blueprint):
         return Slices.of(partial(model_file, str(self.actor.model.model_path)))
 
     def exported(self, name: str) -> bool:
-        """Returns whether a weight is exported: all are, except those of the value head (`Blueprint.exported`)."""
+        """Returns whether a weight is exported, which is false for the value head (`Blueprint.exported`)."""
         return not (self._aside and name.startswith(self._aside))
 
     def created_tensors(self, module: nn.Module) -> Named:
@@ -211,8 +216,10 @@ class LanguageBlueprint(Blueprint):
 
     @property
     def has_reference(self) -> bool:
-        """True if a reference model is built (`Blueprint.has_reference`). With adapters none is: the reference is then the
-        model without them."""
+        """True if a separate reference model is built (`Blueprint.has_reference`).
+
+        With adapters, the reference is the model without adapters, so no separate model is built.
+        """
         return self._reference and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
@@ -228,15 +235,18 @@ class LanguageBlueprint(Blueprint):
             "actor.lora.rank": self.lora_rank,
             "actor.model.value_head": bool(self._aside),
         }
-        if self.lora_rank:  # the adapters' product is multiplied by it
+        if self.lora_rank:  # alpha scales the adapters' product
             identity_facts["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
             identity_facts["agent.policies"] = list(self.policies)
         return identity_facts
 
     def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the facts that an export of the checkpoint needs (`Blueprint.about`). `frozen` lists the untrained
-        parameters, which a checkpoint does not contain; it is empty with adapters, where all other parameters are frozen."""
+        """Returns the facts that an export of the checkpoint needs (`Blueprint.about`).
+
+        `frozen` lists the untrained parameters, which a checkpoint does not contain. With adapters the list is empty, because
+        all other parameters are frozen.
+        """
         model = self.actor.model
         return {
             "model_path": str(model.model_path),
@@ -256,15 +266,16 @@ class LanguageBlueprint(Blueprint):
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged. Tied weights
-        come once, under their first name (`Blueprint.named_weights`)."""
+        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged.
+
+        Tied weights come once, under their first name. See `Blueprint.named_weights`.
+        """
         for name, tensor in lora.full_weights(module, full, without):
             if self.exported(name):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Returns the names of the weights that never change: those neither trained nor merged with adapters
-        (`Blueprint.frozen_names`)."""
+        """Returns the names of weights that are neither trained nor merged with adapters (`Blueprint.frozen_names`)."""
         return lora.frozen_names(module)
 
 
@@ -301,8 +312,7 @@ class ScalarBlueprint(LanguageBlueprint):
         return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
 
     def created_tensors(self, module: nn.Module) -> Named:
-        """Yields the initial weights of the adapters, and of the head if the pretrained model has none
-        (`Blueprint.created_tensors`)."""
+        """Yields the initial weights of adapters, and of the head if the model has none (`Blueprint.created_tensors`)."""
         yield from super().created_tensors(module)
         if not is_classifier(self.actor.model, f"{self.key}.model.model_path"):
             yield from new_head(module, HEAD, self.seed)
@@ -328,7 +338,7 @@ class ModelTrainer:
         backend: Training backend that holds the model.
         packed: Whether the model reads packed rows of several samples.
         hidden: Hidden size of the model.
-        share: This rank's share of rows with context parallelism; None without.
+        share: This rank's share of rows in context parallelism; None without context parallelism.
         replays: Whether routers replay the expert choices recorded in a batch.
     """
 
@@ -371,16 +381,24 @@ class ModelTrainer:
         return self.backend.parameters_trained
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips the gradients to `actor.optim.clip_grad` and updates the weights; returns the global gradient norm before
-        clipping. If the norm is not finite, no rank updates."""
+        """Clips the gradients to `actor.optim.clip_grad` and updates the weights, unless the gradient norm is not finite.
+
+        Returns:
+            The global gradient norm before clipping.
+        """
         return float(self.backend.optimizer_step(lr))
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """Yields all weights in full for a rollout engine, by their Hugging Face names, with LoRA merged, except those named
-        in `without`. With several policies the shared weights come once, and each policy's other weights under names by
-        `of_policy`. All ranks iterate; a tensor may be dropped before the next is requested."""
+        """Yields full weights for a rollout engine, by their Hugging Face names, with LoRA merged.
+
+        With several policies, the shared weights come once, and each policy's other weights under names by `of_policy`. All
+        ranks iterate. The caller may drop a tensor before requesting the next one.
+
+        Args:
+            without: Names of weights to omit.
+        """
         if not self.blueprint.policies:
             yield from self.backend.named_weights(without)
             return
@@ -392,8 +410,10 @@ class ModelTrainer:
             without = frozen_names
 
     def adapters(self) -> dict[str, torch.Tensor]:
-        """Returns the weights of the adapters by their names in peft's files; with several policies under names by
-        `of_policy`. All ranks call it."""
+        """Returns the weights of the adapters by their names in peft's files; all ranks call this method.
+
+        With several policies, the names are prefixed by `of_policy`.
+        """
         tensors = dict[str, torch.Tensor]()
         for policy in self.blueprint.policies or ("",):
             if policy:
@@ -407,8 +427,9 @@ class ModelTrainer:
         return tensors
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
-        """Returns this rank's shards of the weights, with adapters merged, for engines that receive shards. All ranks call
-        it, because adapters are gathered.
+        """Returns this rank's shards of the weights, with adapters merged, for engines that receive shards.
+
+        All ranks call this method, because adapters are gathered.
 
         Args:
             dtype: Dtype of the sent weights; None for the dtype of the computation.
@@ -448,8 +469,9 @@ class ModelTrainer:
         self.backend.load(folder)
 
     def export(self, folder: Path, *, adapter_only: bool = False) -> None:
-        """Writes a Hugging Face folder (safetensors, config, tokenizer), with LoRA merged unless `adapter_only`. All ranks
-        call it. With a device mesh each rank writes its part of the weights; otherwise rank 0 writes all.
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), with LoRA merged unless `adapter_only`.
+
+        All ranks call this method. With a device mesh, each rank writes its part of the weights; otherwise rank 0 writes all.
 
         Raises:
             ConfigError: `adapter_only` without LoRA.
@@ -499,8 +521,10 @@ class ModelTrainer:
         micro_batches: Sequence[TokenBatch],
         run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
     ) -> list[Metrics]:
-        """Runs the backend's `forward_backward` and adds the routers' load-balancing loss, a mean over the tokens of all
-        micro-batches."""
+        """Runs the backend's `forward_backward` with the routers' load balancing loss added to the loss.
+
+        The load balancing loss is a mean over the tokens of all micro-batches.
+        """
         if self.routing is None:
             return self.backend.forward_backward(micro_batches, run)
         routing, num_tokens = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
@@ -525,7 +549,7 @@ class ModelTrainer:
             routing.replay(None)
 
     def _replay(self, batch: TokenBatch) -> None:
-        """Sets the batch's recorded expert choices in the routers, which use them until others are set."""
+        """Makes the routers use the batch's recorded expert choices until the next call."""
         if self.routing is not None and self.replays:
             routing = replayed_experts(batch.read_by(self.packed), self.share)
             self.routing.replay(None if routing is None else routing.to(self.backend.device))
@@ -535,7 +559,7 @@ class ModelTrainer:
         self.backend.offload()
 
     def reload(self) -> None:
-        """Restores the tensors that `offload` moved away."""
+        """Moves the tensors back to the accelerator after `offload`."""
         self.backend.reload()
 
 
@@ -578,8 +602,10 @@ class TokenTrainer(ModelTrainer):
                 self.routing.replay(None)
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
-        """Returns the token scores of the reference policy, which has the weights from before training; with LoRA it is the
-        model without its adapters."""
+        """Returns the token scores of the reference policy, which has the weights from before training.
+
+        With LoRA, the reference policy is the model without adapters.
+        """
         if self.blueprint.lora_rank:
             with lora.adapters_off(self.backend.module):
                 return self.backend.evaluate(self._scores(temperature), batch.to(self.backend.device))
@@ -594,8 +620,11 @@ class TokenTrainer(ModelTrainer):
         entropy: bool = False,
         reading: LogitReading | None = None,
     ) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; returns the detached metrics of each. All ranks pass the same
-        number of micro-batches, padded with ones whose mask is empty. See `TrainingBackend.forward_backward`."""
+        """Accumulates gradients over the rank's micro-batches; returns the detached metrics of each.
+
+        All ranks pass the same number of micro-batches, padded with micro-batches without trained tokens. See
+        `TrainingBackend.forward_backward`.
+        """
         scores_of = self._scores(temperature, entropy, reading)
 
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -609,8 +638,10 @@ class TokenTrainer(ModelTrainer):
         return self._forward_backward(micro_batches, run)
 
     def _choose(self, batch: TokenBatch) -> None:
-        """Activates the adapter of a batch's policy, which all its samples share. The adapter stays active for the backward
-        pass, until the next call."""
+        """Activates the adapter of the policy that all samples of a batch share.
+
+        The adapter stays active for the backward pass, until the next call.
+        """
         if self.policies.names:
             (policy,) = self.policies.of(batch.role).unique().tolist()
             lora.choose(self.backend.module, self.policies.names[policy])
@@ -633,7 +664,7 @@ class ScalarTrainer(ModelTrainer):
         worker: Worker of this rank.
         seed: Seed of a new head and of adapters.
         key: Name of the section in messages.
-        before: Whether a token's value is that of the state before it (`token_values`), as a critic needs.
+        before: Whether a token gets the value of the state before the token (`token_values`), as a critic needs.
     """
 
     def __init__(
@@ -664,7 +695,7 @@ class ScalarTrainer(ModelTrainer):
 
         Args:
             micro_batches: Micro-batches, the same number on all ranks, padded with `TokenBatch.empty_sample`.
-            loss: Maps `[T]` values and the micro-batch to the rank's part of the loss, and metrics.
+            loss: Function from `[T]` values and the micro-batch to the rank's part of the loss, and metrics.
         """
 
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:

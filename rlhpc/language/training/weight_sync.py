@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def perturbed_rounding(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturbs the outputs of all leaf layers within the block by up to half a unit in the last place of `dtype`, as another
-    kernel's rounding would. Each block draws the same random numbers; torch's global generators are not used.
+    """Perturbs the outputs of all leaf layers within the block, as another kernel's rounding would.
+
+    The perturbation is at most half a unit in the last place of `dtype`. Each block draws the same random numbers; torch's
+    global generators are not used.
 
     Args:
         module: Module, whose parameters may be sharded.
@@ -56,17 +58,17 @@ def perturbed_rounding(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 #: Number of tokens of the probe text, and of each window over which differences are averaged.
 _LENGTH = 16
-#: Bounds of the mean difference of a token's log-prob that rounding explains: in single precision on a CPU; the same on an
-#: accelerator, where some kernels round factors to ten bits; and in half precision if `Probe.rounding` is unknown.
+#: Bounds of the mean difference of a token's log-prob that rounding explains: in single precision on a CPU; in single
+#: precision on an accelerator, where some kernels round factors to ten bits; and in half precision if `Probe.rounding` is
+#: unknown.
 _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
 #: Allowed multiple of `Probe.rounding`: nearly twice the maximum of 930 correct updates of 28 models (`bench.rounding`).
 _TIMES = 6.0
-#: Number of perturbed forward passes per measurement, and number of probes from one measurement to the next.
+#: Number of perturbed forward passes per measurement, and number of probes between two measurements.
 _TEXTS, _EVERY = 4, 10
 #: Number of samples with short prompts, number of tokens of a short prompt, and maximum number of sampled tokens.
 _SHORT, _PROMPT, _DRAWN = 4, 8, 32
-#: Number of tokens of the long text without attention window and chunked prefill, and number of tokens by which it exceeds
-#: them.
+#: Minimum number of tokens of the long text, and number of tokens by which it exceeds attention window and prefill chunk.
 _LONG, _BEYOND = 256, 64
 
 
@@ -76,7 +78,7 @@ class Probe:
 
     Attributes:
         token_ids: Tokens of the text.
-        logprobs: Log-probs of its tokens except the first, at temperature 1.
+        logprobs: Log-probs of the text's tokens except the first, at temperature 1.
         dtype: Dtype of the trainer's computation.
         rounding: Mean change of a token's log-prob by perturbed rounding in half precision; 0 if unknown.
         policy: Index of the policy; None in a run with one policy.
@@ -107,12 +109,12 @@ class ProbeSequence:
 
 
 def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) -> list[int]:
-    """Returns random tokens, the same ones in each call with a seed: by default the probe text.
+    """Returns random tokens that depend only on the arguments; by default the probe text.
 
     Args:
         vocabulary: Exclusive upper bound of the token ids.
         max_tokens: Number of tokens that fit into the engine's context.
-        seed: 0 for the probe text; otherwise the seed of another text, which has `max_tokens` tokens.
+        seed: 0 for the probe text; otherwise the seed of a text of `max_tokens` tokens.
     """
     length = max_tokens if seed else max(2, min(_LENGTH, max_tokens))
     token_ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
@@ -120,19 +122,21 @@ def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) 
 
 
 def is_probed(version: int, interval: int) -> bool:
-    """Returns whether a version is probed: version 0 always; with an interval, also version 1 and all multiples of it."""
+    """Returns whether a version is probed: version 0 always; with an interval, also version 1 and the interval's multiples."""
     return version == 0 or (interval > 0 and (version == 1 or version % interval == 0))
 
 
 def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
-    """Returns the number of tokens of the long text: more than an attention window and a prefill chunk, as far as the run's
-    sequences can be that long.
+    """Returns the number of tokens of the long text.
+
+    The long text exceeds an attention window and a prefill chunk if the run's sequences can be that long.
 
     Args:
-        longest: Tokens of the run's longest sequence.
-        window: Tokens of a layer's attention window; 0 without one.
-        chunk: Tokens of a prefill chunk; 0 without chunked prefill.
-        context: Tokens of the engine's context, one more than it can score (`RolloutBackend.score`); 0 without a limit.
+        longest: Number of tokens of the run's longest sequence.
+        window: Number of tokens of a layer's attention window; 0 without a window.
+        chunk: Number of tokens of a prefill chunk; 0 without chunked prefill.
+        context: Number of tokens of the engine's context, one more than the engine can score (`RolloutBackend.score`); 0
+            without a limit.
     """
     if context:
         longest = min(longest, context - 1)
@@ -142,15 +146,15 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
 def sample_probe(
     engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
 ) -> list[ProbeSequence]:
-    """Draws samples from an engine for prompts of random tokens, several short ones and a long one, and has it score them.
+    """Draws samples from an engine for several short prompts and a long one, of random tokens; scores them by the engine.
 
     Args:
         engine: Engine without requests in flight.
         vocabulary: Exclusive upper bound of the token ids.
-        prompt: Tokens of the run's longest prompt.
-        response: Tokens of the run's longest response.
-        length: Tokens of the long text (`long_text`).
-        phase: Number of the phase; each has different prompts, so that no prefix cache of another phase is used.
+        prompt: Number of tokens of the run's longest prompt.
+        response: Number of tokens of the run's longest response.
+        length: Number of tokens of the long text (`long_text`).
+        phase: Number of the phase; each phase has different prompts, so that the prefix cache of another phase is not used.
         policies: Number of policies; 0 in a run with a single policy.
     """
     num_drawn = max(1, min(_DRAWN, response, length // 2))
@@ -197,9 +201,14 @@ class Prober:
 
     @COST.measuring(time.process_time)
     def ask(self, policy: int | None = None, role: int = 0) -> Probe:
-        """Returns the probe with the current weights; all ranks call it, with tensors reloaded. With several policies,
-        `policy` and `role` select one. In half precision the effect of rounding is measured too, for the first two probes
-        and then for every tenth."""
+        """Returns the probe with the current weights; all ranks call this method, with reloaded tensors.
+
+        In half precision, the first two probes and then every tenth probe also measure the effect of rounding.
+
+        Args:
+            policy: Index of the policy; None in a run with one policy.
+            role: Index of a role of the policy.
+        """
         logprobs = self._logprobs(self._text, role)
         if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _EVERY == 0):
             self._rounding = self._moved(self._text, logprobs, role)
@@ -208,9 +217,12 @@ class Prober:
 
     @COST.measuring(time.process_time)
     def score(self, text: Sequence[int], role: int = 0, *, perturbed: bool = False) -> tuple[list[float], float]:
-        """Returns the log-probs of a text's tokens except the first, with the current weights, and their change by rounding
-        (`Probe.rounding`). The change is measured in half precision, and with perturbed weights, where deep models amplify
-        rounding; otherwise it is 0. All ranks call it, with tensors reloaded."""
+        """Scores a text with the current weights; all ranks call this method, with reloaded tensors.
+
+        Returns:
+            Log-probs of the text's tokens except the first; and their change by rounding (`Probe.rounding`). The change is
+            measured in half precision, and with perturbed weights, where deep models amplify rounding; otherwise it is 0.
+        """
         logprobs = self._logprobs(text, role)
         rounding_change = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
         return logprobs, rounding_change
@@ -250,7 +262,7 @@ def check_probe(
         device: Device type of the engine.
 
     Returns:
-        Mean absolute difference per token, over the window of tokens where it is largest.
+        Largest mean absolute difference per token over a window of 16 tokens.
 
     Raises:
         WeightsDiffer: The difference is larger than rounding explains.
@@ -328,8 +340,10 @@ def compare_probe_samples(
 
 
 def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the largest mean absolute difference over windows of `_LENGTH` tokens, of which the last may be longer; NaN if
-    the lengths differ."""
+    """Returns the largest mean absolute difference over windows of `_LENGTH` tokens; NaN if the lengths differ.
+
+    The last window may be longer.
+    """
     if len(logprobs) != len(expected):
         return float("nan")
     if not len(logprobs):
@@ -345,21 +359,27 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def sync_of(cfg: GrpoConfig) -> str:
-    """Returns the name of the weight sync strategy: `rollout.weight_sync`, but `auto` instead of a strategy with shards for
-    separate adapters and several policies, which are sent in full."""
+    """Returns the name of the weight sync strategy, `rollout.weight_sync`.
+
+    `auto` replaces a strategy with shards for separate adapters and several policies, which are sent as full tensors.
+    """
     name = cfg.rollout.weight_sync
     return "auto" if (has_separate_adapters(cfg) or cfg.agent.policies) and sends_shards(name) else name
 
 
 def reference_sync_of(cfg: GrpoConfig) -> str:
-    """Returns the name of the strategy for the reference's weights (`reference.update_interval`): `rollout.weight_sync`, but
-    `auto` instead of a strategy with shards, because they are sent in full."""
+    """Returns the name of the strategy for the reference's weights (`reference.update_interval`), `rollout.weight_sync`.
+
+    `auto` replaces a strategy with shards, because the reference's weights are sent as full tensors.
+    """
     return "auto" if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
 
 
 class ActorWeights:
-    """Sender of the actor's weights; all ranks of the actor call each method. With most strategies the ranks of a sharded
-    backend gather each tensor and rank 0 sends it; with strategies that send shards, each rank sends its own.
+    """Sender of the actor's weights; all ranks of the actor call each method.
+
+    With most strategies, the ranks of a sharded backend gather each tensor, and rank 0 sends the tensor. With strategies that
+    send shards, each rank sends its shards.
 
     Args:
         worker: Worker of this rank of the actor.
@@ -386,8 +406,7 @@ class ActorWeights:
             self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
-        """Sends the weights and the probe to these rollout ranks. Frozen weights are sent once, and again if the ranks
-        change."""
+        """Sends the weights and the probe to rollout ranks; frozen weights are sent once, and again if the ranks change."""
         self._choose_receivers(list(ranks))
         frozen_names = self._frozen_names()
         self._announce(ranks, probe)
@@ -404,7 +423,7 @@ class ActorWeights:
         self._send_full(self._reference, version, self._backend.named_weights(), None)
 
     def forget(self) -> None:
-        """Makes the next version complete: it includes the frozen weights again."""
+        """Makes the next update complete, with the frozen weights."""
         self._sent = frozenset()
         for sync in (self._sync, self._previous_sync, self._reference):
             if sync is not None:
@@ -422,8 +441,10 @@ class ActorWeights:
         dtype: torch.dtype | None,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Sends full tensors from rank 0, the only rank with a `sync`. If the ranks hold shards, the other ranks iterate the
-        weights too, to take part in gathering them."""
+        """Sends full tensors from rank 0, the only rank with a `sync`.
+
+        If the ranks hold shards, the other ranks also iterate the weights, because gathering is collective.
+        """
         if sync is not None:
             sync.send(version, _as(dtype, weights), frozen=frozen)
         elif self._backend.backend.lockstep:
@@ -446,14 +467,14 @@ class ActorWeights:
                 self._worker.notify(probe, self._prompts.rollout_name, rank, VERSIONS)
 
     def _make_sync(self, ranks: list[int], delta: str) -> WeightSync | None:
-        """Returns a weight sync with these rollout ranks; None on a rank that sends nothing."""
+        """Creates a weight sync with rollout ranks; returns None on a rank that sends nothing."""
         if self._worker.rank and not self._by_shards:
             return None
         receivers = [(self._prompts.rollout_name, ranks)]
         return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), receivers, delta)
 
     def _choose_receivers(self, ranks: list[int]) -> None:
-        """Makes a new weight sync if the receivers have changed; the next version is then complete for all of them."""
+        """Creates a new weight sync if the receivers have changed; the next update is then complete for all receivers."""
         if ranks == self._receivers:
             return
         self._receivers = ranks
@@ -470,7 +491,7 @@ class ActorWeights:
 
 
 def _as(dtype: torch.dtype | None, weights: Named) -> Named:
-    """Returns the weights with floating-point tensors converted to `dtype`; unchanged if it is None."""
+    """Returns the weights with floating-point tensors converted to `dtype`; None leaves all tensors unchanged."""
     if dtype is None:
         return weights
     return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)

@@ -23,7 +23,7 @@ from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 
 STATE = "{section}-{rank}.pt"
-#: Held-out rows evaluated at once, in multiples of the rows of a training step.
+#: Number of held-out rows that are evaluated at once, in multiples of the rows of a training step.
 _HELD_OUT_STEPS = 8
 
 #: The configuration of a run that trains a language model.
@@ -56,7 +56,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
         Args:
             total_steps: Number of steps of the run, for the learning rate.
-            make: Builds the trainer that holds the model.
+            make: Function that builds the trainer that holds the model.
 
         Returns:
             The trainer.
@@ -82,14 +82,15 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return trainer
 
     def trained_version(self) -> int:
-        """Returns the step whose update produced the weights."""
+        """Returns the step that produced the current weights."""
         return self.version
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
-        """Splits a batch into micro-batches, with the indices of their samples. Each rank gets the same number; some may be
-        empty.
+        """Splits a batch into micro-batches, with the indices of their samples.
+
+        All ranks get the same number of micro-batches; some may be empty.
 
         Args:
             batch: Samples of this rank.
@@ -114,8 +115,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         ]
 
     def _balance_load(self, batch: TokenBatch, unit_size: int = 1) -> TokenBatch:
-        """Exchanges samples between the data-parallel ranks, so that all have about equal work; returns those of this
-        rank.
+        """Balances the load of the data-parallel ranks by an exchange of samples; returns this rank's samples.
 
         Args:
             batch: Samples of this rank before the exchange.
@@ -127,7 +127,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     @property
     def is_leader(self) -> bool:
-        """True on the first rank of a model-parallel block, the ranks of which train on the same samples."""
+        """True on the first rank of a model-parallel block. The ranks of a block train on the same samples."""
         return self.sizes.lane_of(self.rank) == 0
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
         Args:
             rows: Number of held-out rows.
-            of_step: Number of rows of a training step.
+            of_step: Number of rows in a training step.
         """
         rows_at_once = of_step * _HELD_OUT_STEPS
         for start in range(0, rows, rows_at_once):
@@ -158,17 +158,20 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         take_step: Callable[[TokenBatch, MinibatchCounts, str], dict[str, float]],
         at_first: Container[str] = (),
     ) -> tuple[dict[str, float], int]:
-        """Runs an optimizer step on each minibatch that has a trained token on any rank. Other minibatches are skipped:
-        without a gradient, Adam would still move the weights by momentum and weight decay.
+        """Runs an optimizer step on each minibatch that has a trained token on any rank.
+
+        Other minibatches are skipped, because without a gradient Adam would still move the weights by momentum and weight
+        decay.
 
         Args:
             minibatches: Name of each minibatch, for messages, with this rank's samples.
             length: See `MinibatchCounts.length`.
-            take_step: Trains on a minibatch and returns its metrics; `grad_norm` is not finite if the step was skipped.
+            take_step: Function that trains on a minibatch and returns the metrics; a non-finite `grad_norm` marks a skipped
+                step.
             at_first: Names of metrics that report the first step's value.
 
         Returns:
-            Means over the optimizer steps, with `empty_minibatches` if there were any; and the number of steps.
+            Means over the optimizer steps, with `empty_minibatches` if it is not 0; and the number of steps.
         """
         metric_sums, first_metrics, num_updates, num_empty = dict[str, float](), dict[str, float](), 0, 0
         for minibatch_name, batch in minibatches:
@@ -196,8 +199,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """Runs the optimizer step; returns the metrics with `grad_norm` and `tokens`.
 
         Raises:
-            NonFinite: The gradient is not finite, and the configuration does not skip such steps. All ranks raise it, because
-                the norm is global.
+            NonFinite: The gradient is not finite, and the configuration does not skip such steps. All ranks raise this error,
+                because the norm is global.
         """
         norm = self.backend.optimizer_step(rate)
         if math.isfinite(norm):
@@ -216,8 +219,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _run_only_step(
         self, step: int, batch_metrics: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
-        """Runs the only optimizer step of a training step, after its backward passes; returns the metrics, which include those
-        of the micro-batches."""
+        """Runs the only optimizer step of a training step, after the backward passes.
+
+        Returns:
+            The metrics of the step, which include the sums of `batch_metrics`.
+        """
         learning_rate = self._learning_rate(step)
         metrics = self._run_optimizer_step(
             learning_rate, self._reduce_metrics(batch_metrics), tokens, f"step {step}", batch
@@ -234,8 +240,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return dict(zip(names, self._sum_over_ranks(torch.stack(local_sums)).tolist(), strict=True))
 
     def _value_metrics(self, batch: TokenBatch) -> dict[str, float]:
-        """Returns `return`, the mean return over all ranks, and `explained_variance`, the fraction of the returns' variance
-        that the values from before this step's update explain."""
+        """Computes metrics of the values from before this step's update, over all ranks.
+
+        Returns:
+            `return`, the mean return; and `explained_variance`, the fraction of the returns' variance that the values explain.
+        """
         returns = batch.columns[RETURNS][batch.mask].double()
         residuals = returns - batch.columns[VALUES][batch.mask].double()
         local_sums = torch.stack(
@@ -296,7 +305,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
 
 def _describe_non_finite(batch: TokenBatch) -> str:
-    """Returns text for a message that names the columns and prompts with non-finite values; "" if there are none."""
+    """Returns text for a message that names the columns and prompts with non-finite values; "" if all are finite."""
     names = set()
     for name, column in batch.columns.items():
         is_non_finite = (

@@ -1,7 +1,7 @@
 """Agent worker: rank that runs the agents of all rollout ranks' episodes, and the link of a rollout rank to these ranks.
 
-It leases as many episodes from one queue as it runs at a time. If it is lost, its unacknowledged episodes return to the queue,
-and another rank leases them.
+An agent worker leases as many episodes from the queue as it runs at a time. If the worker is lost, its unacknowledged episodes
+return to the queue, and another rank leases them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlhpc.runtime.worker import Worker
 if TYPE_CHECKING:
     from rlhpc.language.agents.external import AgentRanks
 
-#: Pause in seconds if no message has arrived; and seconds before the next attempt to lease from an empty queue.
+#: Pause in seconds if no message has arrived; seconds before the next attempt to lease from an empty queue.
 _IDLE_S, _AGAIN_S = 0.004, 0.05
 #: Seconds between two checks that the rollout ranks of the leased episodes are alive.
 _LOOK_S = 2.0
-#: Table of the registry with the addresses of a node's services; and seconds by which their start may exceed their own limits.
+#: Table of the registry with the addresses of a node's services; seconds added to the services' time limits for their start.
 SERVICES, _STARTS_S = "services", 60.0
 
 
 def _tell(message: dict[str, Any], group: str, rank: int, about: str) -> None:
-    """Sends a message to a rank's inbox in the background, because the rank may have ended; the order is kept."""
+    """Sends a message to a rank's inbox in the background, because the rank may have ended; messages keep their order."""
     in_background(f"{about}-{group}-{rank}", partial(Worker.notify, message, group, rank, about))
 
 
@@ -71,7 +71,7 @@ class RolloutPost:
 
 
 def connect_agent_ranks(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
-    """Returns the link to the ranks that run agents; None if the rollout rank runs them itself."""
+    """Returns the link to the ranks that run agents; None if the rollout rank runs its agents itself."""
     if AGENT not in placed(cfg):
         return None
     from rlhpc.language.agents.external import AgentRanks
@@ -84,7 +84,7 @@ def publish_feedback_endpoint(worker: Worker, generation: Generation, resources:
 
     Args:
         worker: The rollout rank.
-        generation: Generation of the rank. Without delayed rewards nothing is published.
+        generation: Generation of the rank; nothing is published if it has no delayed rewards.
         resources: Stack whose closing removes the registry entry.
     """
     if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
@@ -96,7 +96,7 @@ def publish_feedback_endpoint(worker: Worker, generation: Generation, resources:
 
 
 def address_for_others(cfg: GrpoConfig) -> str:
-    """Returns this host's address for agents and delayed rewards from other hosts; "" if the run has neither."""
+    """Returns this host's address for remote agents and delayed rewards; "" in a run without both."""
     if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
         return ""
     tcp_address: str = current().service.endpoint["tcp"]  # the listener for other hosts
@@ -117,7 +117,7 @@ class _LeasedEpisode:
     """Episode that this rank has leased.
 
     Attributes:
-        lease: Lease of the queue item: the rollout rank, the identity of its process, and the episode's number there.
+        lease: Lease of the queue item: the rollout rank, the identity of its process, and the rank's number of the episode.
         incarnation: Incarnation of the rollout rank at the time of the lease.
     """
 
@@ -131,7 +131,7 @@ class _LeasedEpisode:
 
 
 class AgentWorker(Worker):
-    """Rank that runs agents. It has no state in checkpoints."""
+    """Rank that runs agents; it has no state in checkpoints."""
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class AgentWorker(Worker):
         self._looked_at = 0.0
 
     def close(self) -> None:
-        """Ends all agents, with all processes that they have started, and the services."""
+        """Ends all agents, their processes, and the services."""
         if self._harnesses is not None:
             self._harnesses.close()
         for helper in (self._relays, self._services):
@@ -170,7 +170,7 @@ class AgentWorker(Worker):
         self.log.info("runs %s, %d at a time", agent.target or agent.command, agent.episodes_per_rank)
 
     def _addresses(self) -> dict[str, str]:
-        """Returns the addresses of the node's services, which the first rank on the node starts."""
+        """Returns the addresses of the node's services; the first rank on the node starts the services."""
         sections, registry = self.cfg.agent.services, current().registry
         if not sections:
             return {}
@@ -186,7 +186,7 @@ class AgentWorker(Worker):
         return self._services.addresses
 
     def connect(self) -> None:
-        """Connects to the queue, once the driver has created it."""
+        """Connects to the queue of episodes, once the driver has created it."""
         self._episodes = self.connect_channel(EPISODES)
 
     def begin(self) -> None:
@@ -233,7 +233,7 @@ class AgentWorker(Worker):
         return {"busy_s": busy_s, "episodes": float(num_finished)}
 
     def _take(self) -> bool:
-        """Leases episodes while slots are free, and requests their tickets; returns whether it leased any."""
+        """Leases episodes while this rank has capacity, and requests their tickets; returns whether any was leased."""
         has_leased = False
         while len(self._held) < self.cfg.agent.episodes_per_rank and time.monotonic() > self._empty_at + _AGAIN_S:
             try:
@@ -252,7 +252,7 @@ class AgentWorker(Worker):
         _tell({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
 
     def _listen(self) -> bool:
-        """Handles the messages that have arrived (tickets, episodes to end, ends of phases); returns whether any had."""
+        """Handles the messages that have arrived: tickets, episodes to end, ends of phases; returns whether any arrived."""
         messages = _receive_messages(TICKETS)
         for message in messages:
             if "end" in message:
@@ -267,7 +267,7 @@ class AgentWorker(Worker):
         return bool(messages)
 
     def _here(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Returns a ticket with this rank's number of the episode, and a model address reachable from this node."""
+        """Returns a copy of a ticket with this rank's number of the episode and a model address reachable from this node."""
         ticket = {**ticket, "id": number}
         if ticket["host"] != current().host and ticket["far"]:
             self._relays = self._relays or Relays()

@@ -26,8 +26,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
 
 class CriticWorker(LanguageActor[GrpoConfig]):
-    """Rank of the critic: computes the values of a step's groups on arrival, and later trains on the returns that the
-    actors send."""
+    """Rank of the critic, which computes the values of a step's groups on arrival, then trains on the actors' returns."""
 
     section_name = CRITIC
     backend: ScalarTrainer
@@ -66,8 +65,9 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     # -- values ---------------------------------------------------------------------------------------------------
 
     def serve(self, step: int) -> dict[str, float]:
-        """Computes the values of this rank's share of a step's groups on arrival, sends them to the actors, and stores the
-        groups for `update`.
+        """Computes the values of this rank's groups of a step on arrival, and sends the values to the actors.
+
+        The groups are stored for `update`.
 
         Returns:
             `busy_s`: seconds of computation; `tokens`: number of tokens.
@@ -75,7 +75,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         valued_groups, busy_s, num_tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         positions = self.prompts.share_of(CRITIC, self.data)
-        # With several ranks forward passes are collective, so each rank waits for its complete share.
+        # With several ranks, forward passes are collective, so each rank waits for all of its groups.
         for groups in self._inbox.batches(step, positions, deadline, at_once=self.world_size > 1):
             batch_start = time.perf_counter()
             num_tokens += self._value(groups, valued_groups)
@@ -84,7 +84,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         return {"busy_s": busy_s, "tokens": float(num_tokens)}
 
     def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
-        """Computes the values of some groups, sends them to the actors, and stores the groups in `valued`.
+        """Computes the values of groups, sends the values to the actors, and stores the groups in `valued`.
 
         Returns:
             Number of tokens.
@@ -101,7 +101,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     # -- training -------------------------------------------------------------------------------------------------
 
     def update(self, step: int) -> dict[str, float]:
-        """Trains on the groups that `serve` valued, once the actors have sent the returns.
+        """Trains on the groups that `serve` stored, once the actors have sent the returns.
 
         Returns:
             Metrics, the same on all ranks.
@@ -131,8 +131,10 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         }
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
-        """Waits for the returns of all valued groups; returns the trained samples of each group with the column of returns, in
-        the order of positions.
+        """Waits for the returns of all stored groups.
+
+        Returns:
+            The trained samples of each group with the column of returns, in the order of positions.
 
         Raises:
             DeadlineExceeded: Returns did not arrive within `runner.step_timeout_s`.

@@ -55,7 +55,7 @@ def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch],
     Args:
         policies: Policies by role.
         batch: Batch with samples of any policies.
-        cut: Splits the samples of one policy into micro-batches, the same number on all ranks; some may be empty.
+        cut: Function that splits the samples of one policy into micro-batches: the same number on all ranks, some maybe empty.
     """
     policy_of_sample, micro_batches = policies.of(batch.role), Parts()
     for policy in range(len(policies.names)):
@@ -67,8 +67,9 @@ def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch],
 def split_by_policy(
     policies: Policies, batches: Sequence[TokenBatch], parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns each micro-batch's metrics with copies by policy (`policy/NAME/METRIC`), which are 0 for all policies but its
-    own; `tokens` is counted by policy too.
+    """Returns each micro-batch's metrics with an additional copy for each policy (`policy/NAME/METRIC`).
+
+    The copies are 0 except for the policy of the micro-batch. They include `tokens`, the number of trained tokens.
 
     Args:
         policies: Policies by role.
@@ -102,8 +103,7 @@ def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]
 
 
 class GrpoActor(LanguageActor[GrpoConfig]):
-    """Rank of a GRPO trainer: receives groups from the rollout ranks, scores them, trains on them, and sends the new weights
-    back."""
+    """Rank of a GRPO trainer: receives groups from rollout ranks, scores and trains on them, and sends the new weights."""
 
     backend: TokenTrainer
 
@@ -180,13 +180,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        with self._as_probed(perturbed):  # until the last bucket is written, which needs all weights
+        with self._as_probed(perturbed):  # the last bucket needs all weights until it is written
             self.weights.send(version, ranks, None if trial else self._probe(version))
 
     def score_probe_samples(
         self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False
     ) -> dict[str, Any]:
-        """Scores the samples of the engines; all ranks call it.
+        """Scores the samples of the engines; all ranks call this method.
 
         Args:
             texts: Token ids of each sample, with the index of its policy or, in a run with one policy, None.
@@ -221,8 +221,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._weights
 
     def _probe(self, version: int) -> Probe | None:
-        """Returns the trainer's log-probs of a fixed text, or None if this version is not probed; all ranks call it, with
-        tensors reloaded."""
+        """Returns the trainer's log-probs of a fixed text, or None if this version is not probed.
+
+        All ranks call this method, with reloaded tensors.
+        """
         if not is_probed(version, self.cfg.rollout.probe_interval):
             return None
         prober = self._prober_of_run()
@@ -242,12 +244,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._prober
 
     def refresh_reference(self, version: int) -> None:
-        """Sends all weights to the reference's ranks, which then score with them."""
+        """Sends all weights to the reference's ranks, which use them from then on."""
         with self.backend.awake():
             self.weights.refresh_reference(version)
 
     def forget_sent(self) -> None:
-        """Makes the next version complete: it includes the frozen weights again; all ranks call it."""
+        """Makes the next weight sync include the frozen weights again; all ranks call this method."""
         if self._weights is not None:
             self._weights.forget()
 
@@ -323,8 +325,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return batch
 
     def _recompute_logprobs(self, batch: TokenBatch) -> float:
-        """Adds the columns that this rank computes, such as log-probs with the weights before the update. All ranks call it
-        the same number of times.
+        """Adds the columns that this rank computes, such as log-probs with the weights before the update.
+
+        All ranks call this method the same number of times.
 
         Returns:
             Seconds spent.
@@ -357,7 +360,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self._scorers[column.name].score(batch.to(self.backend.device))
 
     def offload(self) -> None:
-        """Moves all tensors to the host, including those of the algorithm's scorers."""
+        """Moves all tensors to the host, including the tensors of the algorithm's scorers."""
         super().offload()
         for scorer in self._offloadable_scorers():
             scorer.offload()
@@ -380,7 +383,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return by_policy(self.policies, batch, split_batch) if self.policies.names else split_batch(batch)
 
     def update(self, step: int) -> dict[str, float]:
-        """Trains on the groups of `receive`, and sends the returns to the critic first.
+        """Sends the returns to the critic, then trains on the groups of `receive`.
 
         Returns:
             Metrics, the same on all ranks except for times.
@@ -415,8 +418,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
-        """Returns the number of passes over a step's samples: 0 during the critic's warm-up, then
-        `algorithm.update_epochs`."""
+        """Returns the number of passes over a step's samples: 0 in the critic's warm-up, then `algorithm.update_epochs`."""
         if self._returns is not None and step <= self.cfg.critic.warmup_steps:
             return 0
         return self.cfg.algorithm.update_epochs
@@ -446,8 +448,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
-        """Runs one optimizer step on a minibatch of all ranks and returns its metrics; if `grad_norm` is not finite, the
-        step was skipped."""
+        """Runs one optimizer step on a minibatch of all ranks; returns the metrics.
+
+        A non-finite `grad_norm` marks a skipped step.
+        """
         batch = self._balance_load(batch)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

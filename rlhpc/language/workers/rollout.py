@@ -1,12 +1,12 @@
 """Rollout worker of language models: generates groups, has them scored, and sends each to its actor when complete.
 
-One loop on the main thread does all work: between two steps of the engine it receives new weights if there are any, admits
-prompts, and collects scores. Judges run in separate processes, and cheap inline terms in this one, so a slow sequence delays
-only its own group. The loop calls the engine through a generation object (`agents.registry.make_generation`); without an
-agent, each of its episodes is one request with one answer (`EpisodeRunner`).
+One loop on the main thread does all work: between two steps of the engine it receives announced weights, admits prompts, and
+collects scores. Judges run in separate processes, and cheap reward terms run in this process, so a slow sequence delays only
+one group. The loop calls the engine through a generation object (`agents.registry.make_generation`); without an agent, each
+episode is one request with one answer (`EpisodeRunner`).
 
 Admission bounds the staleness: a prompt of step s starts once the weights have version s − 1 − `max_staleness` or newer, and
-weights never get older. A bound of 0 gives the synchronous loop.
+the version never decreases. A bound of 0 gives the synchronous loop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _IDLE_S = 0.002
 class LanguageRolloutWorker(Worker):
     """Rank of the rollout group: the leader of an engine, with its judges, or a follower (`engine_group`).
 
-    It has no state in checkpoints: its samples depend on seeds and weights alone.
+    The worker has no state in checkpoints, because its samples depend only on seeds and weights.
     """
 
     def __init__(self, cfg: GrpoConfig) -> None:
@@ -75,7 +75,7 @@ class LanguageRolloutWorker(Worker):
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
-        """Ends the engine, with all processes that it has started, and the judges."""
+        """Ends the engine, its processes, and the judges."""
         self._resources.close()
 
     def init_worker(self, prompts: PromptMap, last_step: int, expected_digest: str = "") -> dict[str, Any]:
@@ -84,7 +84,7 @@ class LanguageRolloutWorker(Worker):
         Args:
             prompts: Map of prompts to ranks.
             last_step: Last step whose prompts are admitted.
-            expected_digest: Digest of model and data (`inputs_digest`) on the first ranks; "" on those ranks.
+            expected_digest: Digest of the model and data that the first ranks read (`inputs_digest`); "" on these ranks.
 
         Returns:
             `digest` of model and data, name of the `device`, and number of `dropped` problems; {} on a follower.
@@ -95,7 +95,7 @@ class LanguageRolloutWorker(Worker):
         cfg = self.cfg
         self.prompts = prompts
         self.last_step = last_step
-        # Without overlap of steps, a run is bitwise the same for any number of ranks, so prompts are sampled again instead.
+        # Without overlap of steps, results are bitwise equal for any number of ranks, so prompts are sampled anew instead.
         self.requeues_on_leave = (
             cfg.algorithm.max_staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
         )
@@ -191,8 +191,9 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def generate(self, step: int, ranks: int) -> dict[str, float]:
-        """Leases prompts of `step` and generates their groups until the step's queue is empty and all leased groups are
-        delivered. With `max_staleness`, prompts of later steps are started too.
+        """Leases prompts of `step` and generates their groups, until the step's queue is empty and all groups are delivered.
+
+        With `max_staleness`, prompts of later steps are started too.
 
         Args:
             step: Step of the run.
@@ -252,7 +253,7 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
-        """Receives the weights of `step`, and answers this engine's share of the evaluation problems with them.
+        """Receives the weights of `step`, then answers this engine's share of the evaluation problems.
 
         Args:
             step: Step of the run.
@@ -271,7 +272,7 @@ class LanguageRolloutWorker(Worker):
         """Draws samples for random prompts, for the trainer to score (`weight_sync.sample_probe`).
 
         Args:
-            phase: Number of the probe's phase; each has different prompts.
+            phase: Number of the probe's phase; each phase has different prompts.
 
         Returns:
             `samples`, and the engine's `dtype` and `device` type.
@@ -304,7 +305,7 @@ class LanguageRolloutWorker(Worker):
                     self._carry_out(self._pending.on_prompt(step, prompt_or_group))
 
     def _make_group(self, step: int, position: int, attempt: int) -> PendingGroup:
-        """Makes the group of a position: of the sampler's prompt at attempt 0, of a random prompt at later attempts."""
+        """Makes the group of a position: from the sampler's prompt at attempt 0, from a random prompt at later attempts."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
             generator = np.random.default_rng(seed_of(self.cfg.runner.seed, step, position, attempt, -1))
@@ -336,7 +337,7 @@ class LanguageRolloutWorker(Worker):
                     self.leases.requeue(group.step, partial_group)
 
     def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
-        """Returns a request for each member of a group. A rank that is told to leave will requeue the group, if it can."""
+        """Returns a request for each member of a group; a rank that is told to leave requeues the group, if possible."""
         if self.requeues_on_leave:
             self.before_leaving(self._requeue_groups)
         seeds = (

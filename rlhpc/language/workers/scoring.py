@@ -1,6 +1,7 @@
 """Scoring workers: ranks that compute a column of token values for the actor, or rate answers for the reward.
 
-They process groups and answers on arrival. Except for the reference they have no state, so a lost rank is restarted alone.
+Scoring workers process groups and answers on arrival. Except for the reference, they have no state, so a lost rank is
+restarted alone.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from rlhpc.weights.verification import UpdateVerification
 class GroupInbox:
     """Inbox of a scoring rank for sample groups, with the driver's messages that end a step.
 
-    A prompt may have two groups, if it was sampled again because its rank was lost while sending the first one
-    (`SampleGroup.answers_digest`). The actor may have received either of them, so both are scored.
+    A prompt may have two groups, if it was sampled again because its rank was lost while sending the first group
+    (`SampleGroup.answers_digest`). The actor may have received either group, so both are scored.
 
     Args:
         channel: Channel of the groups.
@@ -60,8 +61,10 @@ class GroupInbox:
     def batches(
         self, step: int, positions: Sequence[int], deadline: float, *, at_once: bool = False
     ) -> Iterator[list[SampleGroup]]:
-        """Yields a step's groups in a few batches, each when complete. `positions` alone determines the groups of a batch, so
-        the order of arrival does not change the last digits of results. Second groups of a prompt come last.
+        """Yields a step's groups in a few batches, each batch when it is complete.
+
+        Only `positions` determines the groups of a batch, so the order of arrival does not change the last digits of results.
+        Second groups of a prompt come last.
 
         Args:
             step: Step of the run.
@@ -97,10 +100,10 @@ class GroupInbox:
             yield second_groups
 
     def receive(self, step: int, deadline: float) -> list[SampleGroup]:
-        """Returns all groups of a step that have arrived; waits for the first one or for the end of the step.
+        """Returns all groups of a step that have arrived; waits for the first group or for the end of the step.
 
         Raises:
-            DeadlineExceeded: Neither arrived before the deadline by `time.monotonic`.
+            DeadlineExceeded: No group and no end of the step arrived before the deadline by `time.monotonic`.
         """
         groups, step_ended = [group for group in self._later if group.step == step], False
         self._later = [group for group in self._later if group.step > step]
@@ -286,13 +289,12 @@ class JudgeWorker(RatingWorker):
 
 
 class ReferenceWorker(ScoringWorker, SavingWorker):
-    """Rank of the reference policy: scores tokens, receives the actor's weights on a refresh, and stores them in
-    checkpoints."""
+    """Rank of the reference policy, which scores tokens, receives the actor's weights on a refresh, and checkpoints them."""
 
     scorer: LogProbs
 
     def init_worker(self, prompts: PromptMap) -> None:
-        """Loads the policy from before training."""
+        """Loads the reference policy, with the weights from before training."""
         super().init_worker(prompts)
         receivers = [(self.group_name, list(range(self.world_size)))]
         self._sync = make_sync(
@@ -300,19 +302,19 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         )
 
     def take_weights(self) -> None:
-        """Replaces the reference's weights by those that the actor sends."""
+        """Replaces the reference's weights by the weights that the actor sends."""
         weight_update = self._sync.receive()
         parameters = self.scorer.model.state_dict()
         with torch.no_grad():
-            proof = UpdateVerification(weight_update, f"{self.prompts.actor_name}-0")
-            for name, tensor in proof.tensors():
+            verification = UpdateVerification(weight_update, f"{self.prompts.actor_name}-0")
+            for name, tensor in verification.tensors():
                 if isinstance(tensor, Elements) or name not in parameters:
                     raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")
                 parameters[name].copy_(tensor)
-            proof.check()
+            verification.check()
 
     def save(self, folder: str) -> None:
-        """Writes the reference's weights on rank 0; they differ from both the actor's and the initial weights."""
+        """Writes the reference's weights on rank 0, because they differ from the actor's weights and the initial weights."""
         if self.rank == 0:
             path = Path(folder) / REFERENCE
             path.mkdir(exist_ok=True)

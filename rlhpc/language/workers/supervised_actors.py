@@ -1,7 +1,7 @@
 """Workers of supervised runs: trainers for SFT, DPO and reward models, and engines for evaluation.
 
-The group `rollout` of such a run generates no training samples. At each evaluation it receives the weights and answers the
-evaluation suites, as in reinforcement learning (`Validation`).
+The group `rollout` of a supervised run generates no training samples. At each evaluation, it receives the weights and answers
+the evaluation suites, as in reinforcement learning (`Validation`).
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class EvaluatedActor(LanguageActor[Cfg]):
         self._weights: ActorWeights | None = None
 
     def open_weights(self, prompts: PromptMap) -> None:
-        """Prepares to send weights; `prompts` names the groups."""
+        """Creates the sender of the weights; `prompts` names the worker groups."""
         self._weights = ActorWeights(self, answering_config(typed(SftConfig, self.cfg)), prompts, self.backend)
 
     def send_weights(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the weights, as `version`, to these engine ranks; all actor ranks call it."""
+        """Sends the weights as `version` to engine ranks; all actor ranks call this method."""
         assert self._weights is not None
         with self.backend.awake():
             self._weights.send(version, ranks, None)
 
 
 class EvaluationWorker(Worker):
-    """Engine that answers the suites of a supervised run and scores the answers. It has no state in checkpoints."""
+    """Rank that answers the suites of a supervised run and scores the answers; it has no state in checkpoints."""
 
     def __init__(self, cfg: SftConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class EvaluationWorker(Worker):
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
-        """Ends the engine, with all processes that it has started, and the judges."""
+        """Ends the engine, its processes, and the judges."""
         self._resources.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
@@ -104,7 +104,7 @@ class EvaluationWorker(Worker):
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, worker_device(self))
 
     def evaluate(self, version: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
-        """Receives the weights of `version`, and answers this rank's share of the suites with them.
+        """Receives the weights of `version`, then answers this rank's share of the suites.
 
         Args:
             version: Step of the actor.
@@ -138,8 +138,7 @@ class SftActor(EvaluatedActor[SftConfig]):
         return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
 
     def update(self, step: int) -> dict[str, float]:
-        """Runs one optimizer step of SFT on this step's demonstrations; the loss is the mean of −log p over their
-        tokens.
+        """Runs one optimizer step on this step's demonstrations; the loss is the mean of −log p over the trained tokens.
 
         Returns:
             Metrics, the same on all ranks.
@@ -157,8 +156,9 @@ class SftActor(EvaluatedActor[SftConfig]):
         return self._run_only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
 
     def validate(self) -> dict[str, float]:
-        """Computes the held-out loss with the current weights: the mean of −log p over all trained tokens of the held-out
-        demonstrations, which does not depend on the number of ranks and micro-batches.
+        """Computes the held-out loss with the current weights: the mean of −log p over all trained tokens.
+
+        The loss does not depend on the number of ranks and micro-batches.
 
         Returns:
             `loss`, and the numbers of `tokens` and `rows`; the same on all ranks.
@@ -191,8 +191,10 @@ _PAIR = EACH["pairs"]
 
 
 class DpoActor(EvaluatedActor[DpoConfig]):
-    """Rank of a DPO trainer on the preference pairs of a dataset. The reference is the initial model, or with adapters the
-    model without them."""
+    """Rank of a DPO trainer on the preference pairs of a dataset.
+
+    The reference is the initial model; with adapters, the reference is the model without adapters.
+    """
 
     def init_worker(self, total_steps: int) -> dict[str, Any]:
         """Loads model, optimizer, reference and datasets.
@@ -237,7 +239,8 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         """Computes the metrics of the held-out pairs with the current weights.
 
         Returns:
-            Means over all pairs, and their number `rows`; the same on all ranks, for any number of ranks and micro-batches.
+            Means over all pairs, and the number of pairs `rows`; the same on all ranks, for any number of ranks and
+            micro-batches.
         """
         encoder, dataset, _ = self.held_out
         metric_sums = dict[str, Tensor]()
@@ -253,7 +256,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         return {"pair_accuracy": means.pop("accuracy"), **means, "rows": float(len(dataset))}
 
     def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
-        """Returns a batch of the pairs' completions with their prompts; the two completions of a pair are neighbours."""
+        """Returns a batch of the pairs' completions with their prompts; the two completions of a pair are adjacent."""
         max_tokens = most_tokens(self.max_tokens, "pairs")
         samples, masks = list[list[int]](), list[list[bool]]()
         for pair in pairs:
@@ -280,7 +283,7 @@ def pair_metrics(options: DpoAlgorithmConfig, logprobs: Tensor, batch: TokenBatc
 
     Returns:
         `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
-        the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, the policy's.
+        the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, log-probs of the policy.
     """
     log_ratios, loss_type = (
         _sum_over_completions(logprobs - batch.columns[REF_LOGPROBS], batch),
@@ -309,8 +312,7 @@ def pair_metrics(options: DpoAlgorithmConfig, logprobs: Tensor, batch: TokenBatc
 
 
 def _sum_over_completions(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Returns the sums `[N]` of values `[T]` over the trained tokens of each sample; `[0]` for a batch without
-    tokens."""
+    """Returns the sums `[N]` of values `[T]` over the trained tokens of each sample; `[0]` for a batch without tokens."""
     if not batch.tokens:
         return values[:0]
     return batch.padded(values.masked_fill(~batch.mask, 0)).sum(1)
