@@ -23,18 +23,18 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.training.registry import BACKENDS
 
-#: Policies that come with the package.
+#: Model types of the built-in policies.
 MODELS = (
     "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
     "lerobot",
 )  # fmt: skip
-#: Policies that generate actions by a flow (of model_type lerobot only smolvla, pi0 and pi05).
+#: Policies that generate actions by a flow. Of model_type lerobot, only smolvla, pi0 and pi05 do.
 _FLOWS = ("flow", "pi0", "lerobot")
 #: Policies with critics Q(s, a).
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Policies that each off-policy algorithm can train.
 _NETWORKS = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
-#: Policies that behaviour cloning cannot train, and the reason.
+#: Policies that behaviour cloning cannot train, with the reason.
 _NOT_CLONED = {
     "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
     "dsrl": "dsrl steers a policy that was cloned: clone into flow, and name that run then",
@@ -126,8 +126,8 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
 
 
 def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
-    """Rejects wrappers that keep running observation statistics, because evaluations would lack these, and
-    `actor.model.normalize_observations` in runs that do not support it.
+    """Rejects wrappers that keep running observation statistics, because evaluations would lack these statistics. Also
+    rejects `actor.model.normalize_observations` in runs that do not support it.
 
     Raises:
         ConfigError: A rule is broken; the message names the first one.
@@ -202,23 +202,23 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
-    """Checks that each env and rollout process has slots in every stage, and that the actor processes have equal shares.
+    """Checks that each env and rollout process has slots in every stage, and that all actor processes have equally many.
 
     Raises:
         ConfigError: A component has too many processes; the message names it and the numbers.
     """
     train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
-    slots = train.num_envs // stages
+    num_slots = train.num_envs // stages
     slots_text = (
-        f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {slots} slots of a stage"
+        f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {num_slots} slots of a stage"
     )
-    for name, size in processes.items():
-        processes_text = f"cluster.component_placement.{name} gives {size} processes"
-        if name == "actor" and slots % size:
+    for name, num_processes in processes.items():
+        processes_text = f"cluster.component_placement.{name} gives {num_processes} processes"
+        if name == "actor" and num_slots % num_processes:
             raise ConfigError(f"{processes_text}; they must divide the {slots_text}")
-        if name != "actor" and size > slots // train.group_size:
+        if name != "actor" and num_processes > num_slots // train.group_size:
             raise ConfigError(
-                f"{processes_text}; there may be {slots // train.group_size}: one for each "
+                f"{processes_text}; there may be {num_slots // train.group_size}: one for each "
                 f"env.train.group_size({train.group_size}) of the {slots_text}"
             )
 
@@ -231,12 +231,12 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
         ConfigError: A rule is broken; the message names the first one.
     """
     check_slots(cfg, fail)
-    algorithm, envs, parts = cfg.algorithm, cfg.env.train.num_envs, cfg.algorithm.rollout_parts
-    if algorithm.rollout_steps % parts:  # before a part is divided into minibatches
+    algorithm, num_envs, num_parts = cfg.algorithm, cfg.env.train.num_envs, cfg.algorithm.rollout_parts
+    if algorithm.rollout_steps % num_parts:  # before a part is divided into minibatches
         raise fail("algorithm.rollout_parts", f"it must divide algorithm.rollout_steps ({algorithm.rollout_steps})")
     batch_size, num_transitions, micro_batch_size = (
         minibatch_size(cfg),
-        envs * algorithm.rollout_steps,
+        num_envs * algorithm.rollout_steps,
         cfg.actor.micro_batch_size,
     )
     check_rules(
@@ -244,7 +244,7 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
             (
                 num_transitions % batch_size,
                 "actor.global_batch_size",
-                f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({algorithm.rollout_steps}) = "
+                f"a rollout has env.train.num_envs({num_envs}) * algorithm.rollout_steps({algorithm.rollout_steps}) = "
                 f"{num_transitions} transitions, which must divide by it",
             ),
             (
@@ -253,13 +253,13 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
                 f"it must divide actor.global_batch_size ({batch_size})",
             ),
             (
-                parts > 1 and cfg.env.train.auto_reset and not divisible(cfg),
+                num_parts > 1 and cfg.env.train.auto_reset and not divisible(cfg),
                 "algorithm.rollout_parts",
                 f"algorithm.adv_type {algorithm.adv_type} takes what follows one another as one, which only gae can cut: "
                 "take 1, or env.train.auto_reset false, where each part is an episode",
             ),
             (
-                parts > 1 and not cfg.env.train.auto_reset and algorithm.max_staleness,
+                num_parts > 1 and not cfg.env.train.auto_reset and algorithm.max_staleness,
                 "algorithm.rollout_parts",
                 "with algorithm.max_staleness and without env.train.auto_reset, a step is an episode: 1",
             ),
@@ -272,15 +272,15 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
 
 def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
     """Checks the requirements of `runner.use_training_pipeline`."""
-    key, algorithm, parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
-    part_size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
+    key, algorithm, num_parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
+    part_size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // num_parts, minibatch_size(cfg)
     part_text = f"with {key}, a part has {part_size} transitions"
     normalize = algorithm.normalize_advantages.lower()
     levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
     check_rules(
         (
             (
-                parts < 2,
+                num_parts < 2,
                 "algorithm.rollout_parts",
                 f"{key} trains on one part while the next is played: take 2 or more",
             ),

@@ -18,12 +18,12 @@ _TYPE = "actor.model.model_type"
 
 
 def _model(*names: str) -> Callable[[Any], bool]:
-    """Returns the condition that the policy has one of these model types, or one from outside the package."""
+    """Returns the condition that the policy has one of these model types, or a model type from outside the package."""
     return lambda cfg: cfg.actor.model.model_type.lower() in names or cfg.actor.model.model_type.lower() not in MODELS
 
 
 def _algorithm(*names: str) -> Callable[[Any], bool]:
-    """Returns the condition that the off-policy algorithm is one of these, or one from outside the package."""
+    """Returns the condition that a run uses one of these off-policy algorithms, or one from outside the package."""
     return lambda cfg: cfg.algorithm.name.lower() in names or cfg.algorithm.name.lower() not in ALGORITHMS.built_in
 
 

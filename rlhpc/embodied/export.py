@@ -1,5 +1,5 @@
-"""Export of a checkpoint: model.safetensors, config.json and README.md in the Hugging Face layout, and policy.pt2 and
-policy.py to act without rlhpc.
+"""Export of a checkpoint: model.safetensors, config.json and README.md in the Hugging Face layout, with policy.pt2 and
+policy.py, which act without rlhpc.
 
 export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
 """
@@ -49,8 +49,8 @@ def policy_card(
     Args:
         config: Content of the export's config.json.
         checkpoint: Name of the checkpoint.
-        results: From `results_beside`.
-        licence: An SPDX identifier.
+        results: Evaluation results from `results_beside`.
+        licence: SPDX identifier of the licence.
         standalone: Whether the folder contains `policy.pt2` and `policy.py`.
         released: Whether the folder has the release format of the policy's family.
     """
@@ -97,18 +97,18 @@ def policy_card(
 
 def _forward(spec: Mapping[str, Any]) -> str:
     """Returns a text that describes the network."""
-    model, action = spec.get("model") or {}, spec.get("action_space") or {}
+    model, action_space = spec.get("model") or {}, spec.get("action_space") or {}
     model_type = model.get("model_type", spec.get("model_type", "a model of its own"))
     if model_type != "mlp":
         return f"`model_type` is `{model_type}`; `config.json` has its options."
     layers = " → ".join(
         f"Linear({width}) → {model.get('activation', 'tanh')}" for width in model.get("hidden_sizes", ())
     )
-    last = {
+    output_texts = {
         "Discrete": "logits; the action is the largest",
         "Box": "the mean of a Gaussian, clipped to the action space",
     }
-    output_text = last.get(str(action.get("type")), "logits for each part of the action")
+    output_text = output_texts.get(str(action_space.get("type")), "logits for each part of the action")
     return (
         "Observations are flattened (several in the order of their names). `actor.*` of `model.safetensors`: "
         f"{layers} → Linear: {output_text}. `critic.*`: the same layers, and the value."
@@ -119,7 +119,7 @@ EXPORT_FORMAT = 1
 
 
 def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: str | None = None) -> Path:
-    """Writes the export folder of a checkpoint, atomically; replaces an existing one.
+    """Writes the export folder of a checkpoint atomically, and replaces an existing folder.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
@@ -136,9 +136,13 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
-        acting = _standalone_files(checkpoint, config)
+        standalone_files = _standalone_files(checkpoint, config)
         card = policy_card(
-            config, checkpoint.name, results_beside(checkpoint, step), licence=licence, standalone=bool(acting)
+            config,
+            checkpoint.name,
+            results_beside(checkpoint, step),
+            licence=licence,
+            standalone=bool(standalone_files),
         )
         _write_folder(
             target,
@@ -146,7 +150,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
                 MODEL: model,
                 "config.json": json.dumps(_finite(config), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n",
                 "README.md": card.encode(),
-                **acting,
+                **standalone_files,
             },
         )
     except OSError as error:
@@ -157,7 +161,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
 def release_checkpoint(
     checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
 ) -> Path:
-    """Writes a checkpoint's policy in the release format of its family, atomically; replaces an existing folder.
+    """Writes a checkpoint's policy in the release format of its family atomically, and replaces an existing folder.
 
     Args:
         checkpoint, output, licence: As in `export_checkpoint`.
@@ -189,7 +193,7 @@ def release_checkpoint(
 
 
 def _prepare_export(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
-    """Returns the checked checkpoint, a free target, and the step."""
+    """Checks the checkpoint and the target; returns both as absolute paths, and the checkpoint's step."""
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
     step = int(read_manifest(checkpoint)["global_step"])
@@ -212,7 +216,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
         folder: Export or checkpoint folder.
         trust_code: Import code that the folder names as `module:Class`. Otherwise only models that are built in, registered or
             provided by an installed package are allowed, so that an untrusted folder cannot run code.
-        trust: Detailed trust settings instead of `trust_code`.
+        trust: Detailed trust settings, instead of `trust_code`.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
@@ -248,7 +252,7 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Converts non-finite floats to strings, because JSON has none and checkpoints of earlier versions contain them."""
+    """Converts non-finite floats to strings, because JSON cannot store them and old checkpoints contain them."""
     if isinstance(value, dict):
         return {key: _finite(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -269,8 +273,8 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Returns the files with which the policy acts without rlhpc; empty if torch.export cannot trace the policy, or if its
-    code is not trusted.
+    """Returns name and content of the files that let the policy act without rlhpc. Returns {} if torch.export cannot trace
+    the policy, or if its code is not trusted.
     """
 
     from rlhpc.embodied.standalone_policy import SCRIPT, program_of, wrapper_files  # torch

@@ -56,7 +56,7 @@ def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: C
     Args:
         cfg: The configuration.
         python: Python of the env group, if it has a separate one.
-        spaces: Builds an environment of `env.train`.
+        spaces: Builds an environment of `env.train` and returns its spaces.
     """
     train, resource = cfg.env.train, environment_resource(cfg.env.train, python)
     yield from _interpreter_check(train.simulator_python, "env.train")
@@ -91,9 +91,10 @@ def policy_checks(
         cfg: The configuration.
         spaces: Returns observation and action space.
         resource: Resource that `spaces` needs.
-        build: Builds the policy for these spaces, without pretrained weights; returns None if only another Python can.
+        build: Builds the policy for these spaces without pretrained weights; returns None if only another Python can build
+            it.
     """
-    start = cfg.runner.init_from
+    init_from = cfg.runner.init_from
     resource = strongest(resource, model_resource(cfg, getattr(cfg.actor.model, "model_path", None)))
 
     @cache
@@ -106,11 +107,11 @@ def policy_checks(
             real_time(policy(), cfg.env.eval)
 
     yield Check("actor.model", lambda: check_folder(cfg.actor.model))
-    if start is not None:
-        yield Check("runner.init_from", lambda: find_weights(start), path_resource(cfg, start))
+    if init_from is not None:
+        yield Check("runner.init_from", lambda: find_weights(init_from), path_resource(cfg, init_from))
     yield Check("actor.model and env.train", policy, resource)
-    if start is not None:
-        check_resource = strongest(resource, path_resource(cfg, start))
+    if init_from is not None:
+        check_resource = strongest(resource, path_resource(cfg, init_from))
         yield Check("runner.init_from and actor.model", lambda: check_start(cfg, policy()), check_resource)
     yield Check("env.eval.real_time_chunking", check_real_time, resource)
 
@@ -172,7 +173,7 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
 
 
 def _recorder(cfg: SacConfig | BcConfig) -> str:
-    """Returns a text that names the expert that records demonstrations before training; "" if there is none."""
+    """Returns a text about the expert that records demonstrations before training; "" if no expert is configured."""
     return "the expert of workflow.demos_expert" if cfg.workflow.demos_expert is not None else ""
 
 

@@ -1,4 +1,4 @@
-"""Calls in another Python environment, for evaluation, recording and conversion of LeRobot's policies.
+"""Function calls in another Python environment, for evaluation, recording and conversion of LeRobot's policies.
 
 `python -m rlhpc.embodied.python_env ANSWER` in that environment reads a pickled call from standard input and writes the
 pickled answer to a file. Both sides run this module; pickled data never come from a checkpoint.
@@ -26,12 +26,12 @@ Result = TypeVar("Result")
 
 
 def importable() -> bool:
-    """Returns whether this Python has LeRobot."""
+    """Returns whether LeRobot is installed in this Python environment."""
     return importlib.util.find_spec("lerobot") is not None
 
 
 def needs_lerobot(why: str) -> ConfigError:
-    """Returns the error that explains how to install LeRobot."""
+    """Returns an error that explains how to install LeRobot."""
     return ConfigError(
         f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
         "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
@@ -42,16 +42,16 @@ def needs_lerobot(why: str) -> ConfigError:
 def call_where_importable(
     of: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
-    """Calls a function in this process, or in LeRobot's Python if the call concerns one of LeRobot's policies; returns its
-    result.
+    """Calls a function and returns its result. The call runs in LeRobot's Python if it concerns a LeRobot policy and this
+    Python does not have LeRobot.
 
     Args:
-        of: Checkpoint or export that the call concerns, or another name.
+        of: Folder of the checkpoint or export that the call concerns, or another name.
         function: Top-level function of a module.
         *args, **kwargs: Arguments of the function; they and the result must be picklable.
 
     Raises:
-        ConfigError: LeRobot's Python is needed, but is not named or cannot be started.
+        ConfigError: LeRobot's Python is needed, but `RLHPC_LEROBOT_PYTHON` is not set or cannot be started.
         RlhpcError: The function raised this error in LeRobot's Python.
     """
     if importable() or not _is_lerobot(Path(of)):
@@ -79,7 +79,7 @@ def call_where_importable(
 
 
 def _is_lerobot(folder: Path) -> bool:
-    """Returns whether a checkpoint or an export contains a policy of LeRobot."""
+    """Returns whether a checkpoint or an export contains a LeRobot policy."""
     for name in ("model.json", "config.json"):
         try:
             spec = read_json((folder / name).read_bytes())
@@ -91,7 +91,7 @@ def _is_lerobot(folder: Path) -> bool:
 
 
 def main() -> None:
-    """Runs a pickled call and writes its answer."""
+    """Runs a pickled call from standard input and writes the pickled answer to a file."""
     module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
     answer, exception = None, None
     try:

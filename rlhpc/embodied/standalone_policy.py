@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: rlhpc's wrappers, whose source an export contains: file in the export folder, module, and class.
+#: Wrappers of rlhpc, with file in the export folder, module and class. An export contains their source.
 _OWN_WRAPPERS = {
     name: (f"wrapper_{module.rpartition('.')[2]}.py", module, wrapper)
     for name, (module, wrapper) in {
@@ -294,7 +294,7 @@ def program_of(policy: Policy) -> bytes | None:
     """
     batch = torch.export.Dim("batch", min=1)
     try:
-        # Two rows, because torch.export would treat a dimension of one as a constant.
+        # Two rows, because torch.export would treat a dimension of size one as a constant.
         obs = _rows(policy.observation_space, 2)
         shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
         with torch.no_grad():

@@ -108,8 +108,8 @@ class PlayingGroupSpec(GroupSpec[Playing]):
     fixed = ""
 
     def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors; synchronous runs
-        stay bit-reproducible.
+        """Returns the failure policies of the env and rollout groups. The groups are elastic if they act ahead of the actors;
+        synchronous runs stay bit-reproducible.
         """
         is_elastic = cfg.algorithm.max_staleness > 0
         policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
@@ -122,8 +122,8 @@ class PlayingGroupSpec(GroupSpec[Playing]):
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
         """Returns the maximum useful number of ranks by elastic group.
 
-        Env ranks are useful up to the number of shards of a shared step, or one per unit of all steps in progress; rollout
-        ranks up to the number of slot groups in a stage.
+        The maximum for env ranks is the number of shards of a shared step, or one rank per unit of all steps in progress. The
+        maximum for rollout ranks is the number of slot groups in a stage.
         """
         train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
         num_sharing_ranks = max_sharing_ranks(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
@@ -144,7 +144,7 @@ class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
     fixed = "each step's batch is fixed"
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that the slots can be divided over the processes, and the actors as configured for parallel training."""
+        """Checks that the slots can be divided over the processes, and that `actor.parallel` fits the actors."""
         checks.check_processes(cfg, processes)
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
@@ -159,7 +159,7 @@ class BcGroupSpec(GroupSpec[BcConfig]):
     """Worker group of behaviour cloning."""
 
     def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that the actors can be divided as configured for parallel training."""
+        """Checks that `actor.parallel` fits the number of actors."""
         check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
 
@@ -180,13 +180,11 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         self._config, self.conditions = config, conditions
 
     def missing(self, cfg: Cfg) -> list[str]:
-        """Returns the key of the environment's id, if it is missing."""
+        """Returns the key of the environment's id if the id is not set."""
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """Returns the configuration; if the run resumes, without `runner.init_from`, because these weights may no longer
-        exist.
-        """
+        """Returns the configuration. If the run resumes, removes `runner.init_from`, because the weights may be gone."""
         if not resumes or cfg.runner.init_from is None:
             return cfg
         return changed(cfg, "runner.init_from", None)
@@ -267,7 +265,7 @@ class BcChecks(EmbodiedChecks[BcConfig]):
         return bc_checks(cfg, _python_of(cfg, "actor"))
 
     def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
-        """Returns the metrics of evaluations, and the held-out loss, which is computed at every step."""
+        """Returns the metrics of evaluations and, with held-out demonstrations, the loss that is computed at every step."""
         return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
 
 
@@ -278,13 +276,13 @@ class EmbodiedOffline(Offline[Cfg]):
     """Evaluation, playing and export of policies."""
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """Returns the number of episodes of the last policy to record, and whether only successful ones are recorded."""
+        """Returns the number of episodes to record with the last policy, and whether to record only successful episodes."""
         return cfg.workflow.record_episodes, cfg.workflow.record_only_success
 
     def evaluate(
         self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
-        """Evaluates a checkpoint on episodes with deterministic actions; returns a description of the result."""
+        """Evaluates a checkpoint on episodes with deterministic actions, and returns a description of the result."""
         from rlhpc.checkpoint import require_valid
 
         # Before torch is imported.
@@ -299,7 +297,7 @@ class EmbodiedOffline(Offline[Cfg]):
         return describe_result(evaluation)
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes in a window, or records a video of them; returns a description."""
+        """Plays episodes in a window, or records a video of them, and returns a description of the result."""
         from rlhpc.checkpoint import require_valid
 
         if options.system is not None or options.max_tokens is not None:
@@ -336,7 +334,7 @@ class SacOffline(EmbodiedOffline[SacConfig]):
     """Preparation, evaluation, playing and export of off-policy runs."""
 
     def preparation(self, cfg: SacConfig) -> Preparation:
-        """Returns the expert's episodes to record before training for the demonstration buffer, if any."""
+        """Returns the recording of the expert's episodes that fills the demonstration buffer before training, if any."""
         return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
@@ -344,7 +342,7 @@ class BcOffline(EmbodiedOffline[BcConfig]):
     """Preparation, evaluation, playing and export of behaviour-cloning runs."""
 
     def preparation(self, cfg: BcConfig) -> Preparation:
-        """Returns the expert's episodes to record before training, if any."""
+        """Returns the recording of the expert's episodes before training, if any."""
         return _recorded(cfg.workflow, cfg.demos.path)
 
     def evaluate(
@@ -357,7 +355,7 @@ class BcOffline(EmbodiedOffline[BcConfig]):
         output: Path | None,
         trust_code: bool,
     ) -> str:
-        """Plays episodes; evaluates a success model on recorded episodes that were held out."""
+        """Evaluates a policy on episodes, or a success model on held-out recorded episodes."""
         if cfg.actor.model.model_type.lower() == "success":
             from rlhpc.embodied.evaluation.success_model import evaluate_judge
 
@@ -365,7 +363,7 @@ class BcOffline(EmbodiedOffline[BcConfig]):
         return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
     def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes; raises an error for a success model, which has no actions."""
+        """Plays episodes with a policy; raises an error for a success model, which has no actions."""
         if cfg.actor.model.model_type.lower() == "success":
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().play(cfg, checkpoint, options)

@@ -84,7 +84,7 @@ __all__ = [
     "plays",
 ]  # fmt: skip
 
-#: Configuration of a run in which a policy plays while it learns.
+#: Configuration of a run that trains a policy on its own rollouts.
 PlayingConfig = PpoConfig | SacConfig
 #: Configuration of any run with simulators.
 EmbodiedConfig = PpoConfig | SacConfig | BcConfig
@@ -93,5 +93,5 @@ PolicyConfig = ModelConfig | SacModelConfig
 
 
 def plays(cfg: RunConfig) -> TypeGuard[EmbodiedConfig]:
-    """Returns whether a run is one with simulators."""
+    """Returns whether a run uses simulators."""
     return "env" in mapping(cfg)

@@ -59,7 +59,7 @@ class RolloutCounts:
     Attributes:
         version: Oldest version of the weights that acted.
         received: Number of transitions in the rank's batch or buffer.
-        dropped: Number of dropped transitions by reason; each counts for one reason.
+        dropped: Number of dropped transitions by reason. Each transition counts for one reason.
     """
 
     version: int
@@ -68,7 +68,7 @@ class RolloutCounts:
 
     @classmethod
     def sum(cls, parts: Sequence[RolloutCounts]) -> RolloutCounts:
-        """Returns the sum of counts of several ranks, or of several parts of a step; `version` is the minimum."""
+        """Returns the sum of counts from several ranks or several parts of a step. `version` is the minimum."""
         dropped = {reason: sum(counts.dropped.get(reason, 0) for counts in parts) for reason in DropReason}
         return cls(min(counts.version for counts in parts), sum(counts.received for counts in parts), dropped)
 
@@ -79,10 +79,10 @@ class RewardSequence:
 
     Attributes:
         rewards: Reward of each position.
-        terminations, truncations: Positions at which an episode ended, or was truncated, bool.
+        terminations, truncations: Positions at which an episode terminated or was truncated, bool.
         valid: Positions that are trained on, bool.
-        values, next_values: Values of the observations before and after each position; None if there is no value for each
-            position.
+        values, next_values: Values of the observations before and after each position; None if the positions have no
+            values.
     """
 
     rewards: Tensor
@@ -118,13 +118,13 @@ class RolloutBatch(Generic[Array]):
         logprobs: Log-probabilities of the actions; `algorithm.logprob_type` determines their shape.
         values, next_values: Values of `obs` and of the true next observations, `[n, T]` or `[n, T, C]`.
         executed: Actions that were executed before their episode ended, bool `[n, T, C]`; None if a decision is one action.
-        valid: Transitions to train on, bool; None if all are. Decisions after the end of a slot's only episode are not.
+        valid: Transitions to train on, bool; None selects all. Decisions after a slot's only episode are excluded.
         nonfinite: Transitions in which the env rank replaced non-finite numbers, bool.
         env_failed: Transitions whose simulator or robot failed, bool.
         missing: Transitions that are missing because a rank left the run, bool; None if no rank left.
-        extras: Further columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
+        extras: Additional columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
         version: Oldest version of the weights that acted; None if unknown.
-        drops: Transitions that `drop` masked out, bool; None if there are none.
+        drops: Transitions that `drop` masked out, bool; None if no transition was dropped.
         dropped: Number of transitions that `drop` masked out, by reason.
     """
 
@@ -183,7 +183,7 @@ class RolloutBatch(Generic[Array]):
 
     @staticmethod
     def join(parts: Sequence[RolloutBatch[np.ndarray]], axis: int) -> RolloutBatch[np.ndarray]:
-        """Returns batches of consecutive slots (axis 0) or decisions (axis 1), concatenated."""
+        """Concatenates batches of consecutive slots (axis 0) or decisions (axis 1)."""
         if any(rollout.missing is not None for rollout in parts):
             parts = [
                 rollout if rollout.missing is not None else replace(rollout, missing=rollout._mask())
@@ -230,11 +230,13 @@ class RolloutBatch(Generic[Array]):
         return {name: bad_rows(column, 2) for name, column in self.columns().items() if not is_finite(column)}
 
     def mark_nonfinite(self: RolloutBatch[np.ndarray], marks: Iterable[np.ndarray]) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with these transitions marked as non-finite, too."""
+        """Returns the batch with additional transitions marked as non-finite, by bool masks `[n, T]`."""
         return replace(self, nonfinite=np.logical_or.reduce([self._mask(self.nonfinite), *marks]))
 
     def drop(self: RolloutBatch[np.ndarray], marks: np.ndarray, reason: DropReason) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with the marked transitions excluded from training, and counted unless already dropped.
+        """Returns the batch with the marked transitions excluded from training, and counted by reason.
+
+        A transition that was dropped before is not counted again.
 
         Args:
             marks: Transitions to drop, bool `[n, T]`.
@@ -251,11 +253,11 @@ class RolloutBatch(Generic[Array]):
     def drop_lost_and_failed(
         self: RolloutBatch[np.ndarray], *, by_slot: bool, failures_by_slot: bool
     ) -> RolloutBatch[np.ndarray]:
-        """Returns the batch without transitions that are missing, contain non-finite numbers, or whose simulator failed.
+        """Returns the batch with missing, non-finite and failed transitions dropped.
 
         Args:
-            by_slot: Drop all transitions of a slot if one is missing or non-finite, because their advantages depend on it.
-                Transitions dropped this way count as `DropReason.NONFINITE`.
+            by_slot: Drop all transitions of a slot if a transition is missing or non-finite, because their advantages depend
+                on it. The additional transitions count as `DropReason.NONFINITE`.
             failures_by_slot: Drop all transitions of a slot whose simulator failed.
         """
         missing, nonfinite, failed = (self._mask(mask) for mask in (self.missing, self.nonfinite, self.env_failed))
@@ -297,7 +299,7 @@ class RolloutBatch(Generic[Array]):
         return self._by_action() if self.rewards.dim() == 3 else self._by_decision()
 
     def _by_action(self: RolloutBatch[Tensor]) -> RewardSequence:
-        """Returns a sequence over the actions of all chunks, `[n, T · C]`; an episode ends at its last executed action."""
+        """Returns a sequence over the actions of all chunks, `[n, T · C]`. An episode ends at its last executed action."""
         executed = self.valid_actions()
         assert executed is not None and self.truncations is not None and self.values is not None
         terminations, truncations = (ends_at(ends, executed) for ends in (self.terminations, self.truncations))
@@ -312,7 +314,7 @@ class RolloutBatch(Generic[Array]):
         )
 
     def _by_decision(self: RolloutBatch[Tensor]) -> RewardSequence:
-        """Returns a sequence over decisions, `[n, T]`; after simulator failures, ends move to trained decisions."""
+        """Returns a sequence over decisions, `[n, T]`. After simulator failures, episode ends move to trained decisions."""
         assert self.truncations is not None
         valid, terminations, truncations = self.valid_decisions(), self.terminations, self.truncations
         if DropReason.ENV_FAILED in self.dropped:
@@ -360,7 +362,7 @@ def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
     """Moves each episode end to the last trained position at or before its decision.
 
     If no position of the end's decision is trained (no action was executed, or the simulator failed), the end moves to an
-    earlier decision. Otherwise rewards of the next episode would be credited to this one.
+    earlier decision. Otherwise rewards of the next episode would be credited to this episode.
 
     Args:
         ends: Decisions that ended an episode, bool `[n, T]`.
@@ -371,11 +373,13 @@ def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
     """
     positions = trained.flatten(1)
     index = torch.arange(positions.shape[1], device=positions.device)
-    latest = torch.where(positions, index, -1).cummax(1).values.view(trained.shape)
-    latest = latest if trained.dim() == 2 else latest[..., -1]
-    end_marks = (ends & (latest >= 0)).to(torch.uint8)
-    counts = torch.zeros_like(positions, dtype=torch.uint8).scatter_reduce_(1, latest.clamp(min=0), end_marks, "amax")
-    return counts.bool().view(trained.shape)
+    last_trained = torch.where(positions, index, -1).cummax(1).values.view(trained.shape)
+    last_trained = last_trained if trained.dim() == 2 else last_trained[..., -1]
+    end_marks = (ends & (last_trained >= 0)).to(torch.uint8)
+    end_mask = torch.zeros_like(positions, dtype=torch.uint8).scatter_reduce_(
+        1, last_trained.clamp(min=0), end_marks, "amax"
+    )
+    return end_mask.bool().view(trained.shape)
 
 
 @dataclass(frozen=True)
@@ -433,8 +437,8 @@ class TrainBatch:
     def idle_row(self) -> TrainBatch:
         """Returns one row with a zero mask, for a rank with fewer micro-batches than other ranks."""
         row = self.map(lambda tensor: tensor[:1])
-        masked = None if row.token_mask is None else torch.zeros_like(row.token_mask)
-        return replace(row, mask=torch.zeros_like(row.mask), token_mask=masked)
+        token_mask = None if row.token_mask is None else torch.zeros_like(row.token_mask)
+        return replace(row, mask=torch.zeros_like(row.mask), token_mask=token_mask)
 
     def policy_inputs(self) -> dict[str, Any]:
         """Returns the inputs of `Policy.default_forward` by name."""
@@ -453,7 +457,7 @@ class TrainBatch:
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns `change` of a tensor, or of each tensor of a mapping; None for None."""
+    """Returns the result of `change` for a tensor, or for each tensor of a mapping; None for None."""
     if isinstance(value, Mapping):
         return {name: change(tensor) for name, tensor in value.items()}
     return None if value is None else change(value)
@@ -472,7 +476,7 @@ def permutation(total: int, *entropy: int) -> torch.Tensor:
 
 def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
     """Returns a random permutation of a step's transitions, numbered slot by slot. The decisions are split into `parts`
-    consecutive parts; each is permuted separately, and the parts stay in order.
+    consecutive parts. Each part is permuted separately, and the parts stay in order.
     """
     size = steps // parts
     part_orders = [permutation(slots * size, *entropy, part) for part in range(parts)]
@@ -490,7 +494,7 @@ def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch
         held: Transitions of this rank, as a range of global indices.
 
     Returns:
-        For each minibatch, indices into this rank's transitions; may be empty.
+        Indices into this rank's transitions for each minibatch. They may be empty.
     """
     if held == range(len(order)):
         return list(order.split(size))

@@ -1,5 +1,6 @@
-"""Operations on datasets of trajectories in any format: statistics, conversion, splitting, and an HTML page. `rlhpc
-data` calls them.
+"""Operations on datasets of trajectories in any format: statistics, conversion, splitting, and an HTML page.
+
+The command `rlhpc data` calls them.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _KEY = "rlhpc data"
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options of writing a dataset.
+    """Options for writing a dataset.
 
     Attributes:
-        to: One of `FORMATS`.
-        fps: LeRobot: frames a second; None takes those of the sources, or of the environment.
-        task: LeRobot: the task in words; by default the name of the environment.
-        videos: LeRobot: pictures go into mp4 files.
+        to: Format, one of `FORMATS`.
+        fps: LeRobot: frames per second; None takes the rate of the sources or `DEFAULT_FPS`.
+        task: LeRobot: text of the task; by default the task of the sources or the id of the environment.
+        videos: LeRobot: write images to mp4 files.
     """
 
     to: str = "hdf5"
@@ -46,7 +47,7 @@ class WriteOptions:
     videos: bool = False
 
     def lerobot_writer(self, folder: Path, env_id: str, facts: DatasetFacts) -> LeRobotWriter:
-        """Builds the writer of a LeRobot dataset for episodes of an environment, or of sources with these facts."""
+        """Builds the writer of a LeRobot dataset, for episodes of an environment and the facts of their sources."""
         fps = self.fps if self.fps is not None else facts.fps
         if fps is None:
             fps = DEFAULT_FPS
@@ -63,17 +64,18 @@ class WriteOptions:
 
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
-    """Yields the episodes of files and folders (see `read_trajectories`), one after the other.
+    """Yields the episodes of files and folders, one after the other.
 
     Raises:
-        ConfigError: As `read_trajectories`.
+        ConfigError: See `read_trajectories`.
     """
     return read_trajectories(paths, require=("actions",), key=_KEY)
 
 
 def inspect(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the numbers of episodes and steps, shapes and ends of the datasets, and returns and successes where
-    known."""
+    """Returns a summary of datasets: numbers of episodes and steps, shapes, truncations and, if recorded, returns and
+    successes.
+    """
     lengths, returns, successes, num_truncated, shape = list[int](), list[float](), list[bool](), 0, ""
     for trajectory in read(paths):
         shape = shape or shapes(trajectory)
@@ -99,10 +101,10 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
-    """Writes the episodes of all datasets into one; returns their number.
+    """Writes the episodes of all datasets to one dataset, and returns the number of episodes.
 
     Raises:
-        ConfigError: They have several tasks or shapes, or lack fields that the format needs.
+        ConfigError: The datasets have several tasks or shapes, or lack fields that the format needs.
     """
     episodes = read(paths)
     with _writer(paths, output, options) as writer:
@@ -112,13 +114,13 @@ def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
 
 
 def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) -> list[tuple[str, int]]:
-    """Distributes the episodes over `parts` datasets in a folder, in turn (round robin).
+    """Distributes the episodes over `parts` datasets in a folder, round robin.
 
     Returns:
         Path and number of episodes of each part.
 
     Raises:
-        ConfigError: There are fewer episodes than parts; or as `convert`.
+        ConfigError: The datasets have fewer episodes than parts, or see `convert`.
     """
     count = sum(1 for _ in read(paths))
     if count < parts:
@@ -138,7 +140,7 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
     if options.to == "hdf5" and target.exists():
         raise ConfigError(f"{target} is there already; name another file")
     facts = merge_facts(source_facts(paths, _KEY), options.fps)
-    makers: dict[str, Callable[[], EpisodeWriter]] = {
+    builders: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
             target,
             env_id=env_id,
@@ -151,11 +153,11 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
         "lerobot": lambda: options.lerobot_writer(target, env_id, facts),
         "minari": lambda: MinariWriter(target, env_id=env_id, spaces=minari_spaces(paths)),
     }
-    return makers[options.to]()
+    return builders[options.to]()
 
 
 def _env_info(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the environment's description in ManiSkill's files; {} if none of the datasets is one.
+    """Returns the environment's description from ManiSkill's files; {} if no dataset is in ManiSkill's format.
 
     Raises:
         ConfigError: The descriptions differ.
@@ -176,7 +178,7 @@ def _env_info(paths: Sequence[str]) -> dict[str, Any]:
     return env_info
 
 
-#: Pictures of an episode, their width in pixels, and lines of a plot.
+#: Number of pictures of an episode, width of a picture in pixels, and number of lines in a plot.
 _PICTURES, _WIDTH, _LINES = 8, 128, 8
 _SIZE = (420, 110)
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
@@ -188,7 +190,7 @@ _STYLE = (
 
 
 def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> str:
-    """Returns a self-contained HTML page.
+    """Returns a self-contained HTML page about a dataset.
 
     Args:
         title: Heading of the page.
@@ -223,7 +225,7 @@ def _episode(number: int, trajectory: Trajectory) -> str:
 
 
 def _film(name: str, pictures: np.ndarray) -> str:
-    """Returns HTML with pictures of the first camera."""
+    """Returns HTML with evenly spaced pictures of an episode, from the first camera."""
     step_indices = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
     images = "".join(f'<img width="{_WIDTH}" alt="step {step}" src="{_png(pictures[step])}">' for step in step_indices)
     return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, step_indices))}</p>"
@@ -240,8 +242,9 @@ def _png(picture: np.ndarray) -> str:
 
 
 def _drawable(picture: np.ndarray) -> np.ndarray:
-    """Converts a picture to uint8 `[H, W]` or `[H, W, 3]`: the first of several cameras, the last of stacked grey
-    frames."""
+    """Converts a picture to uint8 `[H, W]` or `[H, W, 3]`. Uses the first of several cameras, and the last of stacked grey
+    frames.
+    """
     if not is_channel_last(picture.shape):
         picture = np.moveaxis(picture, 0, -1)
     if picture.dtype != np.uint8:

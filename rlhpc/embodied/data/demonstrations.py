@@ -22,7 +22,7 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
 
     Args:
         cfg: Configuration.
-        left_out: Collects messages about episodes with non-finite numbers, which are then left out; None raises.
+        left_out: List that collects messages about episodes with non-finite numbers, which are skipped; None raises an error.
 
     Raises:
         ConfigError: `demos.path` is not set, or its files cannot be read.
@@ -47,10 +47,10 @@ def _list_required_fields(cfg: BcConfig) -> list[str]:
 
 
 def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any) -> None:
-    """Refuses a trajectory of another task.
+    """Checks that a trajectory fits the observation and action space of the environment.
 
     Raises:
-        ConfigError: Shows both shapes.
+        ConfigError: The trajectory does not fit; the message shows both shapes.
     """
     obs, actions = windows_of(trajectory["obs"], observation_space), trajectory["actions"]
     if isinstance(observation_space, spaces.Dict):
@@ -62,9 +62,9 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
     else:
         is_compatible = not isinstance(obs, dict) and obs.shape[1:] == observation_space.shape
         expected = f"observations {list(observation_space.shape or ())}"
-    discrete = not isinstance(action_space, spaces.Box)
-    width = 1 if isinstance(action_space, spaces.Discrete) else math.prod(action_space.shape or ())
-    if not is_compatible or actions.shape[1] != width or discrete != (actions.dtype.kind in "iu"):
+    is_discrete = not isinstance(action_space, spaces.Box)
+    action_dim = 1 if isinstance(action_space, spaces.Discrete) else math.prod(action_space.shape or ())
+    if not is_compatible or actions.shape[1] != action_dim or is_discrete != (actions.dtype.kind in "iu"):
         raise ConfigError(
             f"demos.path: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); env.train has {expected} and "
             f"actions {action_space}"
@@ -72,7 +72,7 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
 
 
 def held_out_of(episodes: int, cfg: BcConfig) -> set[int]:
-    """Returns the indices of the held-out episodes, which are not trained on."""
+    """Returns the indices of the episodes that are held out of training."""
     order = permutation(episodes, cfg.runner.seed).tolist()
     return set(order[: int(episodes * cfg.demos.holdout)])
 
@@ -87,17 +87,25 @@ def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def chunks_of(actions: np.ndarray, chunk: range) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`, and a mask `[T,
-    chunk]` of those outside of it, where its first or last one is repeated.
+    """Returns an action chunk for each step of an episode, and a mask of padding.
+
+    Args:
+        actions: Actions of the episode, `[T, dim]`.
+        chunk: Offsets of a chunk's actions from the step.
+
+    Returns:
+        Chunks `[T, chunk, dim]`, and a bool mask `[T, chunk]` of positions outside the episode. These positions repeat the
+        first or last action.
     """
     steps, last_step = np.arange(len(actions))[:, None] + np.asarray(chunk), len(actions) - 1
     return actions[steps.clip(0, last_step)], (steps < 0) | (steps > last_step)
 
 
 def windows_of(obs: Any, space: Any) -> Any:
-    """Returns observations of an episode `[T, ...]` in the environment's form. Where its boxes have an axis of time,
-    each step gets its last n observations, `[T, n, ...]`; the first observation fills the places before the episode, as
-    in `frame_stack`.
+    """Converts observations of an episode `[T, ...]` to the form of the environment's space.
+
+    If a box of the space has a time axis, each step gets its last n observations, `[T, n, ...]`. The first observation is
+    repeated before the start of the episode, as in `frame_stack`.
     """
     boxes, arrays = boxes_of(space), obs if isinstance(obs, dict) else {"": obs}
     windows = {}

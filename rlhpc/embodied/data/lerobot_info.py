@@ -12,7 +12,7 @@ from rlhpc.embodied.data.trajectories import SUFFIXES, metadata
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files
 
-#: Frames a second where neither a source nor an environment has them: ManiSkill's control rate.
+#: Frames per second if neither a source nor an environment declares a rate; ManiSkill's control rate.
 DEFAULT_FPS = 20
 
 
@@ -21,11 +21,11 @@ class DatasetFacts:
     """Facts of a dataset that conversion, merging, splitting and recording retain.
 
     Attributes:
-        fps: Frames a second; None where no source has it.
+        fps: Frames per second; None if unknown.
         robot_type: LeRobot's name of the robot.
         names: Names of a column's components, as in LeRobot's `info.json`.
-        cameras: Columns of the pictures that lie side by side in `rgb`, in their order.
-        task: The only task, in words; None where there are several or none.
+        cameras: Names of the camera columns, in the order of their channels in `rgb`.
+        task: Text of the only task; None if the dataset has several tasks or no task.
     """
 
     fps: float | None = None
@@ -35,7 +35,7 @@ class DatasetFacts:
     task: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the known facts as JSON."""
+        """Returns the known facts as a JSON object."""
         facts = {"fps": self.fps, "robot_type": self.robot_type, "names": self.names, "task": self.task}
         return {name: fact for name, fact in facts.items() if fact} | (
             {"cameras": list(self.cameras)} if self.cameras else {}
@@ -43,7 +43,7 @@ class DatasetFacts:
 
 
 def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
-    """Parses the JSON of `DatasetFacts.to_json`; malformed facts count as unknown."""
+    """Builds facts from the JSON of `DatasetFacts.to_json`. Malformed facts count as unknown."""
     fps, names, cameras = values.get("fps"), values.get("names"), values.get("cameras")
     has_rate = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
     text_facts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
@@ -62,7 +62,7 @@ def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts
         folder = expand_home(path)
         if (folder / "meta" / "info.json").is_file():
             sources.append((str(folder), facts_of(lerobot_facts(folder))))
-        elif not (folder / "data").exists():  # Minari's has no such facts
+        elif not (folder / "data").exists():  # Minari's files contain no such facts
             for file in find_files(path, SUFFIXES, key):
                 info = metadata(file).get("env_info") or {}
                 recorded = info.get("dataset")
@@ -71,14 +71,14 @@ def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts
 
 
 def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = None) -> DatasetFacts:
-    """Returns the facts that sources share; a source without a fact does not contradict the others.
+    """Merges the facts of several sources. A source without a fact does not contradict the others.
 
     Args:
-        sources: Each with its name.
-        fps: Rate chosen by the user, instead of the sources'.
+        sources: Name and facts of each source.
+        fps: Frame rate from the user, which replaces the rates of the sources.
 
     Raises:
-        ConfigError: Two sources differ.
+        ConfigError: Two sources contradict each other.
     """
     facts_by_name: dict[str, tuple[str, Any]] = {}
     tasks: set[str | None] = set()

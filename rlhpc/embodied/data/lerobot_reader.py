@@ -60,7 +60,7 @@ def pillow() -> Any:
 
 
 def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Returns an episode's columns `[T, ...]`, without the index columns; `cameras` are the names of the cameras in `rgb`."""
+    """Returns the columns of an episode, `[T, ...]`, without index columns. `cameras` names the cameras in `rgb`."""
     obs = trajectory["obs"]
     columns: dict[str, np.ndarray] = {}
     for name, array in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
@@ -90,7 +90,7 @@ def is_instruction(name: str, column: np.ndarray) -> bool:
 
 
 def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
-    """Returns the instruction of each step of an episode; `task` for steps without one."""
+    """Returns the instruction of each step of an episode, and `task` for steps without an instruction."""
     obs, length = trajectory["obs"], len(trajectory["actions"])
     instructions = obs.get("instruction") if isinstance(obs, Mapping) else None
     if instructions is None or not is_instruction("instruction", np.asarray(instructions)):
@@ -99,7 +99,7 @@ def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
 
 
 def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Splits images along the last axis; returns `[T, H, W, 3]` for each camera, by column name."""
+    """Splits images along the last axis, and returns the images `[T, H, W, 3]` of each camera by column name."""
     count, remainder = divmod(pictures.shape[-1], 3)
     if pictures.dtype != np.uint8 or remainder or pictures.ndim != 4:
         raise ConfigError(
@@ -145,7 +145,7 @@ def images(features: Mapping[str, Any]) -> list[str]:
 
 
 def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arrow: Any) -> Any:
-    """Returns the Arrow table of an episode; videos have no column in it."""
+    """Returns the Arrow table of an episode, without columns for videos."""
     arrays: dict[str, Any] = {}
     hf_features: dict[str, Any] = {}
     for name, feature in features.items():
@@ -171,7 +171,7 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def tasks_table(tasks: list[str], arrow: Any) -> Any:
-    """Returns the Arrow table of `tasks.parquet`; for pandas, the texts are the index."""
+    """Returns the Arrow table of `tasks.parquet`. Its pandas metadata declares the texts as the index."""
     kinds = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     pandas_metadata = {
         "index_columns": ["task"],
@@ -194,8 +194,8 @@ _NEEDED = ("action", "episode_index", "frame_index")
 def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
-    `observation.state` becomes "state"; the cameras become "rgb", channels last, concatenated along the last axis; further
-    `observation.…` columns keep their names without the prefix. A frame's task becomes "instruction", unless all tasks are
+    `observation.state` becomes "state". The cameras become "rgb", channels last, concatenated along the last axis. Other
+    `observation.…` columns lose the prefix. A frame's task becomes "instruction", unless all tasks are
     empty or the robot's name. If there is only a state and at most one task, the observations are an array, not a dict.
 
     Raises:
@@ -376,8 +376,8 @@ def _inside(folder: Path, file: Path) -> Path:
             allowed.
     """
     root = folder.resolve()
-    cached = root.parent.name == "snapshots" and file.resolve().is_relative_to(root.parent.parent / "blobs")
-    if not file.resolve().is_relative_to(root) and not cached:
+    is_in_cache = root.parent.name == "snapshots" and file.resolve().is_relative_to(root.parent.parent / "blobs")
+    if not file.resolve().is_relative_to(root) and not is_in_cache:
         raise ConfigError(
             f"{file} is a link to {file.resolve()}; a dataset holds all its files itself: copy the file there"
         )

@@ -94,7 +94,7 @@ class Totals:
         self._pictures: dict[str, tuple[np.ndarray, int]] = {}
 
     def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
-        """Adds an episode's column (`pictures`: a camera's images); returns the statistics of this episode."""
+        """Adds a column of an episode and returns the episode's statistics. `pictures` is True for a camera's images."""
         if not pictures:
             self._numbers.setdefault(name, []).append(column)
             return number_statistics(column)
@@ -147,7 +147,7 @@ class CameraFiles:
         return self._root / "videos" / self._camera / f"{stem}.mp4"
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
-        """Appends an episode's images; returns their location, as columns of the table of episodes."""
+        """Appends an episode's images, and returns their location as columns of the table of episodes."""
         # The file exists only after the encoder's first packet, which short episodes may not produce.
         if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
             self._finish()
@@ -182,7 +182,7 @@ class CameraFiles:
         self._file = None
 
     def close(self) -> dict[str, Any]:
-        """Finishes the last file; returns the column's `info` for `info.json`."""
+        """Finishes the last file, and returns the column's `info` for `info.json`."""
         self._finish()
         return {
             "video.height": self._size[0],
@@ -207,7 +207,7 @@ class NothingToWrite(ConfigError):
 
 
 class LeRobotWriter(FolderWriter):
-    """Writer of a LeRobot dataset; the folder appears under its final name when `close` is called.
+    """Writer of a LeRobot dataset. The folder gets its final name when `close` is called.
 
     Args:
         folder: Folder of the dataset.

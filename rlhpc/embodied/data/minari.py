@@ -19,7 +19,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 from rlhpc.runtime.text import first_line
 
-#: The file of a dataset's folder.
+#: Path of the data file in a dataset's folder.
 MAIN = Path("data", "main_data.hdf5")
 _GROUP = "episode_"
 _PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
@@ -35,10 +35,10 @@ def numbers(names: Iterator[str] | Any) -> list[int]:
 def read_minari(path: Path) -> Iterator[Trajectory]:
     """Yields the episodes of a file, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
-    Observations by name keep their names; `infos/success`, where every step has it, is `success`.
+    Named observations keep their names. `infos/success` becomes `success` if it has a value for every step.
 
     Raises:
-        ConfigError: The file is not in Minari's format, or has pictures that are packed as JPEG.
+        ConfigError: The file is not in Minari's format, or contains images encoded as JPEG.
     """
     with open_hdf5(path) as file:
         for episode_number in numbers(file):
@@ -87,7 +87,9 @@ def _load(node: Any, source: str) -> Any:
 
 
 def _success(group: Any, length: int) -> np.ndarray | None:
-    """Returns the success of each step, without that of the reset, with which Minari's infos begin."""
+    """Returns the success flag of each step; None if the file has none. Minari's infos begin with the reset, which is
+    omitted.
+    """
     try:
         success = np.asarray(checked(member(group, "infos/success"))[()], bool).reshape(-1)
     except KeyError:
@@ -96,12 +98,12 @@ def _success(group: Any, length: int) -> np.ndarray | None:
 
 
 class MinariWriter(FolderWriter):
-    """Writer of a Minari dataset, which takes its name when `close` is called. Pictures are not packed as JPEG.
+    """Writer of a Minari dataset. The folder gets its final name when `close` is called. Images are not encoded as JPEG.
 
     Args:
         folder: Folder of the dataset.
-        env_id: The task's name.
-        spaces: `minari_spaces` of the sources; kept where the episodes fit them.
+        env_id: Id of the environment.
+        spaces: Result of `minari_spaces` for the sources. A space is written if the episodes fit it.
     """
 
     def __init__(self, folder: Path, *, env_id: str, spaces: Mapping[str, Any] | None = None) -> None:
@@ -121,7 +123,7 @@ class MinariWriter(FolderWriter):
         """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
-            ConfigError: It lacks observations or rewards, or has another shape than the first.
+            ConfigError: The episode lacks observations or rewards, or its shape differs from the first episode's.
         """
         if missing := [name for name in ("obs", "rewards") if trajectory[name] is None]:
             raise ConfigError(f"{trajectory['source']} has no {missing[0]}, which a Minari dataset needs")
@@ -129,8 +131,8 @@ class MinariWriter(FolderWriter):
         actions = actions.reshape(-1) if actions.dtype.kind in "iu" and actions.shape[1] == 1 else actions
         spaces = {"observation_space": _space(trajectory["obs"]), "action_space": _space(actions)}
         for name, space in spaces.items():
-            if (source := joined_spaces(self._source_spaces.get(name), space)) is not None:
-                space = source
+            if (source_space := joined_spaces(self._source_spaces.get(name), space)) is not None:
+                space = source_space
             if name in self._spaces:
                 common_space = joined_spaces(self._spaces[name], space)
                 if common_space is None:
@@ -154,7 +156,11 @@ class MinariWriter(FolderWriter):
         self._count, self._steps = self._count + 1, self._steps + len(actions)
 
     def close(self) -> None:
-        """Gives the dataset its name."""
+        """Finishes the files and renames the folder to its final name.
+
+        Raises:
+            ConfigError: The dataset has no episodes.
+        """
         with self.finished:
             if not self._count:
                 raise ConfigError("there is no episode to write")
@@ -178,7 +184,7 @@ class MinariWriter(FolderWriter):
 
 
 def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the observation and action spaces that all sources declare; {} unless all are Minari's and agree."""
+    """Returns the observation and action spaces that all sources declare; {} unless all sources are Minari datasets."""
     spaces: list[dict[str, Any]] = []
     for path in paths:
         file = expand_home(path) / MAIN.parent / "metadata.json"
@@ -195,8 +201,8 @@ def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
-    """Returns the space that has the values of both, in Minari's JSON, with the bounds of the first; None where they
-    differ in kind or shape. A discrete space gets the larger number of values.
+    """Returns the union of two spaces in Minari's JSON; None if they differ in kind or shape. A box keeps the bounds of the
+    first space; a discrete space covers the values of both.
     """
     if not isinstance(one, dict) or not isinstance(other, dict) or one.get("type") != other.get("type"):
         return None
@@ -217,7 +223,7 @@ def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
 
 
 def _space(value: Any) -> dict[str, Any]:
-    """Describes the space of one step's values in Minari's JSON; bounds of floats are unknown."""
+    """Returns the space of one step's values in Minari's JSON. Floats get infinite bounds."""
     if isinstance(value, dict):
         return {"type": "Dict", "subspaces": {name: _space(subspace) for name, subspace in value.items()}}
     if value.dtype.kind in "iu" and value.ndim == 1:

@@ -1,4 +1,6 @@
-"""Batches of off-policy learning: from the replay buffer, and a fixed share from demonstrations (RLPD, Ball et al. 2023)."""
+"""Batches of off-policy learning: samples from the replay buffer and a fixed fraction from demonstrations (RLPD, Ball et al.
+2023).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ class MixtureDraw:
     """Rows of one batch on a rank.
 
     Attributes:
-        columns: Arrays `[b, ...]`; views that the next draw overwrites.
+        columns: Arrays `[b, ...]` by name. They are views that the next draw overwrites.
         noise: `[2, b, d]` float32, standard normal.
-        total: Rows over all ranks.
+        total: Number of rows over all ranks.
     """
 
     columns: dict[str, np.ndarray]
@@ -30,14 +32,14 @@ class MixtureDraw:
 
 
 class Mixture:
-    """Sampler of batches. The rows and their noise depend on seed, update and the buffer's length alone.
+    """Sampler of batches. Rows and noise depend only on seed, update and the length of the buffer.
 
     Args:
-        replay: The rank's buffer.
-        demos: Transitions `[n]` of the buffer's dtype, the same on all ranks; None for none.
-        batch_size: Rows over all ranks.
-        demo_ratio: Fraction of them that comes from the demonstrations.
-        action_dim: d.
+        replay: Buffer of this rank.
+        demos: Demonstrated transitions `[n]` in the buffer's dtype, the same on all ranks; None for no demonstrations.
+        batch_size: Number of rows over all ranks.
+        demo_ratio: Fraction of the rows that come from the demonstrations.
+        action_dim: Number of action components, d.
         seed: Seed of the run.
         rank, ranks: Rank in the actor group, and its size.
     """
@@ -70,10 +72,10 @@ class Mixture:
 
         Args:
             update: Number of the update.
-            alone: Draw all rows from the demonstrations, whatever is in the buffer.
+            alone: Draw all rows from the demonstrations.
 
         Raises:
-            ConfigError: The demonstrations have other columns than this run.
+            ConfigError: The columns of the demonstrations differ from those of this run.
         """
         dtype = self._demo_dtype if alone else self.replay.dtype
         assert dtype is not None
@@ -82,43 +84,47 @@ class Mixture:
                 f"algorithm.demo_buffer.load_path: the demonstrations have {describe(self._demo_dtype)}; this run's "
                 f"transitions have {describe(dtype)}"
             )
-        random = np.random.Generator(np.random.Philox(key=[self.seed, update]))
-        demos = self.batch_size if alone else self.demo_rows
-        local_demo_positions = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
-        demo_rows = random.integers(0, len(self.demos), demos)[local_demo_positions] if self.demos is not None else None
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, update]))
+        num_demos = self.batch_size if alone else self.demo_rows
+        local_demo_positions = np.arange(
+            num_demos * self._rank // self._ranks, num_demos * (self._rank + 1) // self._ranks
+        )
+        demo_rows = (
+            generator.integers(0, len(self.demos), num_demos)[local_demo_positions] if self.demos is not None else None
+        )
         replay_positions = (
-            np.empty(0, np.int64) if alone else random.integers(0, len(self.replay), self.batch_size - demos)
+            np.empty(0, np.int64) if alone else generator.integers(0, len(self.replay), self.batch_size - num_demos)
         )
         local_replay_positions, rows = self.replay.local_rows(replay_positions)
-        noise = random.standard_normal((2, self.batch_size, self.action_dim), np.float32)
+        noise = generator.standard_normal((2, self.batch_size, self.action_dim), np.float32)
         num_local_demos = len(local_demo_positions)
-        count = num_local_demos + len(rows)
-        if self._out.shape != (count, dtype.itemsize):
-            self._out = np.empty((count, dtype.itemsize), np.uint8)
+        num_rows = num_local_demos + len(rows)
+        if self._out.shape != (num_rows, dtype.itemsize):
+            self._out = np.empty((num_rows, dtype.itemsize), np.uint8)
         if demo_rows is not None and self.demos is not None:
             gather(self.demos, demo_rows, self._out[:num_local_demos])
         if len(rows):
             gather(self.replay.table, rows, self._out[num_local_demos:])
-        if count != self.batch_size:
-            noise = noise[:, np.concatenate((local_demo_positions, local_replay_positions + demos))]
+        if num_rows != self.batch_size:
+            noise = noise[:, np.concatenate((local_demo_positions, local_replay_positions + num_demos))]
         batch = self._out.view(dtype)[:, 0]
         return MixtureDraw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 
 
 def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, skip: bool = False) -> np.ndarray:
-    """Loads transitions of demonstrations in the form of the replay buffer.
+    """Loads demonstrated transitions in the form of the replay buffer.
 
     Args:
         path: HDF5 trajectories in ManiSkill's format (a file, a folder, a pattern), or a stored replay buffer (see
             `replay_buffer`), whose transitions stay unchanged.
-        reward_scale, ignore_terminations: Those of the training environments, so that both kinds of rows agree.
-        skip: Leaves out episodes that are not finite.
+        reward_scale, ignore_terminations: Options of the training environments, which also apply to the demonstrations.
+        skip: Skip episodes with non-finite numbers; otherwise they raise an error.
 
     Returns:
-        A structured array `[n]`.
+        Structured array `[n]`.
 
     Raises:
-        ConfigError: There is nothing to read, or it lacks rewards.
+        ConfigError: The path contains no transitions, or rewards are missing.
     """
     key = "algorithm.demo_buffer.load_path"
     folder = expand_home(path)
@@ -135,15 +141,15 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, ski
 
 
 def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int) -> np.ndarray:
-    """Returns demonstrations with exactly the columns of this run's transitions.
+    """Returns the demonstrations with exactly the columns of this run's transitions.
 
     Args:
         demos: Result of `load_demos`.
         observation_space, action_space: Spaces of one environment slot.
-        chunk: Actions of a decision.
+        chunk: Number of actions of a decision.
 
     Raises:
-        ConfigError: They are of another task; shows both.
+        ConfigError: A column is missing or has another shape; the message shows the columns of both.
     """
     boxes = {"obs": observation_space}
     if isinstance(observation_space, spaces.Dict):
@@ -152,15 +158,15 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
     columns |= {f"next_{name}": column for name, column in columns.items()}
     columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)
     columns |= {"rewards": np.zeros(1, np.float32), "terminations": np.zeros(1, bool)}
-    required = row_type(columns, 1)
+    required_dtype = row_type(columns, 1)
     demo_fields: Any = demos.dtype.fields or {}
-    required_fields: Any = required.fields or {}
+    required_fields: Any = required_dtype.fields or {}
     if any(name not in demo_fields or demo_fields[name][0] != dtype for name, (dtype, *_) in required_fields.items()):
         raise ConfigError(
             f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
-            f"{describe(required)}"
+            f"{describe(required_dtype)}"
         )
-    rows = np.zeros(len(demos), required)
+    rows = np.zeros(len(demos), required_dtype)
     for name in required_fields:
         rows[name] = demos[name]
     return rows
@@ -171,7 +177,7 @@ def transitions_of(
 ) -> np.ndarray:
     """Converts trajectories (see `rlhpc.embodied.data.trajectories`) to transitions `[n]`.
 
-    The observation after the last action allows bootstrapping: only a termination excludes it.
+    The observation after the last action is the last next observation, so that a truncated episode can be bootstrapped.
     """
     columns_by_trajectory: list[dict[str, np.ndarray]] = []
     for trajectory in trajectories:

@@ -51,8 +51,8 @@ class _Index:
         slots: Range of the rank's slots: first, and last plus one.
         num_envs: Number of slots of the run.
         decisions: Number of decisions since the run began.
-        held: Number of decisions in the buffer; they are the newest ones.
-        segments: Files, oldest first; the first one may begin before the oldest decision in the buffer.
+        held: Number of decisions in the buffer, which are the newest decisions.
+        segments: Files, oldest first. The first file may begin before the oldest decision in the buffer.
     """
 
     slots: tuple[int, int]
@@ -145,9 +145,9 @@ class StoredReplay:
                 rows = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{path}: cannot be read ({error})") from error
-            expected = (segment.stop - segment.first, index.slots[1] - index.slots[0])
-            if rows.shape != expected or segment.first > next_decision:
-                raise CheckpointError(f"{path}: holds {rows.shape}, its index says {expected}")
+            expected_shape = (segment.stop - segment.first, index.slots[1] - index.slots[0])
+            if rows.shape != expected_shape or segment.first > next_decision:
+                raise CheckpointError(f"{path}: holds {rows.shape}, its index says {expected_shape}")
             parts.append(rows[max(0, oldest - segment.first) :])
             next_decision = segment.stop
         if next_decision != index.decisions:
@@ -184,7 +184,7 @@ def _open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
     """Opens stored buffers, which must have the same columns.
 
     Raises:
-        ConfigError: Their columns differ, or a buffer is empty.
+        ConfigError: The columns of two buffers differ, or a buffer is empty.
     """
     replays = [StoredReplay(Path(folder)) for folder in folders]
     for replay in replays:
@@ -203,8 +203,8 @@ def describe(dtype: np.dtype[Any] | None) -> str:
     if dtype is None or dtype.fields is None:
         return "none"
     return ", ".join(
-        f"{name} {dtype_of_column.base.name}{list(dtype_of_column.shape) if dtype_of_column.shape else ''}"
-        for name, (dtype_of_column, *_) in dtype.fields.items()
+        f"{name} {column_dtype.base.name}{list(column_dtype.shape) if column_dtype.shape else ''}"
+        for name, (column_dtype, *_) in dtype.fields.items()
     )
 
 
@@ -251,7 +251,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
 
 
 def merge(folders: Sequence[str | Path], output: str | Path) -> int:
-    """Concatenates stored buffers to a new one, in the given order.
+    """Concatenates stored buffers, in the given order, into a new buffer.
 
     Returns:
         Number of transitions of the new buffer.
@@ -262,7 +262,7 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> int:
 
 
 def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
-    """Splits a stored buffer into `parts` of (nearly) equal size, oldest first: `output/0`, `output/1`, …
+    """Splits a stored buffer into `parts` buffers of nearly equal size, oldest first: `output/0`, `output/1`, …
 
     Returns:
         Number of transitions of each part.
@@ -372,10 +372,10 @@ class ReplayBuffer:
                 f"the replay buffer has {describe(self.dtype)}; this run's transitions have {describe(dtype)}"
             )
         steps = next(iter(columns.values())).shape[1]
-        newest = min(steps, self.capacity)
-        ring_rows = (self.decisions + np.arange(steps - newest, steps)) % self.capacity
+        num_kept = min(steps, self.capacity)
+        ring_rows = (self.decisions + np.arange(steps - num_kept, steps)) % self.capacity
         for name, column in columns.items():
-            self._ring[name][ring_rows] = column[:, steps - newest :].swapaxes(0, 1)
+            self._ring[name][ring_rows] = column[:, steps - num_kept :].swapaxes(0, 1)
         self.decisions += steps
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class ReplayBuffer:
         return local_positions, decision[local_positions] * len(self.share) + slot[local_positions] - self.share.start
 
     def _between(self, first: int, stop: int) -> list[np.ndarray]:
-        """Returns decisions `first` to `stop` in order, as one array, or as two if the range wraps around the ring."""
+        """Returns decisions `first` to `stop` in order, as one array or, if the range wraps around the ring, as two."""
         ring_start, ring_stop = first % self.capacity, (stop - 1) % self.capacity + 1
         return (
             [self._ring[ring_start:ring_stop]]
@@ -409,7 +409,7 @@ class ReplayBuffer:
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the decisions since the last save, and hard-links the files of earlier saves.
+        """Writes the decisions since the last save to a checkpoint, and hard-links the files of earlier saves.
 
         Args:
             checkpoint: Staging folder of the checkpoint.
@@ -431,8 +431,8 @@ class ReplayBuffer:
         self._saved = final_folder(checkpoint) / FOLDER
 
     def _link(self, segments: list[_ReplayFile], folder: Path) -> bool:
-        """Hard-links files of the last checkpoint into `folder`. If one cannot be linked (it is gone, or the filesystem has
-        no hard links), links none and returns False.
+        """Hard-links files of the last checkpoint into `folder`. Returns False and removes the new links if a file is missing
+        or the filesystem does not support hard links.
         """
         linked_files: list[Path] = []
         try:
@@ -451,7 +451,7 @@ class ReplayBuffer:
         """Restores this rank's slots from a checkpoint of any number of ranks.
 
         Raises:
-            CheckpointError: The checkpoint has no replay buffer, or a damaged one.
+            CheckpointError: The checkpoint has no replay buffer, or the buffer is damaged.
         """
         try:
             checkpoint_replay = StoredReplay(checkpoint)

@@ -1,5 +1,6 @@
-"""Trajectories in ManiSkill's format (an HDF5 file with a group `traj_<i>` per episode, and a JSON file), and the
-reader of all formats (`read_trajectories`).
+"""Trajectories in ManiSkill's format, and the reader of all formats (`read_trajectories`).
+
+A ManiSkill dataset is an HDF5 file with a group `traj_<i>` per episode, and a JSON file.
 
 https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
 """
@@ -37,20 +38,20 @@ def read_trajectories(
     key: str = "trajectories.path",
     left_out: list[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Reads episodes of ManiSkill files, Minari and LeRobot datasets, one after the other.
+    """Yields the episodes of ManiSkill files, Minari and LeRobot datasets, one after the other.
 
     Args:
-        path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), a
-            Minari dataset's (it has `data/main_data.hdf5`), or a list of those.
-        only_success: Leave out episodes that never succeeded.
-        limit: At most this many episodes.
+        path: A `.h5` file, a pattern, a folder of such files, the folder of a LeRobot dataset (with `meta/info.json`) or of a
+            Minari dataset (with `data/main_data.hdf5`), or a list of these.
+        only_success: Skip episodes that never succeeded.
+        limit: Maximum number of episodes.
         require: Fields that may not be None.
         key: Name of the path in messages.
-        left_out: Collects messages about episodes with non-finite numbers, which are then left out.
+        left_out: List that collects messages about episodes with non-finite numbers, which are skipped.
 
     Raises:
         ConfigError: No file matches, a file is damaged, a required field is missing, or (without `left_out`) a number is not
-            finite; names file and episode. Errors of the paths are raised at once, others when the episode is reached.
+            finite. The message names file and episode. Errors of the paths are raised at once, others at the episode.
     """
     paths = [path] if isinstance(path, str | Path) else path
     sources = [_open(str(source_path), key) for source_path in paths]
@@ -75,8 +76,8 @@ def _open(path: str, key: str) -> Iterator[Trajectory]:
 
 
 def _read(file: Path) -> Iterator[Trajectory]:
-    with open_hdf5(file) as opened:
-        is_minari = bool(numbers(opened))
+    with open_hdf5(file) as hdf5_file:
+        is_minari = bool(numbers(hdf5_file))
     return read_minari(file) if is_minari else read_maniskill(file)
 
 
@@ -133,7 +134,7 @@ def _same_shapes(first: Trajectory, other: Trajectory) -> None:
 
 
 def read_maniskill(path: Path) -> Iterator[Trajectory]:
-    """Yields the episodes of one file, in the order of its JSON (without one: by number)."""
+    """Yields the episodes of one file, in the order of its JSON file or, without a JSON file, by number."""
     file_metadata = metadata(path)
     with open_hdf5(path) as file:
         episodes = file_metadata.get("episodes")
@@ -157,8 +158,8 @@ def read_maniskill(path: Path) -> Iterator[Trajectory]:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Reads a file's JSON: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`; returns {} without
-    one.
+    """Reads the JSON file of an HDF5 file: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`. Returns
+    {} if the JSON file does not exist.
     """
     json_file = path.with_suffix(".json")
     if not json_file.is_file():
@@ -175,9 +176,9 @@ def metadata(path: Path) -> dict[str, Any]:
 def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajectory:
     try:
         names = set(group)  # `in group` would follow a link
-        missing = [name for name in ("actions", "terminated", "truncated") if name not in names]
-        if missing:
-            raise ConfigError(f"{source} lacks {', '.join(missing)}; it has: {', '.join(group) or 'nothing'}")
+        missing_names = [name for name in ("actions", "terminated", "truncated") if name not in names]
+        if missing_names:
+            raise ConfigError(f"{source} lacks {', '.join(missing_names)}; it has: {', '.join(group) or 'nothing'}")
         actions = member(group, "actions")
         if isinstance(actions, h5py.Group):
             raise ConfigError(f"{source} has actions of several robots ({', '.join(actions)}); supported is one")
@@ -212,10 +213,10 @@ def _load(node: Any, depth: int = 0) -> Any:
 
 
 def observation(recorded: Any) -> Any:
-    """Converts observations for policies: flattens a file's nested groups as ManiSkill's wrappers do.
+    """Converts recorded observations for policies: flattens the nested groups of a file like ManiSkill's wrappers.
 
-    `agent` and `extra` become "state" `[T+1, D]`, the cameras' pictures "rgb" and "depth", side by side in the last axis;
-    observations with only a state become an array. Flat groups stay unchanged; an empty group is None.
+    `agent` and `extra` become "state" `[T+1, D]`. The cameras' images become "rgb" and "depth", concatenated along the last
+    axis. Observations with only a state become an array. Flat groups keep their names; an empty group becomes None.
     """
     if not isinstance(recorded, dict):
         return recorded.astype(np.float32) if recorded.dtype == np.float64 else recorded
@@ -243,19 +244,19 @@ def _leaves(value: Any) -> Iterator[np.ndarray]:
 
 
 class TrajectoryWriter(EpisodeWriter):
-    """Writer of episodes in the format of ManiSkill's `RecordEpisode`, so that its loaders and its replay read them.
+    """Writer of episodes in the format of ManiSkill's `RecordEpisode`, so that ManiSkill's loaders and replay can read them.
 
-    The two files take their names when `close` is called: a reader never meets half of them.
+    The two files get their final names when `close` is called, so that no reader sees an unfinished file.
 
     Args:
-        path: Ends in `.h5`; the JSON has the same name with `.json`.
-        env_id: The simulator's name of the task.
+        path: Path of the HDF5 file, with suffix `.h5`. The JSON file has the same name with suffix `.json`.
+        env_id: Id of the environment.
         env_kwargs: Arguments of `gym.make`.
-        max_episode_steps: The limit in force.
-        source_type: "rl", "motionplanning", "scripted", "human", …
-        source_desc: More about it: the checkpoint, the expert.
-        extra: Further entries of the JSON.
-        facts: `DatasetFacts.to_json`, which conversions retain.
+        max_episode_steps: Step limit of an episode.
+        source_type: Type of the source: "rl", "motionplanning", "scripted", "human", …
+        source_desc: Description of the source, such as the checkpoint or the expert.
+        extra: Additional entries of the JSON file.
+        facts: Result of `DatasetFacts.to_json`, which conversions retain.
     """
 
     def __init__(
@@ -310,7 +311,7 @@ class TrajectoryWriter(EpisodeWriter):
         if fields["obs"] is not None:
             _write(group, "obs", fields["obs"])
         actions = np.asarray(fields["actions"])
-        # ManiSkill's are always float32; a discrete action stays the integer that it is.
+        # ManiSkill's actions are float32; discrete actions stay integers.
         group.create_dataset("actions", data=actions, dtype=actions.dtype if actions.dtype.kind in "iu" else np.float32)
         group.create_dataset("terminated", data=fields["terminations"], dtype=bool)
         group.create_dataset("truncated", data=fields["truncations"], dtype=bool)
@@ -332,7 +333,7 @@ class TrajectoryWriter(EpisodeWriter):
         self._described["episodes"].append(episode)
 
     def close(self) -> None:
-        """Gives the files their names."""
+        """Finishes both files and renames them to their final names."""
         self._file.close()
         metadata_text = json.dumps(self._described, indent=2, default=_plain) + "\n"
         replace_durably(self.path.with_suffix(".json"), metadata_text.encode())

@@ -1,13 +1,13 @@
 """Trajectory format: a dict with the same fields for all file formats.
 
-obs            ndarray [T+1, ...], or a dict of them ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
+obs            array [T+1, ...], or a dict of arrays ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
 actions        [T, A]; a discrete action is one integer, [T, 1]
 rewards        [T] float32, or None if not recorded
 terminations, truncations   [T] bool
-success        [T] bool, or None where the simulator does not know it
+success        [T] bool, or None if the simulator does not report it
 taken          [T] bool, steps of an intervention; only in recordings with interventions
-env_states     nested dict of [T+1, ...] as ManiSkill's `get_state_dict`, or None
-seed           of the episode's reset, or None
+env_states     nested dict of arrays [T+1, ...] as from ManiSkill's `get_state_dict`, or None
+seed           seed of the episode's reset, or None
 source         file and episode, for messages
 """
 
@@ -30,10 +30,10 @@ Trajectory = dict[str, Any]
 
 
 def check(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory, if its lengths agree.
+    """Checks that the lengths of a trajectory's fields agree, and returns the trajectory.
 
     Raises:
-        ConfigError: Names the fields and the two lengths.
+        ConfigError: Two lengths differ; the message names the field and both lengths.
     """
     source, T = trajectory["source"], len(trajectory["actions"])
     for name in ("rewards", "terminations", "truncations", "success"):
@@ -59,7 +59,7 @@ def shapes(trajectory: Trajectory) -> str:
 
 
 def describe_nonfinite(trajectory: Trajectory, fields: Sequence[str]) -> str:
-    """Returns a message with the first non-finite number of the fields; empty if all numbers are finite."""
+    """Returns a message about the first non-finite number in the fields; empty if all numbers are finite."""
     for field in fields:
         for name, array in _arrays(field, trajectory[field]):
             if (rows := bad_rows(array)).any():
@@ -77,7 +77,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class EpisodeWriter(ABC):
-    """Writer of episodes. Use it in a `with` statement: an error discards the written episodes."""
+    """Writer of episodes, for use in a `with` statement. An error in the block discards the written episodes."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -88,12 +88,12 @@ class EpisodeWriter(ABC):
         """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
-            ConfigError: The format cannot hold it.
+            ConfigError: The format cannot store the episode.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the dataset its name."""
+        """Finishes the dataset and renames it to its final name."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -116,17 +116,17 @@ class _Unwanted(Exception):
 
 
 class FolderWriter(EpisodeWriter):
-    """Writer of a folder, which takes its name when `close` is called.
+    """Writer of a dataset's folder. The folder gets its final name when `close` is called.
 
     Args:
-        folder: Folder that does not exist yet, or is empty.
+        folder: Folder that does not exist yet or is empty.
 
     Attributes:
-        root: Folder that is written until then.
-        finished: Context that gives the folder its name, unless its body fails.
+        root: Temporary folder that the writer fills.
+        finished: Context that renames the temporary folder at its end, unless its body fails.
 
     Raises:
-        ConfigError: The folder has files.
+        ConfigError: The folder contains files.
     """
 
     def __init__(self, folder: Path) -> None:

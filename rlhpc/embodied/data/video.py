@@ -1,4 +1,4 @@
-"""Videos: a writer of small mp4 files with several evaluation episodes side by side, and a reader of datasets' videos."""
+"""Videos: a writer of small mp4 files with several evaluation episodes side by side, and a reader of video datasets."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder
 from rlhpc.runtime.plugins import required
 
-#: Pixels of a tile's longer side, about; the file stays below some 100 kB for a short episode.
+#: Maximum pixels of a tile's longer side. The file of a short episode is smaller than about 100 kB.
 TILE = 256
 _BORDER = 4
 _GREEN, _GREY = (60, 170, 90), (140, 140, 140)
 
 
 def tile(frames: np.ndarray) -> np.ndarray:
-    """Tiles pictures `[n, H, W, 3]` into one, in rows of about √n; empty tiles are black."""
-    n, height, width, _ = frames.shape
-    columns = math.ceil(math.sqrt(n))
-    rows = math.ceil(n / columns)
+    """Tiles pictures `[n, H, W, 3]` into one picture, in rows of about √n. Empty tiles are black."""
+    count, height, width, _ = frames.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
     grid = np.zeros((rows * height, columns * width, 3), np.uint8)
-    for i, frame in enumerate(frames):
-        y_offset, x_offset = i // columns * height, i % columns * width
+    for index, frame in enumerate(frames):
+        y_offset, x_offset = index // columns * height, index % columns * width
         grid[y_offset : y_offset + height, x_offset : x_offset + width] = frame
     return grid
 
 
 def shrink(frames: np.ndarray) -> np.ndarray:
-    """Shrinks pictures `[n, H, W, 3]` by a whole factor so that they fit a tile; each pixel is the mean of those it
-    replaces."""
-    n, height, width, _ = frames.shape
+    """Shrinks pictures `[n, H, W, 3]` by an integer factor so that they fit a tile. Each pixel is the mean of a block."""
+    count, height, width, _ = frames.shape
     factor = math.ceil(max(height, width) / TILE)
     if factor == 1:
         return frames
     cropped = frames[:, : height // factor * factor, : width // factor * factor]
-    blocks = cropped.reshape(n, height // factor, factor, width // factor, factor, 3)
+    blocks = cropped.reshape(count, height // factor, factor, width // factor, factor, 3)
     return blocks.mean((2, 4)).astype(np.uint8)
 
 
@@ -53,22 +52,22 @@ def add_border(frame: np.ndarray, success: bool) -> np.ndarray:
 
 
 def pyav() -> Any:
-    """Imports the package that reads and writes videos.
+    """Returns PyAV, the package that reads and writes videos.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: PyAV is not installed.
     """
     return required("av", "videos need PyAV", "embodied")
 
 
 def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
-    """Writes pictures `[H, W, 3]` as H.264, which every browser plays; the file takes its name when it is complete.
+    """Writes pictures `[H, W, 3]` as H.264, which every browser plays. The file gets its final name when it is complete.
 
     Raises:
         ConfigError: PyAV is not installed, or the file cannot be written.
     """
     av = pyav()
-    height, width = (size // 2 * 2 for size in frames[0].shape[:2])  # the format wants even sizes
+    height, width = (size // 2 * 2 for size in frames[0].shape[:2])  # the format needs even sizes
     partial_path = path.with_name(f".{path.stem}.partial.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,29 +86,30 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
         partial_path.unlink(missing_ok=True)
 
 
-#: Files that hold their pictures themselves; a playlist names other files.
+#: Decoder options that allow only container files, because a playlist can name other files.
 _CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 _LARGE, _MOST_PACKED = 1 << 30, 2000
-"""Bytes of pictures from which on a file must have one for so many of them; videos of robots have one for 50 to 500."""
+"""Size of decoded pictures above which the compression is checked, and the maximum ratio of decoded to stored bytes. Videos of
+robots have a ratio of 50 to 500."""
 _MOST_PIXELS = 8192 * 8192
-"""Limit for a picture of unknown size."""
+"""Maximum pixels of a picture if its size is unknown."""
 _PADDING = 128
-"""Rows and columns that a decoder may add to a picture: sizes are multiples of a block's."""
+"""Rows and columns that a decoder may add to a picture, because it rounds sizes up to multiples of a block."""
 
 
 class VideoReader:
-    """Reader of a video file that decodes on request. Consecutive reads decode each frame once, and memory holds only
-    the pictures of one call.
+    """Reader of a video file that decodes on request. Consecutive reads decode each frame once. Only the pictures of one call
+    are in memory.
 
     Args:
         path: Path of the file.
-        size: Required height and width of its pictures; None if unknown.
+        size: Required height and width of the pictures; None if unknown.
 
     Attributes:
-        decoded: Frames decoded so far.
+        decoded: Number of frames decoded so far.
 
     Raises:
-        ConfigError: It cannot be read as a video, or its pictures have another size.
+        ConfigError: The file cannot be read as a video, or its pictures have another size.
     """
 
     def __init__(self, path: Path, size: tuple[int, int] | None = None) -> None:
@@ -152,7 +152,7 @@ class VideoReader:
         return ConfigError(f"{self.path} cannot be read as a video: {error}")
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns `count` pictures from number `start` on, uint8 `[T, H, W, 3]`; fewer where the video ends before.
+        """Returns `count` pictures starting at number `start`, uint8 `[T, H, W, 3]`; fewer if the video ends earlier.
 
         Raises:
             ConfigError: The file is damaged.
@@ -173,7 +173,7 @@ class VideoReader:
                     if frames_read is None:
                         self._check_size(count * pixels.size, self.path.stat().st_size)
                         frames_read = np.empty((count, *pixels.shape), np.uint8)
-                    # other data of a file is no picture
+                    # the size of the file also includes other data
                     self._check_size((length + 1) * pixels.size, self._packed_bytes)
                     frames_read[length] = pixels
                     length += 1

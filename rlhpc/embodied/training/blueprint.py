@@ -99,7 +99,7 @@ def check_backend(actor: EmbodiedActorConfig) -> None:
 
 
 def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
-    """Returns the dtype of the computation on a device."""
+    """Returns the compute dtype of a policy on a device."""
     if actor.training_backend.lower() == "local" or policy_dtype(actor, computes_bfloat16(device.type)) != "bfloat16":
         return torch.float32
     factory = MODELS.find(actor.model.model_type)
@@ -108,7 +108,7 @@ def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
 
 
 def without_weights() -> contextlib.AbstractContextManager[None]:
-    """Builds pretrained models on the meta device inside the context; does not import transformers before a model is built."""
+    """Returns a context in which pretrained models are built on the meta device. It does not import transformers itself."""
     from rlhpc.embodied.models.vlm import without_weights
 
     return without_weights()
