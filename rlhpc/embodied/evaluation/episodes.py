@@ -44,7 +44,7 @@ class RealTime:
     def predict_action_batch(
         self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns actions `[B, s, dim]`, like a policy; the first d are from the previous chunk, if there is one."""
+        """Returns actions `[B, s, dim]`, like a policy. The first d actions are from the previous chunk, if any."""
         del mode
         delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
@@ -57,7 +57,7 @@ class RealTime:
         return actions, {}
 
     def on_episode_end(self, done: np.ndarray) -> None:
-        """Marks slots, by index, whose episode has ended, so that the next chunk is not guided by the previous one."""
+        """Marks slots (indices) in which an episode has ended, so that the previous chunk does not guide the next chunk."""
         self._has_previous[done] = False
 
     def _guide(self) -> Guide | None:
@@ -72,18 +72,18 @@ class RealTime:
 
 
 def has_inference_delay(env_cfg: EvalEnvConfig) -> bool:
-    """Returns whether the evaluation has an inference delay; False for off-policy runs and old checkpoints without the
-    section.
+    """Returns whether the evaluation has an inference delay. Off-policy runs and old checkpoints lack the section and have
+    no delay.
     """
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     return section is not None and section.inference_delay is not None
 
 
 def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
-    """Wraps the policy for `env.eval.real_time_chunking`; returns None if there is no inference delay.
+    """Wraps the policy for `env.eval.real_time_chunking`; returns None if no inference delay is configured.
 
     Raises:
-        ConfigError: The policy does not act by a flow, or its chunks are too short.
+        ConfigError: The policy is not a flow policy, or its chunks are too short.
     """
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     if section is None:
@@ -117,7 +117,7 @@ log = logging.getLogger(__name__)
 _MAX_DECISIONS = 1_000_000
 #: Maximum number of decisions per episode if the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
-#: Maximum number of a slot's episodes that may fail with a simulator or robot and are replaced.
+#: Maximum number of failed episodes in a slot that are replaced; more failures raise an error.
 _MAX_FAILURES = 20
 
 #: Function called after each decision with the numbers of complete episodes and of environment steps so far.
@@ -130,18 +130,18 @@ class Watch:
     """Observer of the steps of `play`."""
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Receives observation and actions before each step of all slots. A simulator may reuse the observation's memory."""
+        """Handles observations and actions before each step of all slots. A simulator may reuse the observations' memory."""
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Receives the step's outcome; `slots` (bool `[N]`) marks the slots whose episodes count."""
+        """Handles the outcome of a step. `slots`, bool `[N]`, marks the slots with episodes that count."""
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
-    """Returns the number of episodes for each slot. It is fixed in advance, because taking the first finished episodes would
-    favour short ones.
+    """Returns the number of episodes for each slot. The numbers are fixed in advance, because using the first finished
+    episodes would favour short episodes.
     """
     counts = np.full(slots, episodes // slots)
     counts[: episodes % slots] += 1
@@ -149,12 +149,12 @@ def quotas(episodes: int, slots: int) -> np.ndarray:
 
 
 def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
-    """Returns the seed of the evaluation's environments: `env.eval.seed`, or one derived from `seed`, the training seed."""
+    """Returns the seed of the evaluation's environments: `env.eval.seed`, or a seed derived from the training seed."""
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
 def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> _Noise | None:
-    """Returns the source of a policy's starting noise in evaluation (`env.eval.noise`), or None for a policy without it.
+    """Returns the source of a policy's starting noise in evaluation (`env.eval.noise`); None for a policy without noise.
 
     Args:
         policy: A `Policy`, or another object that acts.
@@ -183,7 +183,7 @@ def evaluate_policy(
     watch: Callable[[VectorEnv], Watch] | None = None,
     on_progress: _ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Runs the first episodes of every slot of a vector environment.
+    """Evaluates a policy on the first episodes of every slot of a vector environment.
 
     Args:
         policy: Policy in eval mode, on `device`.
@@ -192,7 +192,7 @@ def evaluate_policy(
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Device of the policy.
         watch: Builds an observer for the environment.
-        on_progress: Called with the progress.
+        on_progress: Function called with the progress.
 
     Raises:
         NonFinite: A return is not finite.
@@ -204,19 +204,19 @@ def evaluate_policy(
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
     if num_episodes < 1:
         raise ConfigError(f"episodes is {num_episodes}; an evaluation needs at least 1")
-    slots, seed = min(env_cfg.num_envs, num_episodes), eval_seed(env_cfg, seed)
-    delayed = real_time(policy, env_cfg)
+    num_slots, seed = min(env_cfg.num_envs, num_episodes), eval_seed(env_cfg, seed)
+    delayed_policy = real_time(policy, env_cfg)
     # An environment that enumerates its episodes counts in slots over all ranks.
-    env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
+    env = make_env(changed(env_cfg, "num_envs", num_slots), num_slots, slot_offset=0, seed=seed, stage="eval")
     try:
         rows = play(
-            delayed or policy,
+            delayed_policy or policy,
             env,
-            quotas(num_episodes, slots),
+            quotas(num_episodes, num_slots),
             torch.device(device),
             watch=watch(env) if watch else None,
             on_progress=on_progress,
-            on_episode_end=None if delayed is None else delayed.on_episode_end,
+            on_episode_end=None if delayed_policy is None else delayed_policy.on_episode_end,
             noise=eval_noise(policy, env_cfg, seed),
         )
     finally:
@@ -233,8 +233,8 @@ def evaluate_policy(
 
 
 def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
-    """Evaluates a policy on `env.eval` during training; returns the metrics. With `runner.on_nonfinite: skip`, an evaluation
-    with non-finite returns gives only the metric `nonfinite`.
+    """Evaluates a policy on `env.eval` during training, and returns the metrics. With `runner.on_nonfinite: skip`, an
+    evaluation with non-finite returns gives only the metric `nonfinite`.
     """
     try:
         summary = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
@@ -258,8 +258,8 @@ def play(
     on_episode_end: Callable[[np.ndarray], None] | None = None,
     noise: _Noise | None = None,
 ) -> list[dict[str, float]]:
-    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that fails with its simulator or
-    robot is replaced by another one.
+    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. If the simulator or robot
+    fails in an episode, another episode replaces it.
 
     Args:
         policy: Policy on `device`.
@@ -268,8 +268,8 @@ def play(
         device: Device of the policy.
         mode: "eval" or "train" (`Policy.predict_action_batch`).
         watch: Observer of the steps.
-        on_progress: Called with the progress.
-        on_episode_end: Called with the slots in which an episode has ended.
+        on_progress: Function called with the progress.
+        on_episode_end: Function called with the slots in which an episode has ended.
         noise: Source of the policy's starting noise (`eval_noise`).
 
     Returns:
@@ -281,10 +281,10 @@ def play(
     rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     num_finished, steps_since_reset = np.zeros_like(quota), np.zeros_like(quota)
     failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
-    limit = _MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
-    steps = 0
+    max_decisions = _MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    num_env_steps = 0
     obs, _ = env.reset()
-    while steps_since_reset.max() < limit:
+    while steps_since_reset.max() < max_decisions:
         noise_kwargs = {} if noise is None else {"noise": noise(episodes, steps_since_reset).to(device)}
         actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
         actions_array = actions.cpu().numpy()
@@ -294,8 +294,8 @@ def play(
         if watch is not None:
             watch.after(num_finished < quota, rewards, terminations, truncations, infos)
         ended_slots = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
-        failed = env_failed(infos, len(quota))
-        failures += failed
+        has_failed = env_failed(infos, len(quota))
+        failures += has_failed
         if (failures > _MAX_FAILURES).any():
             raise RlhpcError(
                 f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(rows)} of {quota.sum()} "
@@ -307,19 +307,19 @@ def play(
         steps_since_reset[ended_slots] = 0
         episodes[ended_slots] += 1
         steps_since_reset[num_finished >= quota] = 0
-        steps += len(quota)
+        num_env_steps += len(quota)
         episode: dict[str, Any] = infos.get("episode", {}) if ended_slots.size else {}
         for slot in ended_slots.tolist() if episode else ():
-            if num_finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
+            if num_finished[slot] < quota[slot] and episode["mask"][slot] and not has_failed[slot]:
                 rows.append((slot, int(num_finished[slot]), _episode_row(episode, slot)))
                 num_finished[slot] += 1
         if on_progress is not None:
-            on_progress(len(rows), steps)
+            on_progress(len(rows), num_env_steps)
         if (num_finished >= quota).all():
             return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
     raise RlhpcError(
-        f"an episode of the evaluation has not ended after {limit} decisions"
-        f"{', and its environment has no time limit' if limit < _MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} "
+        f"an episode of the evaluation has not ended after {max_decisions} decisions"
+        f"{', and its environment has no time limit' if max_decisions < _MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} "
         "episodes did; set env.eval.max_episode_steps=N"
     )
 
@@ -327,7 +327,7 @@ def play(
 def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
     row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
     for name in ("success_once", "success_at_end"):
-        # Environments that report `success` know it only at the end.
+        # Environments that report `success` report it only at the end.
         column = episode.get(name, episode.get("success"))
         if column is not None:
             row[name] = float(column[slot])

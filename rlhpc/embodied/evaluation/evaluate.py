@@ -36,7 +36,7 @@ from rlhpc.runtime.trust import Trust, without_variables
 
 
 class ExpertPolicy:
-    """Expert function `obs [N, ...] -> actions [N, A]` with the interface of a policy; it has no noise and no values."""
+    """Expert function `obs [N, ...] -> actions [N, A]` with the interface of a policy, without noise and values."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -57,7 +57,7 @@ def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     """Loads an expert from `module:function`, or the policy of a checkpoint, export folder or run folder.
 
     Args:
-        source: Source as given by the user.
+        source: Text from the user: `module:function`, or a path.
         key: Name of the option in messages.
         trust: Trust settings for code that a folder names.
 
@@ -77,8 +77,8 @@ MAX_FRAMES = 1500
 
 
 class Film(Watch):
-    """Video of an evaluation, with one frame before each step that shows the slots side by side. A slot whose episode has
-    ended keeps its last image, with a border.
+    """Video of an evaluation, with one frame before each step that shows the slots side by side. After its episode,
+    a slot keeps the last image, with a border.
 
     Args:
         env: Vector environment.
@@ -102,27 +102,33 @@ class Film(Watch):
             return
         self._pictures = shrink(np.asarray(frames))
         self.frames.append(
-            tile(np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]))
+            tile(
+                np.stack(
+                    [self._last_pictures.get(slot, self._pictures[index]) for index, slot in enumerate(self._slots)]
+                )
+            )
         )
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Adds a border to the last images of episodes that ended (`Watch.after`)."""
+        """Stores the last image of each slot in which an episode ended, with a border (`Watch.after`)."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
         has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
-        for i, slot in enumerate(self._slots):
+        for index, slot in enumerate(self._slots):
             if self._pictures is not None and slot not in self._last_pictures and has_ended[slot]:
-                self._last_pictures[slot] = add_border(self._pictures[i], success is not None and bool(success[slot]))
+                self._last_pictures[slot] = add_border(
+                    self._pictures[index], success is not None and bool(success[slot])
+                )
 
     def write(self, path: Path, fps: int) -> None:
-        """Writes the video as an mp4 file; the last frame stays for half a second."""
+        """Writes the video as an mp4 file. The last frame is shown for half a second."""
         if self._pictures is None:
             return
         last_frame = tile(
-            np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)])
+            np.stack([self._last_pictures.get(slot, self._pictures[index]) for index, slot in enumerate(self._slots)])
         )
         write_video(path, [*self.frames, *[last_frame] * max(1, fps // 2)], fps)
 
@@ -140,10 +146,10 @@ def evaluate_checkpoint(
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
-        cfg: Configuration used instead of the checkpoint's config.yaml, for section `env.eval` and `runner.seed`.
+        cfg: Configuration that replaces the checkpoint's config.yaml, for section `env.eval` and `runner.seed`.
         suite: Name of the evaluation.
         episodes: Number of episodes; default `env.eval.num_episodes`.
-        output: JSON file to write, atomically.
+        output: Path of the JSON file, which is written atomically.
         trust_code: Import code that the checkpoint names as `module:Class`, even if `cfg` does not name it.
 
     Returns:
@@ -225,7 +231,7 @@ def record_episodes(
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
         seed: Seed instead of `runner.seed`.
-        teacher: Policy whose actions are written instead of the executed ones; same forms as `source`.
+        teacher: Policy that labels the episodes: its actions replace the executed actions. Same forms as `source`.
         intervene: Source of interventions (`find_intervention`).
         only_taken, options: See `record`.
         trust_code: Import code that a checkpoint or export names as `module:Class`, even if `cfg` does not name it.
@@ -235,7 +241,7 @@ def record_episodes(
     """
     trust = Trust.of(plain(cfg), trust_code)
     actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
-    labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
+    teacher_policy = None if teacher is None else load_actor(teacher, "--teacher", trust)
     seed = cfg.runner.seed if seed is None else seed
     provenance = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
     provenance |= {} if intervene is None else {"intervene": intervene}
@@ -247,7 +253,7 @@ def record_episodes(
     try:
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
-            teacher=labels, intervention=intervention, only_taken=only_taken, source_type=source_type,
+            teacher=teacher_policy, intervention=intervention, only_taken=only_taken, source_type=source_type,
             source_desc=source, extra={"rlhpc": provenance}, options=options,
         )  # fmt: skip
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""Interventions: a person or a script watches a policy play and takes over when it fails (human-gated DAgger, Kelly et al.
-2019).
+"""Interventions: a person or a script watches a policy and takes control when the policy fails (human-gated DAgger, Kelly et
+al. 2019).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Intervention(ABC):
     """Observer of a policy that may replace the policy's actions at every step.
 
     Attributes:
-        one_slot: True if it supports only a single slot.
-        needs_pictures: True if it needs rendered images of the first slot.
+        one_slot: True if the intervention supports only a single slot.
+        needs_pictures: True if the intervention needs rendered images of the first slot.
     """
 
     one_slot = False
@@ -87,7 +87,7 @@ def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
 
 
 def find_intervention(text: str) -> Intervention:
-    """Builds the intervention from a text (`named_intervention`); interventions by a person open a window.
+    """Builds the intervention from a text (see `named_intervention`). Interventions by a person open a window.
 
     Raises:
         ConfigError: The intervention is unknown, or rejects its settings.
@@ -101,7 +101,11 @@ def find_intervention(text: str) -> Intervention:
 
 
 def require_single(chunk: int) -> None:
-    """Raises ConfigError for a policy that acts in chunks."""
+    """Checks that a policy acts in single actions.
+
+    Raises:
+        ConfigError: The policy acts in chunks.
+    """
     if chunk != 1:
         raise ConfigError(
             f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); people take over between single actions: "
@@ -118,7 +122,7 @@ class Gated:
         env: Environment in which the policy acts.
 
     Attributes:
-        intervened: Mask of the slots in which the last actions replaced the policy's, bool `[N]`.
+        intervened: Mask of the slots in which the intervention replaced the policy's last actions, bool `[N]`.
     """
 
     def __init__(self, policy: Any, intervention: Intervention, env: VectorEnv) -> None:
@@ -144,17 +148,17 @@ __all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named
 
 log = logging.getLogger(__name__)
 
-#: Effect of a key, a button or a stick: the index of the action component, and its change.
+#: Effect of a key, a button or a stick: index of the action component, and its change.
 Move = Sequence[float]
 _KEYS = {"up": (0, 1.0), "down": (0, -1.0), "left": (1, 1.0), "right": (1, -1.0),
          "w": (2, 1.0), "s": (2, -1.0), "c": (3, 1.0), "o": (3, -1.0)}  # fmt: skip
 _STICKS = {1: (0, -1.0), 0: (1, -1.0), 4: (2, -1.0)}
 _BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
-#: Deflection of a stick up to which it counts as at rest.
+#: Maximum deflection of a stick that counts as rest.
 _DEAD_ZONE = 0.1
 #: SDL drivers without a visible window.
 _HEADLESS_DRIVERS = ("dummy", "offscreen")
-#: Environment variables, one of which names the display on Linux.
+#: Environment variables that name the display on Linux.
 _SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
@@ -232,7 +236,7 @@ class Keyboard(Person):
     """Intervention by keyboard: keys move while they are pressed, and one key toggles control.
 
     Args:
-        keys: pygame's name of a key → index of the action component, and its change.
+        keys: For each key, by pygame's name: index of the action component, and its change.
         take: Key that toggles control.
         hz, size: Arguments of `Person`.
     """
@@ -269,8 +273,8 @@ class Gamepad(Person):
     """Intervention by gamepad: sticks and buttons move, and one button gives control while it is pressed.
 
     Args:
-        sticks: Index of an axis → index of the action component, and its change at full deflection.
-        buttons: Index of a button → index of the action component, and its change.
+        sticks: For each axis, by index: index of the action component, and its change at full deflection.
+        buttons: For each button, by index: index of the action component, and its change.
         take: Button that gives control.
         hz, size: Arguments of `Person`.
     """
@@ -308,14 +312,14 @@ class Gamepad(Person):
 
 
 class Scripted(Intervention):
-    """Scripted intervention that imitates a person: it tolerates small differences, reacts with a delay, and keeps control for
-    a while.
+    """Scripted intervention that imitates a person. It tolerates small differences, reacts with a delay, and keeps control
+    for a minimum time.
 
     Args:
         expert: Function `obs [N, ...] -> actions [N, dim]`, as `module:function`.
         apart: Maximum tolerated difference of an action component between policy and expert.
         patience: Number of consecutive steps with a larger difference before the expert takes over.
-        hold: Minimum number of steps in control; the expert then acts until the policy's actions are close again.
+        hold: Minimum number of steps in control. Afterwards the expert acts until the policy's actions are close again.
     """
 
     def __init__(self, expert: str, apart: float = 0.5, patience: int = 3, hold: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Recorders of episodes, which collect each slot's steps until its episode ends and write trajectories."""
+"""Recorders of episodes: they collect the steps of each slot until its episode ends, and write trajectories."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class EpisodeRecorder(Watch):
         env: Environment.
         only_success: Write only episodes that succeeded.
         num_episodes: Number of episodes to write.
-        teacher: Policy whose actions are written instead of the executed ones (DAgger); rewards are then omitted, because
-            they belong to the executed actions.
-        gated: Policy with interventions, which reports the slots in which it was replaced.
+        teacher: Policy that labels the episodes (DAgger): its actions replace the executed actions. Rewards are then
+            omitted, because they belong to the executed actions.
+        gated: Policy with interventions, which reports the slots in which its actions were replaced.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class EpisodeRecorder(Watch):
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Stores the step's result (`Watch.after`). Episodes whose simulator or robot failed are not recorded."""
-        failed = env_failed(infos, len(slots))
+        has_failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
-            if failed[slot]:
+            if has_failed[slot]:
                 self._open[slot] = []
                 continue
             step = {name: _row(column, slot) for name, column in self._before.items()}
@@ -105,7 +105,7 @@ class EpisodeRecorder(Watch):
         steps, self._open[slot] = self._open[slot], []
         self.played += 1
         episode = infos.get("episode", {})
-        flags = [step.get("success") for step in steps]  # some environments report it only at the end
+        flags = [step.get("success") for step in steps]  # some environments report success only at the end
         success = None if flags[-1] is None else np.array([bool(flag) for flag in flags])
         success_at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
         if success is None and success_at_end is not None:
@@ -135,9 +135,8 @@ class TakenRecorder(EpisodeRecorder):
     control.
 
     Args:
-        writer, env: As in `EpisodeRecorder`.
+        writer, env, gated: See `EpisodeRecorder`.
         num_episodes: Number of episodes to watch, regardless of the number of interventions.
-        gated: Policy with interventions, which reports the slots in which it was replaced.
     """
 
     def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int, gated: Gated) -> None:
@@ -154,11 +153,11 @@ class TakenRecorder(EpisodeRecorder):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the steps of interventions (`Watch.after`). A step whose simulator or robot failed is dropped; the
-        intervention's steps before it are written.
+        """Stores the steps of interventions (`Watch.after`). If the simulator or robot fails, the step is dropped,
+        and the earlier steps of the intervention are written.
         """
-        is_done, failed = terminations | truncations, env_failed(infos, len(slots))
-        intervened = self._gated.intervened & ~failed
+        is_done, has_failed = terminations | truncations, env_failed(infos, len(slots))
+        intervened = self._gated.intervened & ~has_failed
         for slot in np.flatnonzero(slots).tolist():
             steps = self._open[slot]
             if intervened[slot]:
@@ -167,7 +166,7 @@ class TakenRecorder(EpisodeRecorder):
                 self.taken_steps += 1
             if steps and (is_done[slot] or not intervened[slot]):
                 self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
-            self.played += int(is_done[slot] and not failed[slot])
+            self.played += int(is_done[slot] and not has_failed[slot])
         if is_done.any():
             self._gated.intervention.end_episodes(is_done)
 
@@ -212,11 +211,11 @@ def record(
     Args:
         actor: A policy, or an `ExpertPolicy`.
         env_cfg: Section `env.eval`.
-        output: The `.h5` file, or the folder of a LeRobot dataset.
+        output: Path of the `.h5` file, or folder of a LeRobot dataset.
         episodes: Number of episodes to write.
         seed: Seed of the run (`eval_seed`).
-        only_success: Write only episodes that succeeded; play until there are enough.
-        mode: "eval" takes the most likely action, "train" samples.
+        only_success: Write only episodes that succeeded, and play until enough episodes are written.
+        mode: "eval" takes the most likely action, "train" samples an action.
         teacher: See `EpisodeRecorder`.
         intervention: Observer that may act instead of the actor.
         only_taken: Write only interventions; `episodes` then counts the watched episodes (`TakenRecorder`).
@@ -235,30 +234,30 @@ def record(
         raise ConfigError(
             "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
         )
-    slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
+    num_slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
     # Simulator states are read in the simulator's process, so it runs in this process if possible.
     separate_process = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
-    recording_cfg = changed(env_cfg, "num_envs", slots)
+    recording_cfg = changed(env_cfg, "num_envs", num_slots)
     env = make_env(
         recording_cfg if separate_process else changed(recording_cfg, "simulators", 0),
-        slots,
+        num_slots,
         slot_offset=0,
         seed=seed,
         stage="eval",
     )
     env.keep_states = True
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
-    limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
+    step_limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
     dataset_facts = DatasetFacts(fps=env.control_hz)
     returns: list[float] = []
     successes: list[float] = []
-    steps = 0
+    num_steps = 0
     try:
         if options is not None and options.to == "lerobot":
             episode_writer: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, dataset_facts)
         else:
             episode_writer = TrajectoryWriter(
-                output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
+                output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=step_limit, source_type=source_type,
                 source_desc=source_desc, extra=extra, facts=dataset_facts.to_json(),
             )  # fmt: skip
         with torch.random.fork_rng(devices=[]), episode_writer as writer:
@@ -281,11 +280,17 @@ def record(
                 num_attempts += 1
                 noise = eval_noise(student, env_cfg, seed + num_attempts) if mode == "eval" else None
                 rows = play(
-                    actor, env, quotas(num_missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
+                    actor,
+                    env,
+                    quotas(num_missing, num_slots),
+                    torch.device("cpu"),
+                    mode=mode,
+                    watch=recorder,
+                    noise=noise,
                 )
                 recorder.forget()
                 returns += [row["return"] for row in rows]
-                steps += int(sum(row["length"] for row in rows))
+                num_steps += int(sum(row["length"] for row in rows))
                 successes += [row["success_once"] for row in rows if "success_once" in row]
             num_written = len(writer)
     finally:
@@ -295,7 +300,7 @@ def record(
     summary: dict[str, Any] = {
         "episodes": num_written,
         "played": recorder.played,
-        "steps": steps,
+        "steps": num_steps,
         "return_mean": float(np.mean(returns)),
     }
     if successes:

@@ -23,15 +23,15 @@ from rlhpc.runtime.trust import Trust
 
 
 def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | None, output: Path | None) -> str:
-    """Evaluates a success model on every step of the held-out episodes (`demos.holdout`), or of all episodes if none are held
-    out.
+    """Evaluates a success model on every step of the held-out episodes (`demos.holdout`), or of all episodes if no episode is
+    held out.
 
     Args:
         cfg: Configuration.
         checkpoint: Checkpoint of the model.
         suite: Name of the evaluation.
         episodes: Maximum number of episodes.
-        output: JSON file to write, atomically.
+        output: Path of the JSON file, which is written atomically.
 
     Returns:
         A line of text with the model's accuracy.
@@ -66,7 +66,7 @@ def score_predictions(model: Policy, trajectories: list[Trajectory]) -> dict[str
 
     Returns:
         steps, successes (steps with success), accuracy, recall (accuracy on steps with success) and specificity (accuracy on
-        the other steps); a rate without any steps is 1.
+        the other steps); a rate over no steps is 1.
     """
     device = torch.device("cpu")
     is_correct, labels = np.zeros(0, bool), np.zeros(0, bool)

@@ -1,4 +1,4 @@
-"""Display of a trained policy: in a window if a display is available, otherwise in a video file."""
+"""Display of a trained policy, in a window or, without a display, in a video file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SMALLEST = 480
 
 
 class _Closed(Exception):
-    """Signal that the user closed the window."""
+    """Exception raised when the user closes the window."""
 
 
 class EnvWindow(Watch):

@@ -1,7 +1,8 @@
 """Memory accounts of actor and rollout ranks of embodied runs, computed from the policy's parameter counts.
 
-A policy's size depends on the simulator's observations, so `rlhpc plan --measure` builds one environment, and the policy
-without its weights; other plans leave it unknown. Activations are not included, because they depend on the policy class.
+A policy's size depends on the simulator's observations, so `rlhpc plan --measure` builds one environment and the policy
+without its weights. Other plans report the memory as unknown. Activations are excluded, because they depend on the
+policy class.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
     if hasattr(actor.model, "dtype"):  # accelerators are assumed to compute in bfloat16
         actor = changed(actor, "model", changed(actor.model, "dtype", policy_dtype(actor, accelerated)))
     blueprint = PolicyBlueprint(actor, check_env(env_cfg), torch.device("cpu"), seed=cfg.runner.seed, look=False)
-    policy = list(blueprint.build(empty=True).parameters())
+    parameters = list(blueprint.build(empty=True).parameters())
     return (
-        sum(parameter.numel() for parameter in policy if parameter.requires_grad),
-        float(sum(parameter.numel() * parameter.element_size() for parameter in policy if not parameter.requires_grad)),
+        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        float(
+            sum(parameter.numel() * parameter.element_size() for parameter in parameters if not parameter.requires_grad)
+        ),
     )
 
 

@@ -11,7 +11,7 @@ STAGES, STALENESS, MICRO = "rollout.pipeline_stage_num", "algorithm.max_stalenes
 
 def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
     """Returns the workload of a step of PPO, GRPO and similar algorithms in simulators."""
-    slots, batch, group = cfg.env.train.num_envs, minibatch_size(cfg), cfg.env.train.group_size
+    num_slots, batch_size, group_size = cfg.env.train.num_envs, minibatch_size(cfg), cfg.env.train.group_size
     return Workload(
         phases=(
             Phase("act", "rollout", "time/act_s", turn=True),
@@ -20,23 +20,27 @@ def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
             Phase("train", "actor", "time/train_s"),
             Phase("sync", "actor", "time/sync_s", waits=True),
         ),
-        samples=slots * cfg.algorithm.rollout_steps * cfg.actor.model.num_action_chunks,
+        samples=num_slots * cfg.algorithm.rollout_steps * cfg.actor.model.num_action_chunks,
         unit="environment steps",
         knobs=(
-            Knob(STAGES, _values(cfg, STAGES, [n for n in (1, 2, 4) if slots % (n * group) == 0])),
+            Knob(STAGES, _values(cfg, STAGES, [n for n in (1, 2, 4) if num_slots % (n * group_size) == 0])),
             Knob(STALENESS, tuple(range(ahead + 1))),
-            Knob(MICRO, _values(cfg, MICRO, [None, *(batch // n for n in (2, 4) if batch % n == 0)])),
+            Knob(MICRO, _values(cfg, MICRO, [None, *(batch_size // n for n in (2, 4) if batch_size % n == 0)])),
         ),
         stages=STAGES,
         turns="time/rollout_s",
         staleness=STALENESS,
         measured_with=(f"{STAGES}=1", f"{STALENESS}=0"),
         smaller={
-            n: (f"env.train.num_envs={slots // n}", f"actor.global_batch_size={batch // n}", f"{MICRO}={_part(cfg, n)}")
+            n: (
+                f"env.train.num_envs={num_slots // n}",
+                f"actor.global_batch_size={batch_size // n}",
+                f"{MICRO}={_part(cfg, n)}",
+            )
             for n in (2, 4)
-            if slots % (n * group) == 0 and batch % n == 0 and (cfg.actor.micro_batch_size or n) % n == 0
+            if num_slots % (n * group_size) == 0 and batch_size % n == 0 and (cfg.actor.micro_batch_size or n) % n == 0
         },
-        divides=dict.fromkeys(("rollout", "env", "actor"), slots // group),
+        divides=dict.fromkeys(("rollout", "env", "actor"), num_slots // group_size),
         several=frozenset({"env"}),
     )
 

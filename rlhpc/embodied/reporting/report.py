@@ -45,8 +45,8 @@ _SUCCESS = "train/success_once"
 
 
 def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Draws return (and success, if known) against env steps and wall time, and losses, entropy, KL and other logged metrics;
-    for behaviour cloning, the loss. Returns the charts by name.
+    """Draws return (and success, if known) against env steps and wall time, and losses, entropy, KL and other logged metrics.
+    For behaviour cloning, draws the loss. Returns the charts by name.
     """
     if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
         return imitation_curves(rows)
@@ -69,7 +69,7 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
 
 
 def imitation_curves(rows: Rows) -> dict[str, str]:
-    """Draws the loss of behaviour cloning against demonstrated steps and wall time, and its gradient norm."""
+    """Draws the loss of behaviour cloning against demonstrated steps and wall time, and the gradient norm."""
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
 
     def lines(against: str, scale: float = 1.0) -> list[Line]:
@@ -106,24 +106,24 @@ def _steps_axis(rows: Rows) -> tuple[str, str]:
 
 def time_curves(rows: Rows) -> dict[str, str]:
     """Draws env steps (behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
-    cloning = bool(series(rows, "train/demonstrations")[0])
-    rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
+    is_cloning = bool(series(rows, "train/demonstrations")[0])
+    rate_name, unit = ("samples", "demonstrated steps") if is_cloning else ("env_steps", "environment steps")
     bins, seconds_by_phase = binned(rows, phase_columns(rows))
     return {
         "throughput": line_chart(
             "Throughput",
             "global step",
             f"{unit} / s",
-            [Line("", *series(rows, f"time/{rate}_per_s"), color=5, smooth=True)],
+            [Line("", *series(rows, f"time/{rate_name}_per_s"), color=5, smooth=True)],
         ),
         "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, seconds_by_phase),
     }
 
 
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
-    """Reads every valid eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
+    """Reads every valid eval/global_step_<N>/<suite>.json that has a mean return, ordered by suite and step.
 
-    Ordered by suite and step.
+    Adds `suite`, and the bounds `low` and `high` of the 95 % interval.
     """
     evaluations = typed_results(paths, "return_mean")
     for evaluation in evaluations:
@@ -137,8 +137,8 @@ def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[str, str]:
-    """Draws success (if known) and mean return of all evaluations, during training and of checkpoints, with 95 % intervals;
-    returns the charts by file name.
+    """Draws success (if known) and mean return of all evaluations, during training and of checkpoints, with 95 % intervals.
+    Returns the charts by file name.
     """
     evaluations = read_evaluations(paths)
     charts = {}
@@ -153,7 +153,7 @@ def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[s
 
 
 def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Draws every chart of the run; returns them by file name."""
+    """Draws all charts of the run, and returns them by file name."""
     return {**learning_curves(rows, always), **evaluation_curves(paths, rows), **time_curves(rows)}
 
 
@@ -207,7 +207,7 @@ def _key_figures(
     judged: Sequence[Mapping[str, Any]],
     suite: str,
 ) -> str:
-    """Builds the cards at the head of the page, from the results of one suite."""
+    """Builds the cards at the top of the page from the results of one suite."""
     best_evaluation = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last_evaluation = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall_s, episode_return = (
@@ -261,7 +261,7 @@ def _key_figures(
 
 
 def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Builds the card with a robot's timing."""
+    """Builds the card with a robot's timing; empty for runs without a robot."""
     latency = _last(rows, "env/robot_latency_ms_p50")
     if latency is None:
         return ""
@@ -273,8 +273,8 @@ def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
 def _evaluation(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
 ) -> str:
-    """Builds the charts of all evaluations, the most important one first and wide, and a table of the evaluations of
-    checkpoints.
+    """Builds HTML with the charts of all evaluations and a table of the checkpoints' evaluations. The most important chart
+    comes first and is wide.
     """
     charts = evaluation_curves(paths, rows, TALL)
     first_chart, *further_charts = charts
@@ -343,7 +343,7 @@ def _rate(result: Mapping[str, Any], name: str) -> str:
 
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Builds the HTML of the newest video of each suite; the files are next to the evaluations' results."""
+    """Builds HTML with the newest video of each suite. The video files are next to the evaluations' results."""
     newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
     film_figures = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '

@@ -49,7 +49,7 @@ class SuccessModel(Policy):
         return self.judge(encode_obs(self.encoder, obs)).squeeze(-1)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns None in place of a head's input, and probabilities of success as values (`Policy.features`)."""
+        """Returns None as the head's input, and probabilities of success as values (`Policy.features`)."""
         if policy:
             self._refuse_to_act()
         return None, self.logits(obs).sigmoid() if value else None
@@ -76,7 +76,7 @@ def reward_model(path: str, observation_space: Any) -> SuccessModel:
     """Loads the classifier of a run, a checkpoint or an export folder.
 
     Raises:
-        ConfigError: The folder contains no classifier, or one for other observations.
+        ConfigError: The folder contains no classifier, or a classifier for other observations.
     """
     model = load_policy(find_weights(path, KEY), Trust())
     if not isinstance(model, SuccessModel):
@@ -117,7 +117,7 @@ class SuccessRewardEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
-        """Restarts of the wrapped environment's processes."""
+        """Number of restarts of the wrapped environment's processes."""
         return self.env.restarts
 
     def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
@@ -187,7 +187,7 @@ class SuccessRewardEnv(VectorEnv):
 
 
 def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
-    """Returns each slot's observation after the step: `final` for slots whose episode ended, `obs` for the others."""
+    """Returns the observation of each slot after the step: `final` if its episode ended, otherwise `obs`."""
     if isinstance(obs, dict):
         return {key: _last(array, final[key], done) for key, array in obs.items()}
     return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

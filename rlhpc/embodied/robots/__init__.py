@@ -1,1 +1,1 @@
-"""Robots in the env rank's process or on other machines, behind one safety core."""
+"""Robots in the env rank's process or on other machines, each with a safety core."""

@@ -10,14 +10,14 @@ import numpy as np
 
 
 class Observation(NamedTuple):
-    """Observation, and the time at which it was taken (`time.monotonic`)."""
+    """Observation of a robot, and the time at which it was taken (`time.monotonic`)."""
 
     obs: Any
     taken_at: float
 
 
 class Verdict(NamedTuple):
-    """Reward of a step, and whether the task is done; None for unknown values."""
+    """Reward and success of a step. `success` is None if unknown; `failed` ends the episode as terminated."""
 
     reward: float
     success: bool | None = None
@@ -25,15 +25,15 @@ class Verdict(NamedTuple):
 
 
 class Robot(ABC):
-    """Driver of a robot. Calls come one at a time; `stop` comes at any time and from other threads.
+    """Driver of a robot. The safety core makes one call at a time, except `stop`, which may come at any time from any thread.
 
     Attributes:
-        observation_space: A `Box`, or a `Dict` of them.
-        action_space: A `Box`; no command leaves its bounds.
-        control_mode: Meaning of a command: `absolute` (a target in the numbers of `position`), `delta` (a difference) or
-            `velocity` (also forces). 0 is to hold still in the last two. `max_change` needs it.
-        reset_s: Seconds in which `reset` must have ended, or the robot is stopped. A reset that waits for a person
-            who puts things back sets `math.inf`.
+        observation_space: A `Box`, or a `Dict` of boxes.
+        action_space: A `Box`. All commands are within its bounds.
+        control_mode: Meaning of a command: `absolute` (a target in the coordinates of `position`), `delta` (a difference) or
+            `velocity` (also forces). In the modes delta and velocity, 0 means to hold still. `max_change` needs a mode.
+        reset_s: Maximum seconds of a `reset`; a longer reset stops the robot. Use `math.inf` for a reset that waits for a
+            person.
     """
 
     observation_space: Any
@@ -43,7 +43,7 @@ class Robot(ABC):
 
     @abstractmethod
     def reset(self, seed: int) -> None:
-        """Brings the robot to the start of an episode. `stop` must also end a movement that the reset makes."""
+        """Moves the robot to the start of an episode. `stop` must also end the movement of a reset."""
 
     @abstractmethod
     def act(self, action: np.ndarray) -> None:
@@ -59,11 +59,14 @@ class Robot(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Holds still, until the next `act` or `reset`. Safe at any time, also twice, and also while another call lasts."""
+        """Makes the robot hold still until the next `act` or `reset`. It must be safe at any time, also repeatedly and during
+        another call.
+        """
 
     def position(self) -> np.ndarray | None:
-        """Returns the measured position in the numbers of a command, as of now. `control_mode: absolute` needs it for
-        `max_change`."""
+        """Returns the current measured position, in the coordinates of a command; None if unknown. `max_change` needs it with
+        `control_mode: absolute`.
+        """
         return None
 
     def unsafe(self, obs: Any) -> str:
@@ -72,12 +75,13 @@ class Robot(ABC):
         return ""
 
     def ready(self) -> bool:
-        """Returns whether a person has said since the last stop that the robot may move again, as with a button at it."""
+        """Returns whether a person has allowed the robot to move again since the last stop, for example with a button."""
         return False
 
     def independent_stop(self) -> Callable[[], None] | None:
-        """Returns a function that stops the robot from another process, over a connection that it opens itself; None if
-        there is no such way. It is pickled (cloudpickle)."""
+        """Returns a function that stops the robot from another process over a new connection; None if the driver has no such
+        function. The function is pickled with cloudpickle.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 (not all have something to free)

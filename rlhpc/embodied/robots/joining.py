@@ -1,5 +1,5 @@
-"""Authenticated connections of robots to a run: the run listens, accepts a robot that proves that it has a key, and accepts
-the same robot again after its connection was lost.
+"""Authenticated connections of robots to a run. The run listens and accepts a robot that proves possession of a key. It
+accepts the same robot again after a lost connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEY_POLL_S = 0.2
 
 
 class RobotRefused(ConfigError):
-    """Error raised if the run rejects a robot; the message gives the reason."""
+    """Error raised if the run rejects a robot. The message gives the reason."""
 
 
 def proof(secret: str, role: str, *parts: str) -> str:
@@ -89,7 +89,7 @@ class _RobotMeetingPoint:
 
 @dataclass(frozen=True)
 class Key:
-    """Key that authenticates a robot; its file is copied to the robot.
+    """Key that authenticates a robot. The user copies its file to the robot.
 
     Attributes:
         id: Identifier of the key, which is not secret.
@@ -144,11 +144,11 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
         output: Key file, to be copied to the robot.
         slot: Slot of the robot; None if the run has one robot.
         minutes: Validity of the key, in minutes.
-        wait_s: Maximum time until the run waits for a robot, in seconds.
-        run: Name of the run as the user wrote it.
+        wait_s: Maximum seconds to wait until the run waits for a robot.
+        run: Name of the run, for messages.
 
     Raises:
-        ConfigError: The run waits for no robot, or for several.
+        ConfigError: The run waits for no robot or for several robots, or `output` exists.
     """
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists: a key is written once; name another file")
@@ -194,7 +194,7 @@ def _use(folder: Path, slot: int, name: str, check_fit: Callable[[], None]) -> N
 
     Args:
         folder, slot, name: Folder, slot and identifier of the key.
-        check_fit: Function that raises if the robot cannot be accepted; the key then stays unused.
+        check_fit: Function that raises an error if the robot cannot be accepted. The key then stays unused.
 
     Raises:
         RobotRefused: The key has been used or has expired; the message says when.
@@ -217,8 +217,8 @@ def _elapsed_text(when: float) -> str:
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which a connection must prove that it has a key, and the maximum number of unproven connections. A further
-#: connection replaces the oldest one of the address that has the most.
+#: Seconds within which a connection must prove possession of a key, and the maximum number of unproven connections. Another
+#: connection replaces the oldest connection of the address with the most connections.
 GREETING_S, _MAX_UNPROVEN = 10.0, 32
 _POLL_S = 0.2
 #: Maximum seconds until the closed connection of an earlier robot process is detected.
@@ -245,7 +245,7 @@ class RobotListener:
         slot: Global number of the robot's slot.
         address: Address to listen on.
         run: Name of the run.
-        misfit: Returns the reason why a robot with the given description cannot be accepted; empty if it can.
+        misfit: Returns the reason why a robot with a description cannot be accepted; empty if the robot fits.
 
     Attributes:
         place: Published meeting point.
@@ -273,7 +273,9 @@ class RobotListener:
         self._acceptor = listener.serve(self._accept, "robot-meeting")
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
-        """Waits for the robot; returns its connection and whether this is its first use, or None after `timeout_s`."""
+        """Waits for the robot. Returns its connection and whether this is the first use of its session; None after a
+        timeout.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -310,7 +312,7 @@ class RobotListener:
         threading.Thread(target=self._handle, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
-        """Removes a connection from the unproven connections."""
+        """Removes a socket from the table of unproven connections."""
         with self._unproven_lock:
             self._unproven.remove(sock)
 
@@ -325,7 +327,7 @@ class RobotListener:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> bool:
-        """Runs the handshake; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
+        """Runs the handshake and returns whether a robot has joined. A peer without a key learns only that it is rejected."""
         nonce = secrets.token_hex(32)
         send_greeting(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
         greeting = receive_greeting(sock, GREETING_S)
@@ -397,11 +399,11 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
     """Joins a run from the robot's side, with a key or with the session of an earlier join.
 
     Returns:
-        The connection, and the session's name and secret, with which a robot that joined with a key reconnects.
+        The connection, and the session's name and secret. A robot that joined with a key uses them to reconnect.
 
     Raises:
         RobotRefused: The run rejected the robot.
-        ConnectionLost: The run did not answer, or its answer does not prove that it knows the secret.
+        ConnectionLost: The run did not answer, or did not prove that it knows the secret.
     """
     greeting = receive_greeting(sock, GREETING_S)
     if greeting.get("rlhpc robot") != _VERSION:

@@ -1,4 +1,4 @@
-"""Limits of a robot's commands, and the errors of a command that is refused."""
+"""Limits of a robot's commands, and the errors of rejected commands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CommandLimits(NamedTuple):
     """Limits of a robot's commands.
 
     Attributes:
-        stale_s: Maximum age of an observation, and time without a command after which the robot holds still, in seconds.
-        max_change: Maximum distance of each component of a command from the robot's current state; None for no limit.
+        stale_s: Maximum age of an observation in seconds. The robot also holds still after this time without a command.
+        max_change: Maximum difference of each component of a command from the robot's current state; None for no limit.
         resume: Who ends a safety stop: `person` or `auto`.
     """
 
@@ -36,7 +36,7 @@ class CommandLimits(NamedTuple):
 
 
 def why_no_max_change(driver: Robot) -> str:
-    """Returns the reason why `max_change` cannot be enforced with a driver; empty if it can."""
+    """Returns the reason why `max_change` cannot be enforced with a driver; empty if it can be enforced."""
     driver_name = f"{type(driver).__module__}:{type(driver).__name__}"
     if driver.control_mode not in CONTROL_MODES:
         return (
@@ -52,8 +52,9 @@ def why_no_max_change(driver: Robot) -> str:
 
 
 def nearest_command(action: np.ndarray, space: Any, here: np.ndarray | None, change: float | None) -> np.ndarray | None:
-    """Returns the command nearest to `action` within the bounds of `space` and no more than `change` from `here`, in the dtype
-    of the space; None if there is no such command."""
+    """Returns the command nearest to `action` that is within the bounds of `space` and at most `change` from `here`, in the
+    space's dtype; None if the bounds exclude all such commands.
+    """
     low, high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
     if change is None or here is None:
         return np.clip(action, low, high).astype(space.dtype)

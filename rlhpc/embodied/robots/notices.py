@@ -1,6 +1,6 @@
 """Notices of robots that must not move: a safety stop, and a process that ended without closing its robot.
 
-A notice is a file of the user's on the robot's machine. A robot with one stays still until a person takes it back
+A notice is a file of the user on the robot's machine. A robot with a notice holds still until a person withdraws the notice
 (`rlhpc robot resume`), also in a later process.
 """
 
@@ -29,13 +29,13 @@ def notices_folder() -> Path:
 
 
 def robot_name(path: str, kwargs: Mapping[str, Any]) -> str:
-    """Returns the name of a robot, the same for each process that builds it with the same class and arguments."""
+    """Returns the name of a robot. It is the same in all processes that build the robot with the same class and arguments."""
     digest = hashlib.sha256(json.dumps([path, kwargs], sort_keys=True, default=str).encode()).hexdigest()
     return f"{re.sub('[^A-Za-z0-9]+', '-', path).strip('-')}-{digest[:6]}"
 
 
 def _process_began(pid: int) -> str | None:
-    """Returns when a process of this machine began, in the kernel's ticks; None if there is no such process."""
+    """Returns the start time of a process of this machine, in kernel ticks; None if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -46,7 +46,7 @@ class Notice:
     """Notice of one robot.
 
     Args:
-        robot: Its name, see `robot_name`.
+        robot: Name of the robot (`robot_name`).
     """
 
     def __init__(self, robot: str) -> None:
@@ -57,7 +57,7 @@ class Notice:
         self._lock = threading.Lock()
 
     def earlier_reason(self) -> str:
-        """Returns the reason in an earlier process's notice why the robot must stay still; empty if it may move."""
+        """Returns the reason from an earlier process's notice why the robot must hold still; empty if it may move."""
         try:
             record = read_json(self._path.read_bytes())
             reason, node, pid, notice_id = str(record["reason"]), record["node"], int(record["pid"]), record["id"]
@@ -72,9 +72,10 @@ class Notice:
         return f"process {pid} on {node} ended without closing it"
 
     def post(self, reason: Callable[[], str]) -> None:
-        """Writes the notice if it does not exist; a notice without a reason takes effect when this process has
-        ended."""
-        with self._lock:  # whoever comes last writes what holds then
+        """Writes the notice if it does not exist or has another reason. A notice without a reason takes effect when this
+        process ends.
+        """
+        with self._lock:  # the last caller writes the current reason
             current_reason = reason()
             if not self._id or self._reason != current_reason:
                 self._reason, self._id = current_reason, time.time_ns()
@@ -114,7 +115,7 @@ def stopped_robots() -> list[dict[str, Any]]:
 
 
 def resume(robot: str) -> str:
-    """Takes back the notice of a stopped robot; returns the reason that it had.
+    """Withdraws the notice of a stopped robot, and returns the reason of the stop.
 
     Raises:
         ConfigError: No robot of that name is stopped.

@@ -1,8 +1,8 @@
 """Protocol between a run and a robot: messages of JSON and plain arrays, without executable content.
 
-A message is two lengths, JSON, the bytes of its arrays, and an HMAC-SHA256 over a count and all of it, under the connection's
-own key, which is checked before the content is parsed. Either side sends a sign of life every second; a side that receives
-nothing for `LOST_S` regards the connection as lost.
+A message consists of two lengths, JSON, the bytes of its arrays, and an HMAC-SHA256 over a message count and the
+message, under a key of the connection. The HMAC is checked before the content is parsed. Each side sends a heartbeat
+every second. A side that receives nothing for `LOST_S` regards the connection as lost.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gymnasium import spaces
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json
 
-#: Silence after which the other side is lost, and interval of signs of life.
+#: Seconds of silence after which the other side is lost, and seconds between heartbeats.
 LOST_S, SIGN_S = 5.0, 1.0
 _HEAD = struct.Struct("!II")
 _MAC = 32
-#: Maximum bytes of a message's JSON, and of its arrays; of a greeting, before a key is proven.
+#: Maximum bytes of a message's JSON, of its arrays, and of a greeting, which precedes the proof of a key.
 _MAX_JSON_BYTES, _MAX_ARRAY_BYTES, MAX_GREETING = 1 << 20, 1 << 26, 1 << 16
 _DTYPES = {name: np.dtype(name) for name in (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
@@ -43,7 +43,7 @@ class ConnectionLost(ConnectionError):
 
 
 class Message(NamedTuple):
-    """Content of a message, and the arrays with it."""
+    """Message: JSON fields and arrays by name."""
 
     fields: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -63,7 +63,7 @@ def pack_message(
 
 
 def unpack_message(text: bytes, body: bytes) -> Message:
-    """Parses a message; inverse of `packed`.
+    """Parses a message from its JSON and the bytes of its arrays (see `pack_message`).
 
     Raises:
         ValueError: The bytes are not a valid message.
@@ -76,16 +76,16 @@ def unpack_message(text: bytes, body: bytes) -> Message:
         dtype_name, shape = array_header
         if dtype_name not in _DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"no array of {dtype_name!r}{shape!r}")
-        count = math.prod(shape)
-        if offset + count * _DTYPES[dtype_name].itemsize > len(body):
+        num_elements = math.prod(shape)
+        if offset + num_elements * _DTYPES[dtype_name].itemsize > len(body):
             raise ValueError("an array is longer than its message")
-        arrays[name] = np.frombuffer(body, _DTYPES[dtype_name], count, offset).reshape(shape).copy()
+        arrays[name] = np.frombuffer(body, _DTYPES[dtype_name], num_elements, offset).reshape(shape).copy()
         offset += arrays[name].nbytes
     return Message(content["words"], arrays)
 
 
 def send_greeting(sock: socket.socket, fields: Mapping[str, Any]) -> None:
-    """Sends a message of the greeting, which contains its HMACs."""
+    """Sends a message of the greeting, whose fields contain the proofs."""
     sock.sendall(b"".join(pack_message(fields, {}, MAX_GREETING)))
 
 
@@ -93,7 +93,7 @@ def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Receives a message of the greeting.
 
     Raises:
-        ConnectionLost: It did not come in time, or was invalid.
+        ConnectionLost: The message did not arrive in time, or is invalid.
     """
     deadline = time.monotonic() + timeout_s
     sizes = _HEAD.unpack(_exactly(sock, _HEAD.size, deadline))
@@ -126,12 +126,12 @@ class RobotConnection:
 
     Args:
         sock: Connected socket, which the connection takes over.
-        key: Key of this connection alone.
-        role, peer_role: Names of this side and the other.
+        key: HMAC key of this connection.
+        role, peer_role: Names of this side and the other side.
 
     Attributes:
         loss_reason: Reason why the other side is regarded as gone; empty while it is connected.
-        round_trips_s: Round-trip times of signs of life, by this side's clock.
+        round_trips_s: Round-trip times of heartbeats, by this side's clock.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, role: bytes, peer_role: bytes) -> None:
@@ -165,7 +165,7 @@ class RobotConnection:
             raise ConnectionLost(self.loss_reason)
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Returns the next message; None if none comes in time.
+        """Returns the next message; None after `timeout_s` without a message.
 
         Raises:
             ConnectionLost: The other side is gone.
@@ -248,8 +248,8 @@ _KEY = "env.train.kwargs"
 
 
 def observation_space_of(description: Any) -> spaces.Space[Any]:
-    """Returns the observation space that `kwargs.observes` describes: a shape or a mapping of shapes, of three numbers for
-    pictures.
+    """Returns the observation space that `kwargs.observes` describes: a shape or a mapping of shapes. A shape of three numbers
+    is a picture.
 
     Raises:
         ConfigError: The value is not such a description.
@@ -291,7 +291,7 @@ def action_space_of(description: Any) -> spaces.Box:
 
 
 def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
-    """Returns a description of a robot's spaces that JSON can represent."""
+    """Returns a description of a robot's spaces as a JSON object."""
     subspaces = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
     observes = {
         name: ["pictures" if subspace.dtype == np.uint8 else "numbers", list(subspace.shape or ())]
@@ -302,8 +302,9 @@ def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
 
 
 def misfit(expected: Mapping[str, Any], description: Any) -> str:
-    """Returns a text about the first difference between a robot's description and the run's configuration; empty if
-    they agree."""
+    """Returns a text about the first difference between a robot's description and the run's configuration; empty if they
+    agree.
+    """
     for name in ("observes", "acts"):
         expected_part, robot_part = expected[name], description.get(name) if isinstance(description, Mapping) else None
         is_same = expected_part == robot_part

@@ -1,4 +1,4 @@
-"""Environment of a remote robot, outside the cluster: the robot joins the run over SSH, with a key."""
+"""Environment of a remote robot outside the cluster, which joins the run over SSH with a key."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _POLL_S = 0.2
 
 
 class DistantRobotVectorEnv(OneRobotEnv):
-    """Vector environment of one remote robot (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
+    """Vector environment of one remote robot (`rlhpc robot serve`); `env_id` is the name in messages. Episodes cannot be
     resumed.
 
     The safety core on the robot's machine enforces rate, limits and safety. This class requests the steps and waits for them,
-    without a deadline while the robot waits for a person. When the connection to the robot is lost, its episode ends as
+    without a deadline while the robot waits for a person. When the connection to the robot is lost, the episode ends as
     truncated, without an entry in the statistics (`infos["lost"]`), and the run waits.
 
-    `kwargs`: `observes` and `acts`, descriptions of its spaces (see `protocol`); `hz`, `stale_s`, `max_change`, `late`, see
-    `RobotVectorEnv`; `wait_s` (600), time to wait for the robot; `interface` (null), the network interface to listen on;
-    `folder` (null), the folder of addresses and keys, by default in the run's registry.
+    `kwargs`: `observes` and `acts`, descriptions of the robot's spaces (see `protocol`); `hz`, `stale_s`, `max_change`,
+    `late`, see `RobotVectorEnv`; `wait_s` (600), time to wait for the robot; `interface` (null), the network interface
+    to listen on; `folder` (null), the folder of addresses and keys, by default in the run's registry.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -91,7 +91,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
     # -- connection -----------------------------------------------------------------------------------------------
 
     def _open_listener(self) -> RobotListener:
-        """Returns the listener, which is opened at the first call: a check of the configuration opens nothing."""
+        """Returns the listener. The first call opens it, so that a check of the configuration opens nothing."""
         if self._listener is None:
             from rlhpc.runtime.comm.context import installed
 
@@ -116,7 +116,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
 
     def _misfit(self, about: Any) -> str:
-        """Returns why a robot does not fit this environment; empty if it fits."""
+        """Returns the reason why a robot does not fit this environment; empty if it fits."""
         spaces = describe_spaces(self.observation_space, self.action_space)
         if reason := misfit(spaces, about):
             return reason
@@ -146,7 +146,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
     # -- episodes -------------------------------------------------------------------------------------------------
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Starts an episode, once the robot is there (`VectorEnv.reset`)."""
+        """Starts an episode, once the robot has joined (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed = seed
         return self._begin(seed), {}
@@ -174,7 +174,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 self._lose(error)
 
     def refresh(self) -> Any:
-        """Returns a present observation (`VectorEnv.refresh`); a lost robot is reported by the next step."""
+        """Returns a current observation (`VectorEnv.refresh`). The next step reports a lost robot."""
         try:
             self._obs = self._observation_from(
                 self._request({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs"
@@ -184,7 +184,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         return self._obs
 
     def step(self, actions: np.ndarray) -> Step:
-        """Makes one step of the robot in real time (`VectorEnv.step`)."""
+        """Executes one step of the robot in real time (`VectorEnv.step`)."""
         space = self.action_space
         action = np.asarray(actions, space.dtype).reshape(space.shape)
         try:
@@ -217,7 +217,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         """Sends a request to the robot and returns its answer.
 
         Raises:
-            ConnectionLost: The robot is gone, or does not finish.
+            ConnectionLost: The robot is gone, or does not answer in time.
         """
         connection = self._connection
         assert connection is not None
@@ -229,7 +229,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             self._trips += len(round_trips_s)
             self.timing.record_round_trips(round_trips_s)
             if answer is not None and answer.fields.get("number") == self._num_requests:
-                if "waits" in answer.fields:  # for a person, without a deadline
+                if "waits" in answer.fields:  # the robot waits for a person, without a deadline
                     deadline = time.monotonic() + self._wait_s
                     self._note_wait(str(answer.fields["waits"]))
                     continue

@@ -25,48 +25,48 @@ __all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Ver
 
 log = logging.getLogger(__name__)
 
-#: Consecutive commands that may be refused because the policy takes too long.
+#: Maximum number of consecutive commands that are rejected because the policy takes too long.
 _REFUSALS = 20
-#: Consecutive stops during resets after which a robot with `resume: auto` is given up.
+#: Number of consecutive stops during resets after which a robot with `resume: auto` raises an error.
 _STOPS = 3
 
 
 class OneRobotEnv(VectorEnv):
-    """Vector environment of one robot. A chunk ends with its episode, and at a refused command."""
+    """Vector environment of one robot. A chunk ends with its episode or at a rejected command."""
 
     num_envs = 1
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The remainder is dropped:
-        it was chosen for a scene that no longer exists.
+        """Executes an action chunk until it or the episode ends (`VectorEnv.chunk_step`). The remaining actions are dropped,
+        because they were chosen for an earlier scene.
         """
         length = actions.shape[1]
         if length == 1:
             return self.step(actions[:, 0])
         rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
-        for i in range(length):
-            obs, step_rewards, terminations, truncations, infos = self.step(actions[:, i])
-            rewards[:, i], executed[:, i] = step_rewards, "lost" not in infos
-            if not executed[0, i] or terminations[0] or truncations[0]:
+        for index in range(length):
+            obs, step_rewards, terminations, truncations, infos = self.step(actions[:, index])
+            rewards[:, index], executed[:, index] = step_rewards, "lost" not in infos
+            if not executed[0, index] or terminations[0] or truncations[0]:
                 break
         infos["chunk"] = {"rewards": rewards, "mask": executed}
         return obs, rewards.sum(1), terminations, truncations, infos
 
 
 class RobotVectorEnv(OneRobotEnv):
-    """Vector environment of one local robot. Its episodes cannot be resumed.
+    """Vector environment of one local robot. Episodes cannot be resumed.
 
     `kwargs`: `hz` (10), steps per second; `max_change`, `stale_s` and `resume`, see `CommandLimits`; `late` (keep): the robot
-    repeats the last command, or must `stop`, when the next command is late; the others are the robot's arguments. A safety
-    stop ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
-    person allows it. A refused command does the same, except that the next episode begins at once.
+    repeats the last command, or must `stop`, when the next command is late. Other keys are the robot's arguments. A
+    safety stop ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next
+    episode begins when a person allows it. A rejected command does the same, except that the next episode begins at once.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: 1.
         slot_offset: Global number of the slot.
         seed: Seed of the run.
-        robot: Existing robot, if any; its safety core, if other code closes it.
+        robot: Existing robot, or its safety core if other code closes the robot; None builds the robot from `cfg`.
     """
 
     holds_hardware = True
@@ -101,7 +101,7 @@ class RobotVectorEnv(OneRobotEnv):
         return self._begin(), {}
 
     def _begin(self) -> Any:
-        """Begins an episode, once the robot may move; returns its first observation."""
+        """Begins an episode once the robot may move, and returns the first observation."""
         (seed,) = self.episodes.begin(np.array([0]))
         for num_stops in range(1 << 62):
             self._core.wait_for_person(self.on_wait)
@@ -115,7 +115,7 @@ class RobotVectorEnv(OneRobotEnv):
         return _row(observation.obs)
 
     def refresh(self) -> Any:
-        """Returns a present observation (`VectorEnv.refresh`). A robot that must be stopped is reported by the next step."""
+        """Returns a current observation (`VectorEnv.refresh`). The next step reports a stopped robot."""
         self._tick = time.monotonic()
         try:
             return _row(self._core.observe().obs)
@@ -123,7 +123,7 @@ class RobotVectorEnv(OneRobotEnv):
             return self._newest()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Takes one step in its time (`VectorEnv.step`)."""
+        """Executes one step of the control period (`VectorEnv.step`)."""
         try:
             verdict = self._move(actions)
         except (RobotStopped, StaleObservation) as refusal:
@@ -141,7 +141,7 @@ class RobotVectorEnv(OneRobotEnv):
         return obs, rewards, terminations, truncations, infos
 
     def _end_lost_episode(self, refusal: RlhpcError) -> Step:
-        """Ends the episode at a stop, or at a command that was refused."""
+        """Ends the episode after a stop or a rejected command, and begins the next episode."""
         self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
         if self._refusals >= _REFUSALS:
             raise RlhpcError(
@@ -159,14 +159,14 @@ class RobotVectorEnv(OneRobotEnv):
         )
 
     def _move(self, actions: np.ndarray) -> Verdict:
-        """Sends the command and waits for the end of the step; returns its reward."""
+        """Sends the command, waits for the end of the step, and returns the driver's verdict on the step."""
         previous_observation = self._core.observation
-        ends_at = self._tick + self._period
-        within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
-        sent_at = self._core.command(actions[0], within_s)
-        self._tick = max(ends_at, sent_at)
+        step_end = self._tick + self._period
+        within_s = max(step_end - time.monotonic(), 0.0) + self._period if self._stops_late else None
+        sent_time = self._core.command(actions[0], within_s)
+        self._tick = max(step_end, sent_time)
         assert previous_observation is not None
-        self.timing.record_command(sent_at - previous_observation.taken_at, is_late=sent_at > ends_at)
+        self.timing.record_command(sent_time - previous_observation.taken_at, is_late=sent_time > step_end)
         if (pause_s := self._tick - time.monotonic()) > 0:
             time.sleep(pause_s)
         self.timing.record_step(dropped=self._core.observe().taken_at == previous_observation.taken_at)
@@ -183,7 +183,7 @@ class RobotVectorEnv(OneRobotEnv):
 
 
 class Pace(NamedTuple):
-    """Rate and limits of a robot; see `RobotVectorEnv`."""
+    """Control rate and limits of a robot (see `RobotVectorEnv`)."""
 
     hz: float
     stale_s: float
@@ -192,7 +192,7 @@ class Pace(NamedTuple):
     resume: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the values by their keys in `kwargs`, as a remote robot gets them."""
+        """Returns the values by their keys in `kwargs`, for a remote robot."""
         fields = self._asdict()
         return {"late": fields.pop("late_action"), **fields}
 
@@ -203,7 +203,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
-        """Takes rate and limits out of `kwargs`.
+        """Removes rate and limits from `kwargs` and returns them.
 
         Raises:
             ConfigError: A number is not above 0, another value is invalid, or a rank has several robots.
@@ -229,10 +229,10 @@ class Pace(NamedTuple):
 
 
 def above_0(name: str, value: Any) -> float:
-    """Returns a number of `kwargs`, checked.
+    """Checks a number of `kwargs` and returns it as a float.
 
     Raises:
-        ConfigError: It is not a finite number above 0.
+        ConfigError: The value is not a finite number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"env.train.kwargs.{name} is {value!r}; it must be a number above 0")

@@ -1,6 +1,6 @@
-"""Safety core of a robot: the only code that calls the robot's driver. Every command passes through it.
+"""Safety core of a robot: the only code that calls the robot's driver.
 
-It guarantees for all callers, from any thread:
+The safety core guarantees for all callers, from any thread:
 
 - A command that is not finite is not sent, and stops the robot.
 - A command is within the bounds of the action space. With `max_change` it is also close to the robot's current state: to the
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the watchdog thread.
 _WATCH_INTERVAL_S = 0.01
-#: Maximum seconds that a stop waits, so that it follows a movement: a running one, and one that is about to begin.
+#: Maximum seconds that a stop waits for a running movement, and for a movement that is about to begin, so that it comes last.
 _SENDING_S, _BEGINNING_S = 0.03, 1.0
-#: Seconds between two checks for a person's permission, and between reminders that it is needed.
+#: Seconds between two checks for a person's permission, and between reminders that a permission is needed.
 _READY_POLL_S, _REMIND_S = 0.2, 60.0
 #: Maximum seconds by which an observation's time may be in the future.
 _CLOCK_TOLERANCE_S = 0.05
@@ -51,7 +51,7 @@ class SafetyCore:
     Args:
         driver: Driver of the robot; no other code may call it from now on.
         limits: Limits of commands.
-        name: Name in messages and notices; if it is empty, no notice is written for later processes.
+        name: Name in messages and notices. With an empty name, no notice is written for later processes.
 
     Attributes:
         observation: Newest observation; None before the first reset.
@@ -78,7 +78,7 @@ class SafetyCore:
         except BaseException:
             driver.close()
             raise
-        self._notice = Notice(name) if name else None  # for later processes
+        self._notice = Notice(name) if name else None  # notice for later processes
         if self._notice is not None and (reason := self._notice.earlier_reason()):
             self.stop(reason)
         threading.Thread(target=self._watch, name="robot-watchdog", daemon=True).start()
@@ -99,7 +99,7 @@ class SafetyCore:
         self.limits = limits
 
     def why_no_max_change(self) -> str:
-        """Returns the reason why `max_change` cannot be enforced with this driver; empty if it can."""
+        """Returns the reason why `max_change` cannot be enforced with this driver; empty if it can be enforced."""
         return why_no_max_change(self.__driver)
 
     # -- episodes and commands ------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class SafetyCore:
             return self._observe()
 
     def command(self, action: np.ndarray, within_s: float | None = None) -> float:
-        """Limits a command that is based on the newest observation, and sends it; returns the time by `time.monotonic`.
+        """Limits a command that is based on the newest observation, sends it, and returns the time (`time.monotonic`).
 
         Args:
             action: Command, of the shape of the action space.
@@ -172,7 +172,7 @@ class SafetyCore:
             return verdict
 
     def _require_fresh(self) -> float:
-        """Checks that the newest observation is not too old; returns the current time by `time.monotonic`.
+        """Checks that the newest observation is not too old, and returns the current time (`time.monotonic`).
 
         Raises:
             StaleObservation: The observation is too old; the robot holds still.
@@ -226,11 +226,11 @@ class SafetyCore:
     # -- calls of the driver --------------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls a method of the driver and returns its result. Stops the robot if the driver raises; `_check` stops it if the
-        call hangs.
+        """Calls a method of the driver and returns its result. Stops the robot if the driver raises an error; `_check` stops
+        the robot if the call hangs.
         """
-        limit = self.__driver.reset_s if name == "reset" else self.limits.stale_s
-        self._call_under_way = (name, time.monotonic(), limit)
+        max_s = self.__driver.reset_s if name == "reset" else self.limits.stale_s
+        self._call_under_way = (name, time.monotonic(), max_s)
         try:
             return getattr(self.__driver, name)(*args)
         except KeyboardInterrupt:
@@ -243,11 +243,11 @@ class SafetyCore:
             self._call_under_way = None
 
     def _move(self, name: str, argument: Any, before: State, after: State, until: float | None = None) -> bool:
-        """Makes a call that moves the robot, if the robot is still in the state `before`. A stop that arrives during the call
-        is repeated after it.
+        """Makes a call that moves the robot if the robot is still in the state `before`. A stop that arrives during the call
+        is repeated after the call.
 
         Returns:
-            Whether the call was made; False if the robot has been made to hold still in the meantime.
+            Whether the call was made; False if the robot was no longer in the state `before`.
         """
         with self._sending:
             self._check_watchdog(moving=True)
@@ -262,8 +262,9 @@ class SafetyCore:
         return True
 
     def _check_watchdog(self, *, moving: bool) -> None:
-        """Sends a heartbeat to the watchdog process, if there is one. Stops the robot if the watchdog process has stopped
-        its hardware."""
+        """Sends a heartbeat to the watchdog process, if any. Stops the robot if the watchdog process has stopped its
+        hardware.
+        """
         if self._process is not None:
             self._process.beat(moving=moving, silence_s=self.limits.stale_s)
             if self._process.fired():
@@ -305,8 +306,7 @@ class SafetyCore:
             self._stop_driver()
 
     def stop(self, reason: str) -> None:
-        """Stops the robot for safety: nothing moves it until a person allows it. Any thread may call this, also
-        repeatedly."""
+        """Stops the robot for safety: nothing moves it until a person allows it. Any thread may call this repeatedly."""
         is_new = self._states.stop(reason)
         if self.state is State.CLOSED:
             return
@@ -322,10 +322,10 @@ class SafetyCore:
             self._notice.post(lambda: self._states.reason if self.limits.resume == "person" else "")
 
     def wait_for_person(self, check: Callable[[str], None] = lambda reason: None) -> None:
-        """Waits until a stopped robot may move again, without a deadline; returns at once if it is not stopped.
+        """Waits without a deadline until a stopped robot may move again. Returns at once if the robot is not stopped.
 
         Args:
-            check: Function called repeatedly with the reason of the stop; cancels the wait by raising.
+            check: Function called repeatedly with the reason of the stop. It cancels the wait by raising an error.
 
         Raises:
             RobotStopped: The robot was closed.
@@ -359,8 +359,7 @@ class SafetyCore:
             return False
 
     def close(self) -> None:
-        """Stops and releases the robot; waits at most a few seconds for its driver, also if another thread is closing
-        it."""
+        """Stops and releases the robot. Waits at most a few seconds for the driver, also if another thread is closing it."""
         self.end()
         previous_state = self._states.close()
         if previous_state is State.CLOSED:
@@ -400,7 +399,7 @@ class SafetyCore:
 
 
 def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
-    """Builds a robot's driver from its class, given as `module:Class`; returns the safety core that contains it.
+    """Builds a robot's driver from its class (`module:Class`), and returns the driver's safety core.
 
     Raises:
         ConfigError: The class cannot be imported or rejects its arguments, or `max_change` cannot be enforced.

@@ -1,4 +1,4 @@
-"""Robot server: joins a robot to a run, executes the run's requests, and stops the robot when the run is silent."""
+"""Robot server, which joins a robot to a run, executes the run's requests, and stops the robot if the connection is lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rlhpc.runtime.os_resources import start_bound_to_parent
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-#: Seconds for the ssh login, in which a user may have to type a password.
+#: Maximum seconds of the ssh login, during which a user may have to type a password.
 _LOGIN_S = 60.0
-#: Pauses between attempts to reach the run: the first, and the longest.
+#: First and maximum pause between attempts to reach the run, in seconds.
 _RETRY_PAUSES_S = (0.5, 4.0)
-#: Seconds between messages to the run that the robot waits for a person.
+#: Seconds between messages that tell the run that the robot waits for a person.
 _REMIND_S = 1.0
 #: Settings of `RobotVectorEnv` for which the robot's machine may set upper bounds.
 BOUNDS = ("hz", "stale_s", "max_change")
@@ -44,8 +44,8 @@ class RobotRoute:
 
     Args:
         key: Key with the run's address.
-        ssh: Arguments for ssh: options and a host that reaches the address; empty to connect directly.
-        address: Direct address instead of the run's, such as the end of an existing tunnel.
+        ssh: Arguments for ssh: options and a host that can reach the address; empty to connect directly.
+        address: Address `HOST:PORT` that replaces the run's address, such as the end of an existing tunnel.
     """
 
     def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:
@@ -109,11 +109,11 @@ class RobotRoute:
 
 
 class _RobotReleased(Exception):
-    """The run released the robot while it waited for a person; holds the number of the run's message."""
+    """Exception raised when the run releases the robot during a wait for a person. Its argument is the message's number."""
 
 
 def machine_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
-    """Returns the limits of a robot before a run requests narrower ones."""
+    """Returns the limits of a robot before a run requests narrower limits."""
     return CommandLimits(bounds.get("stale_s", CommandLimits().stale_s), bounds.get("max_change"), resume)
 
 
@@ -122,7 +122,7 @@ class RobotServer:
 
     Args:
         robot: The robot, or its safety core.
-        bounds: Bounds of `BOUNDS` that this machine sets for all runs.
+        bounds: Upper bounds of the settings in `BOUNDS` that this machine sets for all runs.
         notify: Shows a message to the person at the robot.
     """
 
@@ -137,7 +137,7 @@ class RobotServer:
 
         Raises:
             RobotRefused: The run rejects the robot.
-            RlhpcError: The run is gone, or cannot be reached.
+            RlhpcError: The run is gone or cannot be reached, or the robot's code failed.
         """
         spaces = describe_spaces(self._core.observation_space, self._core.action_space)
         description = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
@@ -178,7 +178,7 @@ class RobotServer:
     def _join(
         self, route: RobotRoute, name: str, secret: str, about: str
     ) -> tuple[RobotConnection | None, tuple[str, str], str]:
-        """Returns a connection to the run with the session, or the reason why the connection failed."""
+        """Returns a connection to the run, the session and "", or None, an empty session and the reason of the failure."""
         try:
             sock = route.open()
         except OSError as error:
@@ -230,7 +230,9 @@ class RobotServer:
         return True
 
     def _remind(self, connection: RobotConnection, number: int) -> Callable[[str], None]:
-        """Returns a function that tells the run that the robot waits for a person, and ends the wait when the run is gone."""
+        """Returns a function that tells the run that the robot waits for a person, and that ends the wait if the run is
+        gone.
+        """
         last_reminder = 0.0
 
         def remind(reason: str) -> None:

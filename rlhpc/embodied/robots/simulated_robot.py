@@ -1,4 +1,4 @@
-"""Simulated robot: a gymnasium environment that runs in real time, with or without commands."""
+"""Simulated robot: a Gymnasium environment that runs in real time, with or without commands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 
 
 class SimulatedRobot(Robot):
-    """Robot simulated by a gymnasium environment. Between commands it repeats the last one, or does nothing after a stop.
+    """Robot simulated by a Gymnasium environment. Between commands it repeats the last command; after a stop it does nothing.
 
     Args:
-        simulates: Id of a gymnasium environment with a `Box` of actions, of which 0 is to do nothing.
+        simulates: Id of a Gymnasium environment with a `Box` of actions, in which 0 means to do nothing.
         moves_hz: Steps of the environment per second.
-        drop: Share of its observations that get lost.
+        drop: Fraction of the observations that are lost.
         simulator: Arguments of the environment.
     """
 
@@ -68,7 +68,7 @@ class SimulatedRobot(Robot):
             return self._observation
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """Returns the sum of rewards since the last call."""
+        """Returns the sum of rewards since the last call, and whether the episode terminated (`Robot.judge`)."""
         del obs, action
         with self._lock:
             reward, self._reward = self._reward, 0.0

@@ -1,4 +1,4 @@
-"""State machine of a robot: whether it may be reset, may be moved, or waits for a person."""
+"""State machine of a robot, which determines whether the robot may be reset or moved, or waits for a person."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rlhpc.runtime.errors import RlhpcError
 
 
 class State(enum.Enum):
-    """State of a robot. A reset leads from `IDLE` over `RESETTING` to `HELD`, a command from there or `MOVING` to `MOVING`."""
+    """State of a robot. A reset leads from `IDLE` via `RESETTING` to `HELD`; a command leads from `HELD` or `MOVING` to
+    `MOVING`.
+    """
 
     IDLE = "holds still, and must be reset"
     RESETTING = "is being reset"
@@ -24,14 +26,14 @@ LIVE = (State.RESETTING, State.HELD, State.MOVING)
 
 
 class StateMachine:
-    """State of one robot, which any thread may change. Only a person can lead from `STOPPED` to `IDLE`.
+    """State machine of one robot, for use from any thread. Only `resume` leads from `STOPPED` to `IDLE`.
 
     Args:
         name: Name of the robot.
 
     Attributes:
-        current: The state.
-        reason: Why the robot is stopped; empty if it is not.
+        current: Current state.
+        reason: Reason why the robot is stopped; empty if it is not stopped.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,11 +43,11 @@ class StateMachine:
         self._lock = threading.Lock()
 
     def require(self, *states: State) -> None:
-        """Refuses a call unless the robot is in one of the states; with none, unless it is stopped or closed.
+        """Checks that the robot is in one of the states or, without arguments, that it is neither stopped nor closed.
 
         Raises:
-            RobotStopped: It is stopped or closed.
-            RlhpcError: It is in another state.
+            RobotStopped: The robot is stopped or closed.
+            RlhpcError: The robot is in another state.
         """
         with self._lock:
             self._require(states)
@@ -59,14 +61,14 @@ class StateMachine:
             raise RlhpcError(f"{self._name} {self.current.value}")
 
     def move(self, before: State, after: State, until: float | None = None) -> bool:
-        """Enters a state from another one; returns whether the robot was still in that.
+        """Changes the state from `before` to `after`; returns False if the robot was not in the state `before`.
 
         Args:
-            before, after: The states.
-            until: Time (`time.monotonic`) at which a command is over; None for none.
+            before, after: Old and new state.
+            until: Time (`time.monotonic`) at which the command expires; None for no command.
 
         Raises:
-            RobotStopped: It is stopped or closed.
+            RobotStopped: The robot is stopped or closed.
         """
         with self._lock:
             self._require(())
@@ -76,21 +78,21 @@ class StateMachine:
             return True
 
     def hold(self) -> None:
-        """Leaves `MOVING` for `HELD`."""
+        """Changes the state from `MOVING` to `HELD`."""
         with self._lock:
             self._until = None
             if self.current is State.MOVING:
                 self.current = State.HELD
 
     def end(self) -> None:
-        """Leaves an episode for `IDLE`."""
+        """Ends an episode: changes a state in `LIVE` to `IDLE`."""
         with self._lock:
             self._until = None
             if self.current in LIVE:
                 self.current = State.IDLE
 
     def stop(self, reason: str) -> bool:
-        """Enters `STOPPED`; returns False if the robot was stopped before."""
+        """Changes the state to `STOPPED`; returns False if the robot was already stopped or closed."""
         with self._lock:
             if self.current in (State.STOPPED, State.CLOSED):
                 return False
@@ -98,13 +100,13 @@ class StateMachine:
             return True
 
     def resume(self) -> None:
-        """Leaves `STOPPED` for `IDLE`, because a person allows it."""
+        """Changes the state from `STOPPED` to `IDLE`, after a person has allowed it."""
         with self._lock:
             if self.current is State.STOPPED:
                 self.current, self.reason = State.IDLE, ""
 
     def close(self) -> State:
-        """Enters `CLOSED`; returns the state before."""
+        """Changes the state to `CLOSED`, and returns the previous state."""
         with self._lock:
             previous_state, self.current, self._until = self.current, State.CLOSED, None
             return previous_state

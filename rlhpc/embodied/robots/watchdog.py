@@ -1,7 +1,8 @@
-"""Watchdog process of a robot whose driver has an independent stop: it works while the driver's process is blocked or dead.
+"""Watchdog process of a robot with an independent stop. It also works while the driver's process is blocked or dead.
 
-Started as `python -m rlhpc.embodied.robots.watchdog SOCKET`, an inherited descriptor. The safety core sends heartbeats; each
-says whether the robot may be moving, and after how long a silence it must be stopped.
+The command is `python -m rlhpc.embodied.robots.watchdog SOCKET`, where SOCKET is an inherited descriptor. The safety
+core sends heartbeats. Each heartbeat says whether the robot may be moving, and after how many seconds of silence it
+must be stopped.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from rlhpc.runtime.os_resources import readable
 
 _BEAT = struct.Struct("!?d")
 _READY, _STOPPED, _QUIT = b"ready", b"stopped", b"quit"
-#: Seconds in which the process must be there: it imports what the function needs.
+#: Maximum seconds until the process has started, including the imports of the stop function.
 _START_S = 60.0
 
 
 class WatchdogProcess:
-    """Watchdog process, from the side of the safety core.
+    """Watchdog process, as the safety core sees it.
 
     Args:
-        stop: Stops the robot, from another process.
+        stop: Function that stops the robot from another process.
 
     Raises:
         RuntimeError: The process does not start.
@@ -44,7 +45,7 @@ class WatchdogProcess:
             pass_fds=(child_sock.fileno(),),
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": python_path(foreign=False)},
-            start_new_session=True,  # what kills the group of the driver's process must not kill this one
+            start_new_session=True,  # a signal to the driver's process group must not kill this process
         )
         child_sock.close()
         self._sock.settimeout(_START_S)
@@ -60,7 +61,12 @@ class WatchdogProcess:
         self._fired = False
 
     def beat(self, *, moving: bool, silence_s: float) -> None:
-        """Sends a heartbeat."""
+        """Sends a heartbeat to the process.
+
+        Args:
+            moving: Whether the robot may be moving.
+            silence_s: Seconds without a heartbeat after which a moving robot is stopped.
+        """
         with contextlib.suppress(BlockingIOError):
             try:
                 self._sock.send(_BEAT.pack(moving, silence_s))
@@ -68,7 +74,7 @@ class WatchdogProcess:
                 self._fired = True
 
     def fired(self) -> bool:
-        """Returns whether the process has stopped the robot since the last call, or has ended."""
+        """Returns whether the process has stopped the robot since the last call or has ended."""
         with contextlib.suppress(BlockingIOError):
             try:
                 self._fired |= self._sock.recv(64) in (_STOPPED, b"")
@@ -99,7 +105,7 @@ def _stop(stop: Callable[[], None]) -> None:
 
 
 def watch(sock: socket.socket) -> None:
-    """Stops the robot if heartbeats cease while it may be moving, or if their sender is gone."""
+    """Stops the robot if heartbeats cease while it may be moving, or if the safety core's process is gone."""
     stop = cloudpickle.loads(sock.recv(1 << 20))
     sock.send(_READY)
     is_moving, silence_s = False, 1.0
@@ -124,9 +130,9 @@ def watch(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs the process."""
+    """Runs the watchdog process."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, signal.SIG_IGN)  # it ends with the driver's process, and after it
+        signal.signal(signal_number, signal.SIG_IGN)  # this process ends after the driver's process
     watch(socket.socket(fileno=int(sys.argv[1])))
 
 

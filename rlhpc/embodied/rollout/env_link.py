@@ -1,6 +1,6 @@
 """Env links, which exchange arrays between env and rollout ranks: small arrays on one host by mailbox, others by channel.
 
-If both ranks use the same accelerator, observations are tensors that stay there. They are sent by channel, because mailboxes
+If both ranks use the same accelerator, observations stay on it as tensors. They are sent by channel, because mailboxes
 use host memory.
 """
 
@@ -22,13 +22,13 @@ from rlhpc.runtime.comm.shared_memory import SegmentGone
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 
-#: Largest message in bytes that is sent by mailbox; for larger ones, copying costs more than a channel.
+#: Maximum bytes of a message by mailbox. For larger messages, a copy costs more than a channel.
 _LARGEST = 1 << 20
 #: Capacity of a mailbox for one slot's actions, in bytes.
 _ACTION_BYTES = 16 << 10
 #: Seconds between checks of a waiting rank that its peer is still present.
 _LOOK_S = 0.5
-#: Seconds of polling without sleep while waiting for several peers, and longest sleep after that.
+#: Seconds of polling without sleep while waiting for several peers, and maximum seconds of a sleep afterwards.
 _SPIN_S, _NAP_S = 0.0005, 0.001
 #: Seconds within which the driver notices that an unreachable rank has ended.
 _NOTICE_S = 5.0
@@ -39,11 +39,13 @@ Peer = tuple[str, int]
 
 
 class PeerLeft(Exception):
-    """Error raised when the peer of an exchange has left; the run continues without it."""
+    """Error raised when the peer of an exchange has left. The run continues without the peer."""
 
 
 def until_left(group: str, rank: int) -> Callable[[], None]:
-    """Returns a function to call repeatedly while waiting for a rank; it raises `PeerLeft` once the rank has gone."""
+    """Returns a function to call repeatedly while waiting for a rank. The function raises `PeerLeft` once the rank has
+    left.
+    """
     context = current()
     context.member(group, rank)  # fixes the incarnation
     last_check = time.monotonic()
@@ -117,7 +119,7 @@ class EnvLinks:
         self._log, self._group, self._stages = worker.log, group, stages
 
     def put(self, stage: int, select: Callable[[range], Any]) -> None:
-        """Sends each peer the rows that `select` returns for the common slots; skips peers that have gone."""
+        """Sends each peer the rows that `select` returns for the common slots. Skips peers that have left."""
         for index, (_, peer_slots, _) in enumerate(self._stages[stage]):
             self.put_to(stage, index, select(peer_slots))
 
@@ -129,7 +131,9 @@ class EnvLinks:
             self.lose(stage, index)
 
     def get(self, stage: int) -> list[tuple[range, Any]]:
-        """Receives from each peer; returns pairs of common slots and array, which is None if the peer has gone."""
+        """Receives an array from each peer. Returns pairs of common slots and array; the array is None if the peer has
+        left.
+        """
         return [
             (peer_slots, self.get_from(stage, index)) for index, (_, peer_slots, _) in enumerate(self._stages[stage])
         ]
@@ -143,7 +147,7 @@ class EnvLinks:
             return None
 
     def first(self, peers: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Waits until one of several peers has sent something, or has gone.
+        """Waits until at least one of several peers has sent an array or has left.
 
         Args:
             peers: Peers, each by stage and index.
@@ -167,10 +171,10 @@ class EnvLinks:
                     ranks = sorted({self._stages[stage][index][0] for stage, index in peers})
                     peer_names = ", ".join(f"{self._group}-{rank}" for rank in ranks)
                     raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {peer_names}")
-            if (waited := now - start) < _SPIN_S:
+            if (waited_s := now - start) < _SPIN_S:
                 os.sched_yield()
             else:
-                time.sleep(min(waited / 20, _NAP_S))
+                time.sleep(min(waited_s / 20, _NAP_S))
         return ready
 
     def has_gone(self, stage: int, index: int) -> bool:
@@ -178,7 +182,7 @@ class EnvLinks:
         return isinstance(self._stages[stage][index][2], ClosedLink)
 
     def lose(self, stage: int, index: int) -> None:
-        """Marks a peer as gone: further messages to it are dropped, and none are expected from it."""
+        """Marks a peer as gone. Messages to the peer are dropped from then on, and no messages are expected from it."""
         rank, peer_slots, link = self._stages[stage][index]
         if not isinstance(link, ClosedLink):
             self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, peer_slots)
@@ -203,7 +207,7 @@ class ChannelLink:
         put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
-        """Waits for the other end's array."""
+        """Waits for an array from the other end and returns it."""
         return get_until_left(self._in, self._in_key, self._peer, self._check)
 
     def ready(self) -> bool:
@@ -231,13 +235,13 @@ class ClosedLink:
 
 
 class MailboxLink:
-    """Link through one mailbox per entry of an observation; actions use the other direction of the first mailbox."""
+    """Link through one mailbox per entry of an observation. Actions use the other direction of the first mailbox."""
 
     def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
 
     def put(self, array: Any) -> None:
-        """Sends to the other end: actions, or an observation."""
+        """Sends actions or an observation to the other end."""
         if not self._is_env:
             self._first.put(array)
             return
@@ -245,7 +249,7 @@ class MailboxLink:
             mailbox.put(array[key])
 
     def get(self) -> Any:
-        """Waits for the other end's array."""
+        """Waits for an array or a dict of arrays from the other end and returns it."""
         return self._first.get() if self._is_env else {key: mailbox.get() for key, mailbox in self._boxes.items()}
 
     def ready(self) -> bool:
@@ -259,7 +263,7 @@ EnvLink = ChannelLink | ClosedLink | Mailbox | MailboxLink
 
 
 def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = ()) -> list[list[bool]]:
-    """Agrees with the peers on whether observations stay on the accelerator; returns for each stage a list with one value per
+    """Agrees with the peers on whether observations stay on the accelerator. Returns for each stage a list with one value per
     peer, in slot order.
 
     Rollout ranks send their device to the env ranks, which decide. The decision is the same for all rollout ranks of a stage,
@@ -274,16 +278,16 @@ def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = (
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
     if is_env:
-        local_taker = ConsumerLocation(current().host, address())
+        local_device = ConsumerLocation(current().host, address())
         for stage in stages:
             peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
             devices = [
                 _receive(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers
             ]
             is_near = bool(
-                local_taker.device
+                local_device.device
                 and can_stay[stage]
-                and all(device_taker and ConsumerLocation(*device_taker) == local_taker for device_taker in devices)
+                and all(peer_device and ConsumerLocation(*peer_device) == local_device for peer_device in devices)
             )
             for peer in peers:
                 with contextlib.suppress(PeerLeft):  # the link detects it, too
@@ -310,7 +314,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = (
 
 
 def _receive(channel: Any, key: str, peer: Peer) -> Any:
-    """Receives a value from a rank; returns None if the rank has gone, which the link detects, too."""
+    """Receives a value from a rank; returns None if the rank has left, which the link detects, too."""
     try:
         return get_until_left(channel, key, peer, until_left(*peer))
     except PeerLeft:
@@ -353,8 +357,8 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
 def _mailbox(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
 ) -> EnvLink | None:
-    """Opens the mailboxes of a pair of ranks; returns None if the ranks are on different hosts or messages are too large. Both
-    ends decide alike.
+    """Opens the mailboxes of a pair of ranks. Returns None if the ranks are on different hosts or messages are too large; both
+    ends come to the same decision.
     """
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)

@@ -27,7 +27,7 @@ def overlap(a: range, b: range) -> range:
 
 
 def _overlaps(share: range, shares: Mapping[Owner, range]) -> list[tuple[Owner, range]]:
-    """Returns the owners whose shares overlap `share`, each with the common slots."""
+    """Returns the owners with shares that overlap `share`, each with the common slots."""
     return [(owner, slots) for owner, owned in shares.items() if (slots := overlap(share, owned))]
 
 
@@ -49,7 +49,7 @@ class SlotMap:
         group_size: Number of consecutive slots that share a reset and therefore a rank.
         actor_name, rollout_name, env_name: Names of the launched groups.
         token: Random token that distinguishes the shared memory of successive connections.
-        absent: Env ranks that have gone; the run continues without them.
+        absent: Env ranks that have left; the run continues without them.
         acting: Rollout ranks that act, in slot order, if rollout ranks have joined or left; empty for all ranks.
     """
 
@@ -106,7 +106,7 @@ class SlotMap:
         """Builds the map from a configuration and the world sizes of the three groups.
 
         Raises:
-            ConfigError: The numbers do not fit together; the message shows them.
+            ConfigError: The numbers are incompatible; the message shows them.
         """
         return cls(
             num_envs=cfg.env.train.num_envs,
@@ -143,7 +143,7 @@ class SlotMap:
         return self._share(stage, acting_ranks.index(rank), len(acting_ranks)) if rank in acting_ranks else range(0)
 
     def actor_share(self, rank: int) -> range:
-        """Returns the global slots whose transitions actor rank `rank` trains on."""
+        """Returns the global slots of the transitions that actor rank `rank` trains on."""
         size = self.num_envs // self.actor_ranks
         return range(rank * size, (rank + 1) * size)
 
@@ -163,7 +163,7 @@ class SlotMap:
         return _overlaps(self.rollout_share(stage, rollout_rank), shares)
 
     def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
-        """Returns (stage, rollout rank, slots) of each message that an actor rank receives per turn, in slot order."""
+        """Returns (stage, rollout rank, slots) of each message of a rollout that an actor rank receives, in slot order."""
         shares = {
             (stage, rank): self.rollout_share(stage, rank) for stage in range(self.stages) for rank in self.acting_ranks
         }
@@ -172,11 +172,11 @@ class SlotMap:
 
     @property
     def unit(self) -> int:
-        """Number of slots of a joined env rank: the size of the largest unit."""
+        """Number of slots of a joined env rank, which is the size of the largest unit."""
         return max(len(self.unit_share(unit)) for unit in range(self.env_ranks))
 
     def unit_share(self, unit: int) -> range:
-        """Returns the global slots of a unit. Units are contiguous, and there are as many as env ranks."""
+        """Returns the global slots of a unit. Units are contiguous; their number is the number of env ranks."""
         groups = self.num_envs // self.group_size
         start, stop = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
         return range(start, stop)
@@ -219,7 +219,7 @@ class SlotMap:
 
     def playing_channels(self) -> dict[str, Homes]:
         """Returns the channels between env and rollout ranks, each with the ranks that store it. The lowest present env rank
-        stores the keys of absent ones.
+        stores the keys of absent env ranks.
         """
         rollout = Homes(self.rollout_name, self.acting_ranks)
         present_ranks = {*range(self.env_ranks)} - self.absent
@@ -231,7 +231,7 @@ class SlotMap:
         }
 
     def _share(self, stage: int, index: int, count: int) -> range:
-        # The remainder goes to different ranks in each stage, so that ranks have equal work over all stages.
+        # Different ranks get the remainder in each stage, so that ranks have equal work over all stages.
         groups_per_rank, remainder = divmod(self.per_stage // self.group_size, count)
         sizes = [groups_per_rank + ((rank - stage * remainder) % count < remainder) for rank in range(index + 1)]
         stop = stage * self.per_stage + sum(sizes) * self.group_size
@@ -240,12 +240,12 @@ class SlotMap:
 
 @dataclass(frozen=True)
 class Acted:
-    """Turn that the actors receive.
+    """Rollout of the original ranks, as the actors receive it.
 
     Attributes:
-        turn: The turn.
-        slots: Slot map of the turn.
-        lost_ranks: Rollout ranks lost since the turn was assigned to them.
+        turn: The rollout.
+        slots: Slot map of the rollout.
+        lost_ranks: Rollout ranks that were lost after the assignment.
     """
 
     turn: FullRollout
@@ -255,12 +255,12 @@ class Acted:
 
 @dataclass(frozen=True)
 class Source:
-    """Sources of a step's transitions on the actors: the decisions of its turns, followed by those of its units.
+    """Sources of a step's transitions on the actors: the rollouts of the original ranks, then the shards of joined ranks.
 
     Attributes:
         slots: Slot map of the run.
-        acted: Turns of the step.
-        later: Numbers of the turns in progress, which are received later.
+        acted: Rollouts of the step by the original ranks.
+        later: Numbers of the rollouts in progress, which are received later.
         units: Keys of each unit's shards, in order, if joined env ranks have played a part of the step.
         useless: Keys of shards that must be dropped.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutcomeShape:
-    """Options that determine the outcomes' columns; see the arguments of the same names of `Outcomes`."""
+    """Options that determine the columns of outcomes. `Outcomes` explains them."""
 
     chunk: int = 1
     reward_per_action: bool = False
@@ -36,13 +36,13 @@ class OutcomeShape:
 
 def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
     """Returns the options for the levels (action or chunk) of rewards and log-probabilities."""
-    per_action = rewards == "action_level"
-    keeps_actions = per_action or logprobs != "chunk_level"
-    return OutcomeShape(cfg.actor.model.num_action_chunks if keeps_actions else 1, per_action, single_episode)
+    is_per_action = rewards == "action_level"
+    keeps_actions = is_per_action or logprobs != "chunk_level"
+    return OutcomeShape(cfg.actor.model.num_action_chunks if keeps_actions else 1, is_per_action, single_episode)
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
-    """Returns the options of a PPO run; without `env.train.auto_reset`, each rollout is one episode per slot."""
+    """Returns the options of a PPO run. Without `env.train.auto_reset`, each rollout is one episode per slot."""
     algorithm = cfg.algorithm
     return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
 
@@ -59,7 +59,7 @@ class SlotOutcomes:
         rewards: `[n, T]`, or `[n, T, C]` with a reward for each action of a chunk.
         terminations, truncations: Decisions after which an episode ended, bool.
         executed: Actions that were executed, bool `[n, T, C]`; None if actions of a chunk are not distinguished.
-        valid: Decisions that are trained on, bool; None for all.
+        valid: Decisions to train on, bool; None for all.
         env_failed: Transitions whose simulator or robot failed, bool.
         nonfinite: Transitions in which 0 replaced non-finite values, bool; None if the values were not checked.
         last_obs: Observations after the rollout, `[n, ...]`.
@@ -81,7 +81,7 @@ class SlotOutcomes:
     missing: np.ndarray | None = None
 
     def columns(self) -> dict[str, Any]:
-        """Returns the columns of the message; fields that are None are omitted."""
+        """Returns the columns of the message by name, without fields that are None."""
         columns = {
             _COLUMNS.get(attribute.name, attribute.name): getattr(self, attribute.name) for attribute in fields(self)
         }
@@ -106,7 +106,7 @@ class SlotOutcomes:
 
     @staticmethod
     def join(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
-        """Concatenates the outcomes of consecutive slots; `final_slot` must be relative to the same slot in all parts."""
+        """Concatenates the outcomes of consecutive slots. `final_slot` must be relative to the same slot in all parts."""
         columns = [outcomes.columns() for outcomes in parts]
         return SlotOutcomes.from_columns(
             {name: join([outcome_columns[name] for outcome_columns in columns]) for name in columns[0]}
@@ -121,12 +121,12 @@ class Outcomes:
     Args:
         share: Global slots of the environment.
         steps: T, number of decisions in a rollout.
-        chunk: Number of actions per decision, if actions are distinguished: `executed [n, T, chunk]` marks the executed ones.
-        reward_per_action: Rewards are `[n, T, chunk]`.
-        single_episode: Each slot plays one episode; `valid [n, T]` excludes the decisions after its end.
-        spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
-            the slots (bool `[n]`); it may raise an error. If it does not, 0 replaces the values and `nonfinite [n, T]` marks
-            their transitions.
+        chunk: Number of actions per decision, if actions are distinguished: `executed [n, T, chunk]` marks executed actions.
+        reward_per_action: Store a reward for each action, `[n, T, chunk]`.
+        single_episode: Play one episode per slot: `valid [n, T]` excludes the decisions after its end.
+        spoiled: Function called for non-finite values with the quantity ("reward", "observation" or "last observation of an
+            episode"), the step and the slots (bool `[n]`). It may raise an error. Otherwise 0 replaces the values, and
+            `nonfinite [n, T]` marks their transitions.
     """
 
     def __init__(
@@ -139,21 +139,21 @@ class Outcomes:
         single_episode: bool = False,
         spoiled: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
-        size = len(share)
+        num_slots = len(share)
         self._spoiled, self._steps = spoiled, steps
         self._per_action = reward_per_action and chunk > 1
-        self.rewards = np.zeros((size, steps, chunk) if self._per_action else (size, steps), np.float32)
-        self.terminations = np.zeros((size, steps), bool)
-        self.truncations = np.zeros((size, steps), bool)
+        self.rewards = np.zeros((num_slots, steps, chunk) if self._per_action else (num_slots, steps), np.float32)
+        self.terminations = np.zeros((num_slots, steps), bool)
+        self.truncations = np.zeros((num_slots, steps), bool)
         self._optional: dict[str, np.ndarray] = {}
         if chunk > 1:
-            self._optional["executed"] = np.ones((size, steps, chunk), bool)
+            self._optional["executed"] = np.ones((num_slots, steps, chunk), bool)
         if single_episode:
-            self._optional["valid"] = np.ones((size, steps), bool)
-        self._optional["env_failed"] = np.zeros((size, steps), bool)
+            self._optional["valid"] = np.ones((num_slots, steps), bool)
+        self._optional["env_failed"] = np.zeros((num_slots, steps), bool)
         if spoiled is not None:
-            self._optional["nonfinite"] = np.zeros((size, steps), bool)
-        self._alive = np.ones(size, bool) if single_episode else None
+            self._optional["nonfinite"] = np.zeros((num_slots, steps), bool)
+        self._alive = np.ones(num_slots, bool) if single_episode else None
         self._finals: list[tuple[int, np.ndarray, Any]] = []
 
     def add(
@@ -179,9 +179,13 @@ class Outcomes:
         self.rewards[:, t] = rewards
         self.terminations[:, t] = terminations
         self.truncations[:, t] = truncations
-        failed = self._optional["env_failed"][:, t] = env_failed(infos, len(self.rewards))
-        if failed.any():
-            self.rewards[failed, t], self.terminations[failed, t], self.truncations[failed, t] = 0, False, True
+        has_failed = self._optional["env_failed"][:, t] = env_failed(infos, len(self.rewards))
+        if has_failed.any():
+            self.rewards[has_failed, t], self.terminations[has_failed, t], self.truncations[has_failed, t] = (
+                0,
+                False,
+                True,
+            )
         if self._alive is not None:
             self._optional["valid"][:, t] = self._alive
             for column in (self.rewards, self.terminations, self.truncations, self._optional["env_failed"]):
@@ -222,12 +226,12 @@ class Outcomes:
         return cleaned(obs)
 
     def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> SlotOutcomes:
-        """Returns the outcomes of the slots `part`; `final_slot` is relative to the first of them.
+        """Returns the outcomes of the slots `part`. `final_slot` is relative to the first slot of `part`.
 
         Args:
             part: Slots of the environment.
             last_obs: Observations of these slots after the rollout.
-            num_decisions: T, if the rollout ended early.
+            num_decisions: Number of decisions, if the rollout ended early.
         """
         slots, steps, rows = [], [], []
         for t, ended_slots, final_obs in self._finals:
@@ -254,7 +258,7 @@ class Outcomes:
 
 
 def unknown_outcomes(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> SlotOutcomes:
-    """Returns placeholder outcomes for slots whose env rank left the run; the caller must mark them as `missing`."""
+    """Returns placeholder outcomes for slots of an env rank that left the run. The caller must mark them as `missing`."""
     outcomes = Outcomes(
         share,
         steps,
@@ -297,7 +301,7 @@ def next_values(
 
 
 class EpisodeLog:
-    """Log of the episodes that ended during a rollout; episodes with a non-finite return are only counted.
+    """Log of the episodes that ended during a rollout. Episodes with a non-finite return are only counted.
 
     Attributes:
         spoiled: Number of episodes with a non-finite return.
@@ -355,7 +359,7 @@ class EpisodeLog:
             restarts: Number of simulator processes restarted since the rank started, after they died or hung.
             by_device: Number of observation messages that stayed on the accelerator.
             by_host: Number of observation messages that were produced on the accelerator but copied to the host.
-            busy_s: Seconds that the rank did not wait for actions.
+            busy_s: Seconds in which the rank did not wait for actions.
             timing: Timing statistics of the robots.
         """
         counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
@@ -371,7 +375,7 @@ COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
 def merge_reports(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Merges the ranks' reports; episodes are ordered by step and slot, so the result does not depend on the placement."""
+    """Merges the ranks' reports. Orders episodes by step and slot, so that the result does not depend on the placement."""
     parts = parts or [EpisodeLog().report()]
     columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}
     order = np.lexsort((columns["slot"], columns["step"]))

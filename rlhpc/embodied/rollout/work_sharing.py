@@ -2,8 +2,8 @@
 
 The slots of a step are divided into units, each about as large as an original env rank's share. The decisions of a unit are
 played in shards, each by one rank. A rank that is told to leave ends its shard early, and another rank plays the remaining
-decisions as a further shard in its own simulators. A shard counts, once, when its rank has reported that all actors have it.
-If the rank is lost before its report, the shard is assigned to another rank, and a later report is ignored.
+decisions as another shard in its simulators. A shard counts once, when its rank has reported that all actors have it. If the
+rank is lost before its report, the shard is assigned to another rank, and a later report is ignored.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 #: Names of the channels of shards, which the actors store, and of delivery reports to the driver.
 PARTS, PLAYED = "parts", "played"
-#: Smallest number of decisions that is worth a message.
+#: Minimum number of decisions in a message.
 _MIN_DECISIONS = 4
 
 
 @dataclass(frozen=True)
 class FullRollout:
-    """Turn: consecutive decisions of a step, within one of its parts (`cuts`), that the original env and rollout ranks play in
-    one call.
+    """Consecutive decisions of a step that the original env and rollout ranks play in one call. They belong to one part of the
+    step (`cuts`).
 
     Attributes:
-        number: Unique number; later turns have higher numbers.
-        step: Step of the turn.
+        number: Unique number; later rollouts have higher numbers.
+        step: Step of the rollout.
         begin: Number of the step's earlier decisions.
-        decisions: Number of decisions in the turn.
+        decisions: Number of decisions in the rollout.
     """
 
     number: int
@@ -43,7 +43,7 @@ class FullRollout:
 
 @dataclass(frozen=True)
 class RolloutShard:
-    """Part of a unit that one rank plays.
+    """Decisions of a unit that one rank plays.
 
     Attributes:
         number: Number, unique within a driver.
@@ -68,7 +68,7 @@ class DeliveredShard:
     Attributes:
         number, key: Number and key of the shard.
         rank: Rank that played the shard.
-        decisions: Number of decisions made, which is lower than requested if the rank was told to leave.
+        decisions: Number of played decisions, which is lower than requested if the rank was told to leave.
         version: Version of the weights that acted.
         episodes: Report of the episodes, as from `SimulatingWorker.interact`.
     """
@@ -102,7 +102,7 @@ class ShardTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Drops everything in progress. Shard numbers are not reused."""
+        """Drops all steps and shards in progress. Shard numbers are not reused."""
         #: Unassigned work: step, unit, number of decisions.
         self._open: deque[tuple[int, int, int]] = deque()
         #: Shards in progress with their ranks, by number.
@@ -116,22 +116,22 @@ class ShardTracker:
 
         Args:
             step: The step.
-            decisions: Number of decisions of each unit, if other ranks play the rest; None for all.
+            decisions: Number of decisions of each unit, if other ranks play the remaining decisions; None for all.
             pieces: Number of shards of a unit that may be played at the same time.
         """
-        count = self._decisions if decisions is None else decisions
-        self._done[step], self._missing[step] = [[] for _ in range(self._units)], count * self._units
-        sizes = [count * (piece + 1) // pieces - count * piece // pieces for piece in range(pieces)]
+        num_decisions = self._decisions if decisions is None else decisions
+        self._done[step], self._missing[step] = [[] for _ in range(self._units)], num_decisions * self._units
+        sizes = [num_decisions * (piece + 1) // pieces - num_decisions * piece // pieces for piece in range(pieces)]
         self._open.extend((step, unit, size) for size in sizes for unit in range(self._units))
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were added and are not closed."""
+        """Steps that were added and not closed yet."""
         return list(self._done)
 
     @property
     def waiting(self) -> bool:
-        """True if there is unassigned work."""
+        """True if unassigned work exists."""
         return bool(self._open)
 
     def num_assigned(self, rank: int) -> int:
@@ -152,7 +152,7 @@ class ShardTracker:
         return shard
 
     def accept(self, report: DeliveredShard) -> bool:
-        """Records a report of delivery; returns whether it counts."""
+        """Records a delivery report, and returns whether the report counts."""
         assignment = self._under_way.pop(report.number, None)
         if assignment is None:  # the shard was reassigned to another rank, or its step was given up
             self.useless.append(report.key)
@@ -169,7 +169,7 @@ class ShardTracker:
         return True
 
     def lose(self, rank: int) -> None:
-        """Puts the undelivered shards of a lost rank back to the unassigned work."""
+        """Returns the undelivered shards of a lost rank to the unassigned work."""
         shards = [shard for shard, owner in self._under_way.values() if owner == rank]
         for shard in reversed(shards):
             del self._under_way[shard.number]
@@ -181,8 +181,8 @@ class ShardTracker:
         return not self._missing[step]
 
     def close(self, step: int) -> list[list[DeliveredShard]]:
-        """Closes a complete step; returns the shards of each unit, in order. Their keys may be reused, so actors must receive
-        these shards before any later ones.
+        """Closes a complete step, and returns the shards of each unit, in order. Keys are reused, so actors must receive these
+        shards before later shards.
         """
         units = self._done.pop(step)
         del self._missing[step]
@@ -190,7 +190,7 @@ class ShardTracker:
         return units
 
     def give_up(self, step: int) -> None:
-        """Closes a step that the original ranks will play instead; its shards, delivered or in progress, are not used."""
+        """Closes a step that the original ranks will play instead. Its shards, delivered or in progress, are not used."""
         for delivered_shard in (delivered_shard for unit in self._done.pop(step) for delivered_shard in unit):
             self.useless.append(delivered_shard.key)
             self.delivered[delivered_shard.rank] -= delivered_shard.decisions
@@ -209,7 +209,8 @@ class ShardTracker:
 def divisible(cfg: PlayingConfig) -> bool:
     """Returns whether several ranks may play the decisions of a slot in a step, one after the other.
 
-    This requires off-policy runs, whose transitions are independent, or GAE, which bootstraps where an episode is cut.
+    This is possible in off-policy runs, because their transitions are independent, and with GAE, because it bootstraps at the
+    end of a part.
     """
     ppo: Any = cfg if hasattr(cfg.algorithm, "adv_type") else None
     return ppo is None or (ppo.algorithm.adv_type.lower() == "gae" and ppo.env.train.auto_reset)
@@ -237,8 +238,8 @@ def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
         ranks: Number of joined ranks.
 
     Returns:
-        Number of decisions that the original ranks play; number of pieces into which the rest of each unit is divided; and
-        duration, relative to perfectly divisible work.
+        Number of decisions that the original ranks play, number of shards into which the remainder of each unit is
+        divided, and duration relative to perfectly divisible work.
     """
     options = [(decisions, decisions, 1)]
     for remainder in range(1, decisions):
