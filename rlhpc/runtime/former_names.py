@@ -1,6 +1,6 @@
-"""Former names of rlhpc: modules, names in modules, members of classes, keyword arguments.
+"""Former names of modules, module attributes, class members and keyword arguments.
 
-Each works for two releases, in imports, configurations, entry points and calls, with a warning.
+A former name works for two releases, with a warning, in imports, configurations, entry points and calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-#: Former module or package → today's. A module of a former package is sought in today's package of that name.
+#: Former module or package → current one. A module of a former package is searched in the current package.
 FORMER_MODULES: dict[str, str] = {
     "rlhpc.checkpoint.boxes": "rlhpc.checkpoint.tensor_slice",
     "rlhpc.config.ranges": "rlhpc.config.constraints",
@@ -111,7 +111,7 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.weights.target": "rlhpc.weights.receiver",
 }
 
-#: Module → former names in it → today's. The module's `__getattr__` is `former_attributes` of it.
+#: Module → former attribute → current attribute. Each module sets its `__getattr__` to `former_attributes(__name__)`.
 FORMER_ATTRIBUTES: dict[str, dict[str, str]] = {
     "rlhpc.language.algorithms.base": {"Whole": "MinibatchCounts"},
     "rlhpc.language.envs.base": {"Said": "EnvResponse"},
@@ -128,7 +128,7 @@ FORMER_ATTRIBUTES: dict[str, dict[str, str]] = {
 
 
 def current_module(name: str) -> str | None:
-    """Returns today's path of a former module; None if the name is not a former one."""
+    """Returns the current path of a former module; None if the name is not a former module."""
     if name in FORMER_MODULES:
         return FORMER_MODULES[name]
     package, _, leaf = name.rpartition(".")
@@ -142,7 +142,7 @@ def _warn(former: str, current: str, stacklevel: int = 3) -> None:
 
 
 def former_attributes(module: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module that has a row in `FORMER_ATTRIBUTES`."""
+    """Returns the `__getattr__` function for a module with an entry in `FORMER_ATTRIBUTES`."""
 
     def find(name: str) -> Any:
         if (current := FORMER_ATTRIBUTES[module].get(name)) is None:
@@ -154,17 +154,17 @@ def former_attributes(module: str) -> Callable[[str], Any]:
 
 
 def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function whose keyword arguments have been renamed.
+    """Returns a decorator for a function with renamed keyword arguments.
 
     Args:
-        names: Former name → today's.
+        names: Former name → current name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for former_name, current in names.items():
-                if former_name in kwargs:  # a look-up a name: functions on hot paths are decorated, too
+                if former_name in kwargs:  # one look-up per name is fast enough for functions on hot paths
                     _warn(f"argument {former_name} of {function.__qualname__}", current)
                     kwargs[current] = kwargs.pop(former_name)
             return function(*args, **kwargs)
@@ -176,19 +176,20 @@ def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def current_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of a function or class by today's names, without a warning."""
+    """Returns keyword arguments of a function or class under their current names, without a warning."""
     target = getattr(function, "__init__", None) if isinstance(function, type) else function
     names = getattr(target, "former_keywords", {})
     return {names.get(name, name): value for name, value in kwargs.items()}
 
 
 def former_members(**names: str) -> Callable[[C], C]:
-    """Decorates a class whose fields, methods or constructor arguments have been renamed.
+    """Returns a decorator for a class with renamed fields, methods or constructor arguments.
 
-    A former name can be read, set and passed to the constructor. A subclass that defines it defines today's member.
+    A former name can be read, set and passed to the constructor. If a subclass defines a former name, this also defines the
+    current member.
 
     Args:
-        names: Former name → today's.
+        names: Former name → current name.
     """
 
     def decorate(cls: C) -> C:
@@ -213,40 +214,40 @@ class _FormerMember:
     """Descriptor of a member's former name.
 
     Args:
-        former: The former name.
-        current: Today's.
+        former: Former name of the member.
+        current: Current name of the member.
     """
 
     def __init__(self, former: str, current: str) -> None:
         self.former, self.current = former, current
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Returns today's member."""
+        """Returns the current member."""
         _warn(f"{owner.__qualname__}.{self.former}", self.current)
         return getattr(owner if instance is None else instance, self.current)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Sets today's member."""
+        """Sets the current member."""
         _warn(f"{type(instance).__qualname__}.{self.former}", self.current)
         setattr(instance, self.current, value)
 
 
 class FormerModuleFinder:
-    """Import finder that resolves former module names to today's modules: both names are the same module object."""
+    """Import finder that resolves former module names to current modules; both names are the same module object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a spec for a former module, None for any other."""
+        """Returns a spec for a former module; None for any other module."""
         current = current_module(fullname)
         loader: Any = self
         return None if current is None else importlib.machinery.ModuleSpec(fullname, loader, origin=current)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Leaves the module's object to `importlib`, as `importlib.abc.Loader` does, whose import costs as much as rlhpc's."""
+        """Lets `importlib` create the module object. `importlib.abc.Loader` does the same, but its import takes long."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replaces the former module by today's module (`importlib` returns the object that `sys.modules` then holds)."""
+        """Replaces the former module by the current module in `sys.modules`; `importlib` returns the module from there."""
         current = str(current_module(module.__name__))
         warnings.warn(
             f"{module.__name__} is now {current}; the old name works for two releases", FutureWarning, stacklevel=2
@@ -255,6 +256,6 @@ class FormerModuleFinder:
 
 
 def install() -> None:
-    """Installs the finder before all others, which would load a module of a former package a second time."""
+    """Installs the finder before all other finders, which would load a module of a former package a second time."""
     if not any(isinstance(finder, FormerModuleFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerModuleFinder())

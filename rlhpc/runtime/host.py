@@ -1,4 +1,4 @@
-"""Identity of this machine: the only module that determines it, for comparing or naming hosts."""
+"""Identity of this host and its processes. All other modules compare and name hosts with these functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Where UNIX sockets and shared memory are.
+#: Folders of UNIX sockets and of shared memory.
 SOCKET_ROOT, SHM_ROOT = Path("/tmp"), Path("/dev/shm")
 
 
@@ -18,25 +18,23 @@ def node_name() -> str:
 
 
 def names_here(environ: Mapping[str, str]) -> frozenset[str]:
-    """Returns all names that Slurm may use for this node: its host name, in full and short, and `SLURMD_NODENAME`."""
+    """Returns all names that Slurm may use for this node: the full and the short host name, and `SLURMD_NODENAME`."""
     name = node_name()
     return frozenset({name, name.split(".")[0], environ.get("SLURMD_NODENAME", "")} - {""})
 
 
 def host_id() -> str:
-    """Returns the identity of the machine whose shared memory and UNIX sockets this process can reach.
+    """Returns the identity of this host. Processes with the same host id share UNIX sockets and shared memory.
 
-    A machine with several /tmp or /dev/shm (private ones of jobs, containers) counts as several hosts: processes of one do not
-    see the files of another. `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
+    A machine with several /tmp or /dev/shm folders, such as private ones of jobs or containers, counts as several hosts,
+    because its processes do not see all files. Tests set `RLHPC_HOST_ID` to simulate several hosts on one machine.
     """
     return os.environ.get("RLHPC_HOST_ID") or _machine()
 
 
 @functools.cache
 def _machine() -> str:
-    """Returns the identity of the machine, computed once: each message of this process first checks whether it goes to another
-    host.
-    """
+    """Returns the host id of this machine. Computes it only once, because each message needs it to choose a transport."""
     return ":".join([node_name(), _boot_id(), *map(_folder_id, (SOCKET_ROOT, SHM_ROOT))])
 
 
@@ -49,12 +47,12 @@ def _folder_id(folder: Path) -> str:
 
 
 def process_key(endpoint: Mapping[str, str]) -> str:
-    """Returns the unique key of a process of the run, made from the endpoint that its service publishes."""
+    """Returns the unique key of a process of the run, derived from the endpoint of the process's service."""
     return f"{endpoint['host']} {endpoint['ipc']}"
 
 
 def process_id() -> str:
-    """Returns `pid.namespace` of this process, by which processes that share its folders determine whether it runs."""
+    """Returns `pid.namespace` of this process. Other processes that share its folders use it to check whether it runs."""
     return f"{os.getpid()}.{pid_namespace()}"
 
 
@@ -68,13 +66,13 @@ def pid_namespace() -> int:
 
 
 def has_ended(process: str) -> bool:
-    """Returns whether a process (`process_id`) is known to have ended; of another PID namespace that is never known."""
+    """Returns whether a process (`process_id`) is known to have ended; False for a process of another PID namespace."""
     pid, _, namespace = process.partition(".")
     return namespace == str(pid_namespace()) and not _runs(int(pid))
 
 
 def _runs(pid: int) -> bool:
-    """Returns whether a process of this PID namespace runs; a process that has ended but has not been reaped does not."""
+    """Returns whether a process of this PID namespace runs; False for a process that has ended but is not reaped yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -89,7 +87,7 @@ def _runs(pid: int) -> bool:
 
 @functools.cache
 def process_space() -> str:
-    """Returns `name/boot id/pid namespace`: the scope in which a pid identifies a process."""
+    """Returns `name/boot id/PID namespace`: the scope in which a pid identifies a process."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -106,7 +104,8 @@ def _boot_id() -> str:
 
 
 def state_folder(name: str) -> Path:
-    """Returns this user's folder for data that outlives runs: `$XDG_STATE_HOME/rlhpc/<name>`, by default below
-    `~/.local/state`. It may not exist.
+    """Returns this user's folder for data that outlives runs: `$XDG_STATE_HOME/rlhpc/<name>`. The folder may not exist.
+
+    The default of `XDG_STATE_HOME` is `~/.local/state`.
     """
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "rlhpc" / name

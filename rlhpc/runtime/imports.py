@@ -1,7 +1,8 @@
-"""Import paths of started processes: those of the driver, never the working directory as such.
+"""Import paths of started processes: the paths of the driver, without the working directory that Python adds.
 
-`python -m` and `python -c` put the working directory first. A folder of downloads, or one that others may write to, would
-then decide what the ranks import; and a clone called rlhpc would hide the package from processes in the folder above it.
+`python -m` and `python -c` put the working directory first on the import path. Files in a folder of downloads, or in a folder
+that other users may write to, could then replace modules of the ranks. A clone in a folder named rlhpc would hide the package
+from processes in its parent folder.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: Code that any Python version runs instead of `-P`, which versions before 3.11 refuse.
+#: Code with the effect of `-P` for all versions of Python; versions before 3.11 do not have this option.
 LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 _RUN_MODULE = f"{LEAVE_FOLDER}; del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], None, '__main__', True)"
 
 
 def import_paths(foreign: bool = False) -> list[str]:
-    """Returns this process's paths, for a process with the same Python or (`foreign`) for a Python with separate packages.
+    """Returns the import paths for a process that this one starts: those of this process, and the parent folder of rlhpc.
 
-    The latter omits the paths of this Python. Both have the folder of rlhpc last, so that a folder of that name without an
-    `__init__.py` is not mistaken for it.
+    Without that folder, the process could import a folder named rlhpc without an `__init__.py` in place of the package.
+
+    Args:
+        foreign: Whether the process has another Python with separate packages. The paths of this Python are then omitted.
     """
     root = str(Path(__file__).resolve().parents[2])
     paths = [path or _working_directory() for path in sys.path]
@@ -41,14 +44,14 @@ def python_path(foreign: bool = False) -> str:
 
 
 def run_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """Returns argv that runs one of rlhpc's modules: with this Python, or with another of any version."""
+    """Returns the command that runs a module of rlhpc, with this Python or with another Python of any version."""
     if python is None or python == sys.executable:
         return [sys.executable, "-P", "-m", module, *arguments]
     return [python, "-c", _RUN_MODULE, module, *arguments]
 
 
 def leave_working_directory() -> None:
-    """Removes the working directory from the import path of a program started with `python -m`."""
+    """Removes the working directory from the import path of a program that was started with `python -m`."""
     if not sys.flags.safe_path:
         del sys.path[0]
 
@@ -56,7 +59,7 @@ def leave_working_directory() -> None:
 def _working_directory() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # the folder has been removed: nothing can be found there
+    except FileNotFoundError:  # the folder has been removed, so it contains no modules
         return ""
 
 
@@ -73,11 +76,11 @@ def fingerprint() -> str:
 def lazy_names(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package.
+    """Returns `__getattr__` and `__dir__` functions for a package that imports its names when they are first used.
 
     Args:
-        package: Its `__name__`.
-        homes: Module → the names that come from there.
+        package: The package's `__name__`.
+        homes: Module → names that are imported from this module.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
     namespace = vars(sys.modules[package])

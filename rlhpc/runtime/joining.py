@@ -1,7 +1,7 @@
-"""Joining of a rank to a run that is under way, from any allocation that reaches the driver: the joining process's side.
+"""Client side of joining: a process in any allocation that reaches the driver adds a rank to a running run.
 
-The process reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver has
-ended. If another driver continues the run, for example after a requeue, it asks that driver.
+The process reads the run's registry, requests a place in a group from the driver, starts the rank, and ends the rank when the
+driver has ended. If another driver continues the run, for example after a requeue, the process joins again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _KILLED_S = 10.0
 
 #: Fields of a driver's record with its endpoints.
 _ENDPOINTS = ("host", "ipc", "tcp", "bulk")
-#: Seconds between checks whether the driver is alive; seconds that it may take to answer.
+#: Seconds between two checks whether the driver is alive, and seconds that the driver may take to answer.
 _LOOK_S, _ANSWER_S = 2.0, 30.0
-#: Seconds between checks for another driver.
+#: Seconds between two checks for another driver.
 _LOOK_AGAIN_S = 0.5
 #: Seconds that a leaving rank may take to requeue its items. Slurm kills a job 30 s after its first signal by default.
 _HANDING_S = 15.0
@@ -50,7 +50,7 @@ class JoinRefused(ConfigError):
 
 
 class NotYet(JoinRefused):
-    """Error: the driver does not accept ranks at the moment, but may do so later."""
+    """Error: the driver does not accept ranks now, but may accept them later."""
 
 
 class DriverConnection:
@@ -85,7 +85,7 @@ class DriverConnection:
         self._driver = driver
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
-        #: Whether the driver has continued without this rank, or could not be reached for a while.
+        #: Whether the driver continues without this rank; whether the driver did not answer the last check.
         self.has_departed = self.silent = False
 
     @property
@@ -120,7 +120,7 @@ class DriverConnection:
 
     @staticmethod
     def _require_own(endpoint: str) -> None:
-        """Refuses a driver of another user on this host, whose files the run's registry may contain."""
+        """Refuses the endpoint of another user's driver on this host, because a registry may contain foreign files."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
             raise JoinRefused(
@@ -136,11 +136,12 @@ class DriverConnection:
             )
 
     def ask(self, request: Mapping[str, Any]) -> WorkerSpec:
-        """Requests a place in a group; returns the rank's specification. The answer is JSON, so this process executes no code
-        from the run; only the rank's process does.
+        """Requests a place in a group from the driver; returns the rank's specification.
+
+        The answer is JSON, so that this process executes no code from the run; only the rank's process executes code.
 
         Raises:
-            JoinRefused: The message has the reason; `NotYet` if a later request may succeed.
+            JoinRefused: The driver refuses the request, or cannot be reached; `NotYet` if a later request may succeed.
         """
         try:
             (spec_json,) = self._peers.request(
@@ -154,8 +155,10 @@ class DriverConnection:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether the driver answers within 30 s. `hurry` can end the wait by returning True; the driver then counts
-        as alive.
+        """Returns whether the driver answers within 30 s.
+
+        Args:
+            hurry: Returns True to end the wait early; the driver then counts as alive.
         """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
@@ -172,7 +175,7 @@ class DriverConnection:
             log.warning("the driver was not told: %s", error)
 
     def why_left(self, spec: WorkerSpec) -> str:
-        """Returns why the driver continues without this rank; "" if the rank still takes part."""
+        """Returns the reason why the driver continues without this rank; "" if the rank still takes part."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
             departure = self.registry.get(DEPARTED, spec.name) or {}
             if departure.get("incarnation") == spec.incarnation:
@@ -207,8 +210,8 @@ class JoinedRank:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        # the child itself arranges to die with its parent: a function between fork and exec would run Python in a copy of
-        # this process, in which other threads may have held locks
+        # The child itself requests to die with its parent. A function between fork and exec would run Python in a copy of
+        # this process, and other threads may have held locks at the fork.
         self.process = subprocess.Popen(
             run_module("rlhpc.runtime.worker_process", "joined", str(os.getpid())),
             stdin=subprocess.PIPE, env=rank_environment(os.environ, spec.threads), start_new_session=True,
@@ -229,7 +232,7 @@ class JoinedRank:
 
         Args:
             grace_s: Seconds that the rank may take to end before it is killed.
-            handing_s: Seconds that it may take before that to requeue its items; 0 gives it no notice to leave.
+            handing_s: Seconds that the rank may take before that to requeue its items; 0 sends it no notice to leave.
         """
         assert self.process.stdin is not None
         if handing_s:
@@ -267,23 +270,23 @@ def stay(
     grace_s: float = 5.0,
     await_driver: bool = False,
 ) -> int:
-    """Takes part in a run until it has ended or `stopped` is set, under each driver that continues it.
+    """Takes part in a run until the run has ended or `stopped` is set, under each driver that continues the run.
 
     Args:
         registry_root: The run's registry folder.
         request: See `join_request`.
         stopped: Set when this process has to leave, for example before its walltime ends; `why` has the reason.
-        report: Called with messages on the progress.
+        report: Called with messages about the progress.
         over: Returns whether the run has ended, so that no driver will continue it.
-        patience_s: Seconds to wait for another driver after one has ended.
+        patience_s: Seconds to wait for another driver after a driver has ended.
         grace_s: Seconds that a rank may take to end.
-        await_driver: Wait equally long for the first driver.
+        await_driver: Wait `patience_s` seconds for the first driver, too.
 
     Returns:
         Number of drivers under which the rank took part.
 
     Raises:
-        ConfigError: At the first attempt there is no driver, or it refuses the rank.
+        ConfigError: At the first attempt the run has no driver, or the driver refuses the rank.
         RlhpcError: The rank has ended by itself while the run continues.
     """
     num_joined, generation, silent = 0, "", False
@@ -317,8 +320,17 @@ def stay(
 def _door(
     registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
 ) -> DriverConnection | None:
-    """Waits for a driver and connects to it; returns None if there is none in time. With `silent`, also accepts the previous
-    driver (generation `before`) if it answers again.
+    """Waits for a driver of the run and connects to it.
+
+    Args:
+        registry_root: The run's registry folder.
+        before: Generation of the previous driver; "" for the first driver.
+        over: Returns True to end the wait.
+        patience_s: Seconds to wait.
+        silent: Also accept the previous driver if it answers again.
+
+    Returns:
+        The connection; None if no driver was available in time.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -339,10 +351,10 @@ def _door(
 def _place(
     door: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
 ) -> WorkerSpec | None:
-    """Waits until the driver assigns a place; returns the rank's specification, or None if this process has to leave first.
+    """Waits until the driver assigns a place; returns the rank's specification. Returns None if this process has to leave.
 
     Raises:
-        JoinRefused: The run has no place for the rank.
+        JoinRefused: The driver refuses the rank, or does not accept it within `patience_s` seconds.
         RlhpcError: The driver has ended.
     """
     deadline = time.monotonic() + patience_s
@@ -359,7 +371,7 @@ def _place(
 
 
 def _without(door: DriverConnection, spec: WorkerSpec) -> str:
-    """Returns a message if the driver continues without the rank, else ""; sets `door.has_departed` accordingly."""
+    """Returns a message if the driver continues without the rank, else ""; sets `has_departed` of the connection."""
     reason = door.why_left(spec)
     door.has_departed = bool(reason)
     return f"the run goes on without it: {reason}" if reason else ""
@@ -368,8 +380,10 @@ def _without(door: DriverConnection, spec: WorkerSpec) -> str:
 def _take_part(
     door: DriverConnection, spec: WorkerSpec | None, stopped: LeaveEvent, report: Callable[[str], None], grace_s: float
 ) -> int:
-    """Runs a rank under one driver until the driver or the rank has ended or this process has to leave; returns the rank's
-    wait status, 0 without a `spec`.
+    """Runs a rank under one driver until the driver or the rank has ended or this process has to leave.
+
+    Returns:
+        Wait status of the rank; 0 if `spec` is None.
     """
     if spec is None:
         return 0

@@ -1,4 +1,4 @@
-"""Metadata of configuration keys, which stand in the annotation of the field: `lr: Annotated[float, RATE, FREE] = 3e-4`."""
+"""Metadata of configuration keys, part of the field's annotation: `lr: Annotated[float, RATE, FREE] = 3e-4`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _SEED = 2**32 - 1
 
 
 class OnResume(enum.Enum):
-    """Rule for a changed key, or a changed key of a section, when a run continues under its name.
+    """Rule for a change of a key, or of a section's keys, when a run is resumed.
 
-    Keys without this mark determine the training: a run in which one of them changes is another run.
+    A key without this mark determines the training, so that a run with another value is a different run.
     """
 
     FIXED = "fixed"
@@ -19,21 +19,21 @@ class OnResume(enum.Enum):
     EVALUATION = "evaluation only"
 
 
-#: Key of the machine, of the run's length or of the division of its work.
+#: Key that may change on resume: it describes the machines, the length of the run, or the division of its work.
 FREE = OnResume.FREE
-#: Key that changes evaluations and nothing else.
+#: Key that only affects evaluations.
 EVALUATION = OnResume.EVALUATION
 
 
-#: Metadata of a dataclass field that rlhpc sets itself and messages do not offer: `field(metadata={INTERNAL: True})`.
+#: Metadata of a field that only rlhpc sets; messages do not list it: `field(metadata={INTERNAL: True})`.
 INTERNAL = "internal"
 
 
 class Choices(tuple[str, ...]):
-    """Words that a key may have; case does not matter.
+    """Allowed words of a key; case does not matter.
 
     Args:
-        words: The words in lower case.
+        words: The allowed words in lower case.
     """
 
     def __new__(cls, *words: str) -> Choices:
@@ -42,10 +42,10 @@ class Choices(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class Registered:
-    """Mark of a key that names an entry of a registry, or any other by its import path.
+    """Mark of a key that names an entry of a registry, or an object by its import path.
 
     Attributes:
-        registry: The `rlhpc.runtime.plugins.Registry`, as `module:NAME`; it is imported when its names are needed.
+        registry: Import path (`module:NAME`) of the `rlhpc.runtime.plugins.Registry`, which is imported when it is needed.
     """
 
     registry: str
@@ -53,11 +53,12 @@ class Registered:
 
 @dataclass(frozen=True)
 class OptionsOf:
-    """Mark of the options (`kwargs`) of the component that a key beside them names.
+    """Mark of a key with the options (`kwargs`) of a component; another key of the same section names the component.
 
     Attributes:
-        selector: Name of that key, such as `model_type`.
-        declarations: `module:NAME` of a mapping: name in lower case → dataclass of the options, or its import path.
+        selector: Name of the other key, such as `model_type`.
+        declarations: Import path (`module:NAME`) of a mapping from the component's name in lower case to the dataclass of its
+            options, or to the import path of the dataclass.
     """
 
     selector: str
@@ -66,12 +67,12 @@ class OptionsOf:
 
 @dataclass(frozen=True)
 class Range:
-    """Interval, with an optional number outside it that has a meaning, such as -1 for none; null stands for that number.
+    """Interval of allowed numbers, with an optional special number outside it, such as -1 for none; null means this number.
 
     Attributes:
         low, high: Bounds; None means unbounded.
-        above, below: Exclude the lower or the upper bound itself.
-        also: A number outside the interval that is allowed, and its meaning.
+        above, below: Whether the lower or the upper bound is excluded.
+        also: Special number and its meaning.
     """
 
     low: float | None = None
@@ -88,7 +89,7 @@ class Range:
         return self.high is None or number < self.high or (number == self.high and not self.below)
 
     def rule(self) -> str:
-        """Formats the rule in words, for messages."""
+        """Formats the range as a rule in words, for messages."""
         return f"it must {self._words()}{'' if self.also is None else f', or {self.also[0]:g} for {self.also[1]}'}"
 
     def _words(self) -> str:
@@ -104,7 +105,7 @@ class Range:
         return f"be {'above' if self.above else 'at least'} {_plain(self.low or 0)}"
 
     def short(self) -> str:
-        """Formats the range as an interval, for a table: `(0, 10]`; empty if everything is allowed."""
+        """Formats the range as an interval, for a table: `(0, 10]`; "" if all numbers are allowed."""
         if self.low is None and self.high is None:
             return ""
         low = "-∞" if self.low is None else _plain(self.low)
@@ -129,10 +130,10 @@ INTERVAL = Range(1, also=(-1, "none"))
 INTERVAL_OR_0 = Range(1, also=(0, "none"))
 SEED = Range(0, _SEED)
 
-#: Precisions of a model's computation, and of an engine's weights.
+#: Precisions of a model's computation, and precisions of an engine's weights.
 DTYPES = Choices("auto", "float32", "bfloat16")
 ENGINE_DTYPES = Choices("auto", "float32", "bfloat16", "float16")
-#: Orientations of pictures that a MuJoCo renderer makes.
+#: Orientations of images from a MuJoCo renderer.
 ORIENTATIONS = Choices("rotate_180", "flip_rows", "raw")
 #: Implementations of attention in transformers.
 ATTENTION = Choices("sdpa", "eager", "flash_attention_2")

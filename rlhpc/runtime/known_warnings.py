@@ -1,4 +1,4 @@
-"""Warnings of libraries about machines without an accelerator, which say nothing that a user could act on."""
+"""Filters for warnings of libraries about machines without an accelerator, because users cannot act on these warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MESSAGES = {
 
 
 def quiet_known_warnings() -> None:
-    """Keeps these messages out of the terminal and of ranks' logs, also of libraries that are imported later."""
+    """Keeps known warnings out of the terminal and of the ranks' logs, also those of libraries that are imported later."""
     for name, message_start in _MESSAGES.items():
         logger = logging.getLogger(name)
         if not any(isinstance(log_filter, _Beginning) for log_filter in logger.filters):
@@ -22,7 +22,7 @@ def quiet_known_warnings() -> None:
 
 
 class _Beginning(logging.Filter):
-    """Log filter for records whose message begins with a text."""
+    """Log filter that drops records with a message that begins with a text."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__()

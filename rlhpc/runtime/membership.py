@@ -1,4 +1,4 @@
-"""Membership of a run: the ranks that have left a group that continues without them, and the ranks that have joined."""
+"""Membership of a run: table of its ranks, and the ranks that join and leave while it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """Returns a function that returns whether all ranks have reached `state`. It checks a rank only until it has."""
+    """Returns a function that returns whether all ranks have reached `state`. It does not check a rank again afterwards."""
     pending = list(members)
 
     def answer() -> bool:
@@ -45,8 +45,9 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
 
 
 def early_output_text(member: Member) -> str:
-    """Returns the last lines of output of a rank that died before it opened its log, as the end of a message. Saves the output
-    in that log if possible.
+    """Returns the last lines of output of a rank that died before it opened its log, as the end of a message.
+
+    Saves the output in the rank's log if possible.
     """
     output, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
@@ -57,7 +58,7 @@ def early_output_text(member: Member) -> str:
 
 
 def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
-    """Returns the failure for a rank's wait status. Its message ends with `output` or, if that is empty, the log's end."""
+    """Returns the failure for a rank's wait status. The message ends with `output` or, if that is empty, the log's end."""
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     cause = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
@@ -73,7 +74,7 @@ def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
 
 
 _ALIVE = ("starting", "ready")
-#: Seconds that a rank may take to confirm a membership change; otherwise it learns of the change with its next call.
+#: Seconds that a rank may take to confirm a membership change. Otherwise its next call notifies it of the change.
 _TELL_S = 5.0
 
 
@@ -81,8 +82,8 @@ class RankTable:
     """Table of a session's ranks: the latest incarnation of each name.
 
     Args:
-        on_change: Called when ranks are added, become ready or have ended, with the processes (`host.process_key`) of the
-            ended ranks, before the table changes.
+        on_change: Called before the table changes because ranks are added, become ready or have ended. The argument is the
+            list of the ended ranks' processes (`host.process_key`).
     """
 
     def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
@@ -95,7 +96,7 @@ class RankTable:
         return list(self.members.values())
 
     def alive(self, group: str | None = None) -> list[Member]:
-        """Returns the ranks that have not ended, of one group or of all."""
+        """Returns the ranks that have not ended, of one group or by default of all groups."""
         return [member for member in self.all() if member.state != "ended" and group in (None, member.spec.group)]
 
     def add(self, members: Sequence[Member]) -> None:
@@ -114,7 +115,7 @@ class RankTable:
             }
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """Returns the rank with this name and incarnation; None if there is none or a later incarnation has replaced it."""
+        """Returns the rank with this name and incarnation; None if it is unknown or a later incarnation has replaced it."""
         member = self.members.get(name)
         return member if member is not None and member.spec.incarnation == incarnation else None
 
@@ -134,14 +135,14 @@ class RankTable:
             self.changed.notify_all()
 
     def processes_ended(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that the processes of ranks have ended; returns the ranks whose end is unexpected."""
+        """Registers that the processes of ranks have ended; returns the ranks that ended unexpectedly."""
         with self.changed:
             for member in members:
                 member.has_exited = True
             return self.give_up(members)
 
     def give_up(self, members: Sequence[Member]) -> list[Member]:
-        """Marks ranks as ended, even if their processes still run; returns the ranks whose end is unexpected."""
+        """Marks ranks as ended, even if their processes still run; returns the ranks that ended unexpectedly."""
         with self.changed:
             newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
             unexpected = [m for m in newly_ended if m.state in _ALIVE]
@@ -153,15 +154,15 @@ class RankTable:
         return unexpected
 
     def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
-        """Waits at most `timeout` seconds for the processes of ranks to end; returns the ranks whose processes still run."""
+        """Waits at most `timeout` seconds for the processes of ranks to end; returns the ranks with running processes."""
         with self.changed:
             self.changed.wait_for(lambda: all(member.has_exited for member in members), timeout)
             return [member for member in members if not member.has_exited]
 
     def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
-        """Tells all ready ranks, in the background, that ranks have been added or that `ended_members` have ended.
+        """Notifies all ready ranks, in the background, that ranks have been added or that `ended_members` have ended.
 
-        The ranks then free data that they keep for ended ranks, and read the other ranks' records again.
+        The notified ranks then free their data for ended ranks, and read the records of the other ranks again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
         message = pickle.dumps((service.epoch, _keys(ended_members)))
@@ -180,7 +181,7 @@ class RankTable:
             in_background("members", tell)
 
     def stopping(self, members: Collection[Member]) -> None:
-        """Registers that ranks were asked to end, so that their end is no failure."""
+        """Marks ranks as stopping, so that their end is no failure."""
         with self.changed:
             for member in members:
                 if member.state != "ended":
@@ -188,13 +189,14 @@ class RankTable:
             self.changed.notify_all()
 
     def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
-        """Waits at most `timeout` seconds for ranks to end; returns whether all have."""
+        """Waits at most `timeout` seconds for ranks to end; returns whether all have ended."""
         with self.changed:
             return self.changed.wait_for(all_in("ended", members), timeout)
 
     def settle(self, arrival_s: float = 0.0) -> None:
-        """Waits at most `arrival_s` seconds for starting ranks, then until all ranks that are not ready have ended, at most
-        for the launchers' `limit_s`.
+        """Waits at most `arrival_s` seconds for starting ranks, then for the end of all ranks that are not ready.
+
+        The second wait takes at most `limit_s` seconds of the launchers.
         """
         with self.changed:
             self.changed.wait_for(lambda: all(member.state != "starting" for member in self.all()), arrival_s)
@@ -223,7 +225,7 @@ class _Departure:
 
 
 class Membership:
-    """Ranks that join and leave a run, as the driver manages them.
+    """Manager of the ranks that join and leave a run, in the driver.
 
     Args:
         ranks: All ranks.
@@ -231,11 +233,11 @@ class Membership:
         failures: Failure policy, which has the elastic groups.
         log_dir: Folder for the ranks' logs.
         listens: Whether the driver listens for processes of other hosts.
-        on_event: Called with each event (joined, works, left) of a joined rank, as a mapping.
+        on_event: Called with each event of a joined rank, as a mapping; the events are joined, works and left.
 
     Attributes:
         epoch: Number of times that a rank has joined, returned or left since the groups were launched.
-        faulty: Ids of jobs with a rank that raised an exception.
+        faulty: Ids of jobs with a rank that has raised an exception.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class Membership:
     def register_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """Registers that a rank has ended or is lost and that its group continues without it.
 
-        Also ends the other ranks of its replica, because they may be waiting for it where no message reaches them.
+        Also ends the other ranks of its replica, because they may wait for this rank and cannot receive a message meanwhile.
         """
         self._record_departure(member, failure, rpc)
         spec = member.spec
@@ -292,8 +294,9 @@ class Membership:
     def _conclude(self) -> None:
         """Kills the processes of ranks that have left, and publishes their departures; runs on a separate thread.
 
-        Killing may query the scheduler, and writing the record may block on a full or stalled filesystem. Threads that receive
-        reports of other ranks must not wait for either. A record that cannot be written is retried until the session ends.
+        A kill may query the scheduler, and writing the record may block on a full or stalled filesystem. Threads that receive
+        reports of other ranks must not wait for this. If a record cannot be written, the thread retries until the session
+        ends.
         """
         unwritten: list[_Departure] = []
         while True:
@@ -324,7 +327,7 @@ class Membership:
             )
 
     def _record(self, departure: _Departure) -> bool:
-        """Publishes a departure to ranks that may wait for the departed rank; returns False if it has to be retried."""
+        """Publishes a departure for ranks that may wait for the departed rank; returns False if this has to be retried."""
         member, spec = departure.member, departure.member.spec
         if not member.record and member.launcher is not self._joined:
             return True
@@ -345,7 +348,7 @@ class Membership:
             self._on_event(event)
 
     def why_left(self, group: str, rank: int) -> str:
-        """Returns why a rank left after a notice to leave; "" if it ended otherwise."""
+        """Returns the reason for which a rank got a notice to leave and left; "" if it ended for another reason."""
         return next(
             (
                 member.leave_reason
@@ -356,12 +359,13 @@ class Membership:
         )
 
     def leaving(self, group: str) -> list[int]:
-        """Returns the ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
+        """Returns the ranks of a group that have a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
 
     def by_job(self) -> dict[str, int]:
-        """Returns the number of joined ranks that take part, by job id; 0 for a job whose ranks have all left. Omits jobs
-        without a rank that has ever taken part.
+        """Returns the number of joined ranks that take part, by job id.
+
+        The number is 0 if all ranks of the job have left. Omits jobs without a rank that has ever taken part.
         """
         counts = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
@@ -382,7 +386,7 @@ class Membership:
         return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
 
     def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
-        """Returns the records of a group's ready ranks whose incarnations are not among the given ones."""
+        """Returns the records of a group's ready ranks except those with the given incarnations."""
         with self._ranks.changed:
             ready = [
                 member
@@ -393,8 +397,9 @@ class Membership:
         return [member.record for member in ready]
 
     def startable(self, group: str) -> list[Member]:
-        """Returns the ended ranks of a group that this session can restart, which excludes joined ranks. Their processes may
-        still exist.
+        """Returns the ended ranks of a group that this session can restart. Their processes may still exist.
+
+        Omits joined ranks, because this session has not started them.
         """
         return [
             member
@@ -403,8 +408,9 @@ class Membership:
         ]
 
     def join(self, request: Mapping[str, Any]) -> bytes:
-        """Adds a rank to a group for a process that asks to join; returns the rank's specification as JSON. Called on the
-        thread that runs the service's event loop.
+        """Adds a rank to a group for a process that requests to join; returns the rank's specification as JSON.
+
+        Called on the thread that runs the service's event loop.
 
         Raises:
             ChannelError: The process may not join; the message has the reason. `TooEarly` if it may join later.
@@ -433,8 +439,10 @@ class Membership:
         return spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], request: Mapping[str, Any]) -> int:
-        """Returns the rank for a joining process: in an incomplete replica with ranks of its job, or of its node if it has no
-        job; otherwise the first rank of a new replica.
+        """Returns the rank for a joining process.
+
+        This is a free rank of an incomplete replica with ranks of the same job, or of the same node without a job. Otherwise
+        it is the first rank of a new replica.
         """
         next_rank = 1 + max(m.spec.rank for m in members)
         if len(self._failures.replica_of(group, 0)) == 1:

@@ -1,4 +1,4 @@
-"""The addresses by which the processes of a run reach one another, if they are on several hosts."""
+"""Network addresses and interfaces for connections between the hosts of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def address_of(interface: str) -> str:
     """Returns the IPv4 address of a network interface of this host.
 
     Raises:
-        ConfigError: There is no such interface, or it has no address; names the existing ones.
+        ConfigError: The interface does not exist or has no address; the message lists the interfaces with an address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
@@ -34,7 +34,7 @@ def address_of(interface: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Returns the interfaces of this host that have an IPv4 address."""
+    """Returns the IPv4 addresses of this host by network interface."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -47,15 +47,15 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface of this host that has the address."""
+    """Returns the network interface of this host with this address; None if no interface has it."""
     return next((name for name, interface_address in interfaces().items() if interface_address == address), None)
 
 
 def address_towards(host: str) -> str:
-    """Returns this host's address on the route to another host: the kernel's choice, not simply the first network card.
+    """Returns this host's address on the route that the kernel chooses to another host.
 
     Raises:
-        ConfigError: There is no route, or the name is not known.
+        ConfigError: The kernel has no route to the host, or its name is unknown.
     """
     try:
         address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
@@ -70,7 +70,7 @@ def address_towards(host: str) -> str:
 
 
 def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Returns addresses of Slurm nodes from Slurm's configuration, in one query; a name without an address maps to itself."""
+    """Queries Slurm for the addresses of nodes; returns them by node name. A node without an address maps to its name."""
     addresses = {name: name for name in names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
         if pairs.get("NodeName") in addresses and pairs.get("NodeAddr"):
@@ -82,7 +82,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     """Returns this host's address for jobs on a Slurm partition, or on the default partition if it is None.
 
     Raises:
-        ConfigError: There is no route to its nodes, or Slurm does not say which they are.
+        ConfigError: This host has no route to the partition's nodes, or Slurm does not list the nodes.
     """
     if interface:
         return address_of(interface)

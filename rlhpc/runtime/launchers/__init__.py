@@ -1,4 +1,4 @@
-"""Launchers: start and end ranks on this host or as job steps. The session knows this interface alone."""
+"""Launchers of ranks, on this host or as job steps, behind one interface that the session uses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def rank_environment(environ: Mapping[str, str], threads: int, *, foreign: bool 
     """Returns the environment in which a rank's interpreter starts.
 
     Args:
-        environ: Environment to extend; its own settings of libraries stay.
+        environ: Environment to extend; its settings of libraries take precedence over those of this function.
         threads: Number of OpenMP threads.
-        foreign: Whether it is another Python than this one (`imports.import_paths`).
+        foreign: Whether the interpreter is another Python with separate packages (`imports.import_paths`).
     """
     return {
-        # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
+        # Waiting threads soon sleep: on a busy node, a spinning thread takes the core from the thread that it waits for.
         "GOMP_SPINCOUNT": "1000",
-        # A look for GPUs then leaves a process that can be forked.
+        # A check for GPUs then does not initialize CUDA, so that the process can still be forked.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         **environ,
         "OMP_NUM_THREADS": str(threads),
@@ -36,13 +36,19 @@ def rank_environment(environ: Mapping[str, str], threads: int, *, foreign: bool 
 
 @dataclass(eq=False)
 class Member:
-    """A rank as the driver sees it.
+    """Rank as the driver sees it.
 
     Attributes:
+        spec: Specification of the rank.
+        launcher: Launcher that has started the rank.
+        pid: Process id; 0 until it is known.
         state: "starting", "ready", "stopping" or "ended". A rank that the run has abandoned is "ended" at once.
-        has_exited: Whether its process is known to have ended; until then no successor may be started.
-        leave_reason: Reason of its notice to leave, if it got one.
-        leaving: Whether it waits for permission to leave.
+        record: The rank's record in the registry; empty until the rank is ready.
+        alive: Time (`time.monotonic`) of the last heartbeat.
+        suspect: Whether the rank has been silent for longer than usual.
+        leave_reason: Reason of the rank's notice to leave; "" without a notice.
+        leaving: Whether the rank waits for permission to leave.
+        has_exited: Whether the rank's process is known to have ended; until then no successor may be started.
     """
 
     spec: WorkerSpec
@@ -61,8 +67,8 @@ class Launcher(Protocol):
     """Interface that starts ranks and ends them.
 
     Attributes:
-        grace_s: Seconds that ranks have to end by themselves before they are killed.
-        limit_s: Seconds after which killed ranks are gone, or no longer waited for.
+        grace_s: Seconds that ranks may take to end by themselves before they are killed.
+        limit_s: Maximum seconds that the session waits for killed ranks to end.
     """
 
     @property
@@ -76,34 +82,37 @@ class Launcher(Protocol):
         Args:
             spec: The rank's specification.
             node: Node of the rank.
-            fork: Whether it may be forked.
+            fork: Whether the rank may be forked.
 
         Raises:
-            SubmitError: No rank can be started there.
+            SubmitError: The launcher cannot start a rank on this node.
         """
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        """Starts ranks of a group and reports their events."""
+        """Starts ranks of a group; reports their events to `Reports`."""
 
     def end(self, members: Sequence[Member]) -> None:
         """Asks ranks to end at once."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills the processes of ranks, also of abandoned ranks; reports each when it is gone."""
+        """Kills the processes of ranks, also of abandoned ranks; reports the end of each process."""
 
     def early_output(self, member: Member) -> str:
-        """Returns the output of a rank that has not opened its log; "" if there is no output."""
+        """Returns the output of a rank that has not opened its log; "" if the rank has printed nothing."""
 
     def arrival_report(self, members: Sequence[Member]) -> list[str]:
-        """Returns the state of ranks that do not arrive, one line each."""
+        """Returns information about ranks that do not become ready, one line per item."""
 
     def close(self, clear: bool) -> None:
-        """Cleans up when all ranks have ended. With `clear`, also removes the files that killed ranks may have left on other
-        nodes."""
+        """Frees the launcher's resources after all ranks have ended.
+
+        Args:
+            clear: Also remove the files that killed ranks may have left on other nodes.
+        """
 
 
 class Reports(Protocol):
-    """Interface of the receiver of a starter's reports, which arrive on the starter's threads."""
+    """Interface of the receiver of a launcher's reports, which arrive on the launcher's threads."""
 
     def started(self, member: Member, pid: int) -> None:
         """Registers that a rank's process has started."""
@@ -112,39 +121,40 @@ class Reports(Protocol):
         """Registers that a rank's process has ended with this wait status."""
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
+        """Registers that all these ranks have ended; returns the ranks that ended unexpectedly."""
 
     def fail(self, failure: RlhpcError) -> None:
         """Records a failure that no rank has caused."""
 
 
 class JoinedLauncher:
-    """Starter of joined ranks, whose processes were started elsewhere. The process that started them checks whether the run
-    exists, and ends its ranks if not.
+    """Launcher of joined ranks. It does nothing, because another process has started the ranks and ends them.
+
+    That process checks whether the run still exists, and ends its ranks when the run has ended.
     """
 
     grace_s = 2.0
     limit_s = 2.0
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Does nothing: joined ranks know their place."""
+        """Does nothing, because the specification of a joined rank is complete."""
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        """Does nothing: joined ranks arrive by themselves."""
+        """Does nothing, because another process starts the ranks."""
 
     def end(self, members: Sequence[Member]) -> None:
-        """Does nothing: joined ranks notice the end."""
+        """Does nothing, because the process that started the ranks ends them."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Does nothing: joined ranks notice the end."""
+        """Does nothing, because the process that started the ranks ends them."""
 
     def early_output(self, member: Member) -> str:
-        """Returns "": the process that started the rank has its output."""
+        """Returns "", because only the process that started the rank has its output."""
         return ""
 
     def arrival_report(self, members: Sequence[Member]) -> list[str]:
-        """Returns an empty list: nothing is known about joined ranks."""
+        """Returns an empty list, because this launcher has no information about joined ranks."""
         return []
 
     def close(self, clear: bool) -> None:
-        """Does nothing: the starter has no resources."""
+        """Does nothing, because this launcher has no resources."""

@@ -1,8 +1,8 @@
-"""Fork server: one process per host that has imported the heavy modules once and forks the ranks.
+"""Fork server: a process per host that imports the large modules once and forks the ranks.
 
-It only imports and forks: no thread, no CUDA context, no ZeroMQ context, no torch operator, so a fork is safe. When the
-driver has ended, for whatever reason, its pipe reads end-of-file: the server kills its children and removes the session's
-scratch folders. When the server itself is killed, the kernel kills the workers (PDEATHSIG).
+The server only imports and forks. It uses no thread, no CUDA context, no ZeroMQ context and no torch operator, so that a fork
+is safe. When the driver has ended for any reason, the server reads end-of-file from its socket, kills its children and removes
+the session's scratch folders. If the server itself is killed, the kernel kills the workers (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 GRACE_S = 2.0
-#: SIGCHLD wakes the server when a child ends; this only bounds what a lost signal could cost.
+#: Seconds between two checks for ended children, in case a SIGCHLD is lost; normally SIGCHLD wakes the server.
 _LOOK_S = 10.0
 
 
@@ -44,8 +44,8 @@ class ForkServer:
     Args:
         control: The driver's socket.
         token: Token of the session's scratch folders.
-        entry: Entry point of a forked rank, as `module:function` of a spec that returns an exit status. A rank with a separate
-            interpreter runs the module as a program.
+        entry: Entry point of a forked rank (`module:function`), a function from a `WorkerSpec` to an exit status. A rank with
+            a separate interpreter runs the module as a program.
     """
 
     def __init__(self, control: socket.socket, token: str, entry: str) -> None:
@@ -107,14 +107,14 @@ class ForkServer:
             module, _, name = self.entry.partition(":")
             status = getattr(importlib.import_module(module), name)(spec)
         finally:
-            # Skip the interpreter's teardown: the fork server's atexit handlers are not this process's.
+            # Skip the interpreter's teardown, because the atexit handlers belong to the fork server.
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)
 
     def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
-        """Starts a fresh interpreter, for groups with a different Python or engines that cannot be forked."""
+        """Starts a rank in a new interpreter, for groups with a different Python or engines that cannot be forked."""
         with open(spec.log_err, "ab", buffering=0) as stderr_log, open(spec.log_out, "ab", buffering=0) as stdout_log:
             child = subprocess.Popen(
                 run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
@@ -128,11 +128,11 @@ class ForkServer:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(body)
             child.stdin.close()
-        child.returncode = 0  # reaped below, with the forked ones
+        child.returncode = 0  # `reap` reaps this process, together with the forked ones
         return child.pid
 
     def reap(self) -> None:
-        """Reports every child that has ended and kills its remaining processes."""
+        """Reaps and reports every child that has ended, and kills the processes that the child has started."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -148,7 +148,11 @@ class ForkServer:
                 pickle_stream.send(self.control, {"event": "exit", "rank": rank, "status": status})
 
     def end(self, remove: bool) -> None:
-        """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""
+        """Ends all children with SIGTERM, and after `GRACE_S` seconds with SIGKILL.
+
+        Args:
+            remove: Remove the session's scratch folders afterwards.
+        """
         for signal_number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
             for pid in list(self.children):
                 _kill_group(pid, signal_number)
@@ -161,7 +165,7 @@ class ForkServer:
 
 
 def _end_while_importing(control: socket.socket, token: str) -> None:
-    """Has the kernel interrupt the imports when the driver dies, which would otherwise be noticed only after them."""
+    """Makes the kernel interrupt the imports when the driver dies; otherwise the server would notice this only afterwards."""
 
     def on_driver_end(*_: object) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -175,7 +179,7 @@ def _end_while_importing(control: socket.socket, token: str) -> None:
 
 
 def _imported(control: socket.socket) -> None:
-    """Cancels `_end_while_importing`: from now on the server itself notices the end of the driver."""
+    """Cancels `_end_while_importing`, because `ForkServer.serve` notices the end of the driver itself."""
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
@@ -202,7 +206,7 @@ def main() -> None:
             import_errors[module] = str(error)  # the rank that needs it reports this in its log
     _imported(control)
     gc.collect()
-    gc.freeze()  # forked ranks share these pages permanently: the garbage collector must not touch them
+    gc.freeze()  # forked ranks share these pages permanently, so the garbage collector must not write to them
     server.serve()
 
 

@@ -1,4 +1,4 @@
-"""Ranks forked on this host: the driver's end of the fork server (`rlhpc.runtime.launchers.fork_server`)."""
+"""Launcher of ranks on this host, and the driver's side of the fork server (`rlhpc.runtime.launchers.fork_server`)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.worker_process
 
 
 class ForkServerProcess:
-    """The driver's end of a fork server, and the scratch folders that the server removes when the driver has ended.
+    """Process of a fork server, and the scratch folders that the server removes when the driver has ended.
 
     Args:
-        preload: Modules that it imports besides `PRELOAD`; None imports nothing, for sessions that fork no rank.
+        preload: Modules that the server imports in addition to `PRELOAD`; None imports no module, for sessions that fork no
+            rank.
 
     Raises:
         ConfigError: The limit of open files is too low for a run.
@@ -70,7 +71,7 @@ class ForkServerProcess:
             server.scratch.remove()
 
     def __init__(self, preload: Sequence[str] | None) -> None:
-        raise_limit()  # the driver's own, which the server and its ranks inherit
+        raise_limit()  # the server and its ranks inherit the driver's limit
         self.scratch = Scratch.create()
         self.control, server_end = socket.socketpair()
         environment = rank_environment(os.environ, 1) | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -85,12 +86,12 @@ class ForkServerProcess:
 
     @property
     def output_file(self) -> Path:
-        """The file with the server's own output, and that of ranks that have not opened their logs."""
+        """File with the output of the server and of ranks that have not opened their logs."""
         return self.scratch.sockets / "forkserver.err"
 
 
 class ForkLauncher:
-    """Starter that makes the fork server start ranks, forked or with a separate interpreter.
+    """Launcher that makes the fork server start ranks, by a fork or with a separate interpreter.
 
     Args:
         server: The fork server.
@@ -105,7 +106,7 @@ class ForkLauncher:
         self.server, self._log_dir, self._reports = server, log_dir, reports
         self._lock = threading.Lock()
         self._members: dict[tuple[str, str], Member] = {}
-        #: The server is importing, is starting ranks, or has ended.
+        #: State of the server: "importing", "serving" or "ended".
         self._state = "importing"
         threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True).start()
 
@@ -114,7 +115,7 @@ class ForkLauncher:
             pickle_stream.send(self.server.control, message)
 
     def _watch(self) -> None:
-        """Passes on the server's reports, on a separate thread."""
+        """Reports the server's events to the session; runs on a separate thread."""
         while (event := pickle_stream.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
@@ -128,7 +129,7 @@ class ForkLauncher:
             )
 
     def _hear(self, event: dict[str, Any]) -> None:
-        """Passes on a report of one start of a rank, which is never taken for a report of its successor."""
+        """Reports an event of a rank. The event has the rank's incarnation, so that it never affects a successor."""
         member = self._members.get(event["rank"])
         if member is None:
             return
@@ -141,9 +142,9 @@ class ForkLauncher:
             self._reports.exited(member, event["status"])
 
     def _fail_server_lost(self, member: Member, moment: str) -> None:
-        """Fails because the server has ended, which no rank has caused."""
+        """Reports the end of the server as a failure that no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
+            self.server.process.wait(1.0)  # the output is complete after the end of the process
         path, output = self._log_dir / "forkserver.err", self.early_output(member)
         with contextlib.suppress(OSError):
             path.write_text(output)
@@ -194,7 +195,7 @@ class ForkLauncher:
         return []
 
     def cut_short(self) -> bool:
-        """Kills a server that is still importing, which would notice its end much later; returns whether it was importing."""
+        """Kills the server if it is still importing, because it would handle a request only later; returns whether it was."""
         if self._state != "importing":
             return False
         self.server.process.kill()

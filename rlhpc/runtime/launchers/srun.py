@@ -1,4 +1,4 @@
-"""Ranks as tasks of job steps: in a Slurm job, on all of its nodes."""
+"""Launcher of ranks as tasks of job steps, on all nodes of a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _TASK_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
 _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
 _KEPT_LINES = 40
-#: How long a step that kills a rank may take; after a failure no other is tried for so long.
+#: Seconds that a step that kills a rank may take, and seconds to wait after a failure before the next attempt.
 _KILL_S, _RETRY_S = 30.0, 30.0
 #: Seconds until the processes of a killed step are gone.
 _GONE_S = 10.0
@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 
 
 def task_status(words: str) -> int | None:
-    """Returns the wait status of a task from srun's message: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
-    dumped)`; None for any other message.
+    """Returns the wait status of a task from srun's message, such as `Killed` or `Exited with exit code 3`.
+
+    Returns None for any other message.
     """
     message = words.strip()
     if match := re.match(r"Exited with exit code (\d+)", message):
@@ -53,7 +54,7 @@ def task_status(words: str) -> int | None:
 
 
 class SrunLauncher:
-    """Starter that runs a group as one srun for each component of the job that it has ranks on.
+    """Launcher that runs a group as one srun for each component of the job on which the group has ranks.
 
     Args:
         log_dir: Folder for the steps' logs.
@@ -61,7 +62,7 @@ class SrunLauncher:
         reports: Receiver of the ranks' events.
     """
 
-    #: Seconds that srun may take to end a step before the controller is asked; and the total.
+    #: Seconds that srun may take to end a step before Slurm's controller has to end it, and seconds in total.
     grace_s = 5.0
     limit_s = 15.0
 
@@ -69,12 +70,12 @@ class SrunLauncher:
         self._log_dir, self._scratch, self._reports = log_dir, scratch, reports
         self._steps: dict[str, JobStep] = {}
         self._components = 1
-        #: Ranks whose processes are being killed one by one: whether srun has reported their ends.
+        #: Ranks that are being killed one by one; the value is True once srun has reported the end of the rank's task.
         self._doomed: dict[Member, bool] = {}
         self._doomed_lock = threading.Lock()
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Returns the specification unchanged: a task reads the device mask that it is started with, and is never forked."""
+        """Does nothing, because a task reads its device mask from its environment and is never forked."""
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]
@@ -97,11 +98,11 @@ class SrunLauncher:
         self._steps = {name: step for name, step in self._steps.items() if step.running}
         for step in steps:
             self._steps.update({member.spec.name: step for member in step.members})
-        for step in steps:  # only now is it known whose step ends
+        for step in steps:  # `_steps` must be complete before a step reports an event
             step.listen()
 
     def _exited(self, member: Member, status: int) -> None:
-        """Passes on that a task has ended; of a rank that is being killed its children may not have ended yet."""
+        """Reports the end of a task, but not of a rank that `_kill_task` is killing, because its children may still run."""
         with self._doomed_lock:
             if member in self._doomed:
                 self._doomed[member] = True
@@ -109,7 +110,7 @@ class SrunLauncher:
         self._reports.exited(member, status)
 
     def _on_step_end(self, step: JobStep, code: int) -> None:
-        """Registers that srun has ended, and with it all ranks of its step."""
+        """Registers that srun and thus all ranks of its step have ended; reports ranks that ended unexpectedly."""
         unexpected = self._reports.all_ended(step.members)
         if not unexpected:
             return
@@ -124,7 +125,7 @@ class SrunLauncher:
             ))  # fmt: skip
         else:
             srun_output = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
-            for member in unexpected:  # a group may do without ranks that cannot be started again
+            for member in unexpected:  # an elastic group may continue without ranks that cannot be started again
                 self._reports.fail(StepFailed(srun_output, group=spec.group, rank=member.spec.rank, node=spec.node))
 
     def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
@@ -137,7 +138,7 @@ class SrunLauncher:
         }
 
     def _step_of(self, member: Member) -> JobStep | None:
-        """Returns the running step that a rank is a task of, never its successor's."""
+        """Returns the running step of a rank; None if the step has ended, even if a successor of the rank runs."""
         step = self._steps.get(member.spec.name)
         return step if step is not None and step.running and member in step.members else None
 
@@ -146,7 +147,7 @@ class SrunLauncher:
             step.end()
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills whole steps if all of their ranks have to end; otherwise each rank's processes, on its node."""
+        """Kills complete steps if all their ranks have to end; otherwise kills each rank's processes on its node."""
         steps = self._steps_only_of(members)
         for whole_step in steps:
             whole_step.kill()
@@ -160,9 +161,7 @@ class SrunLauncher:
             threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
 
     def _kill_task(self, step: JobStep, member: Member) -> None:
-        """Kills a rank whose step has other ranks, and reports when it is gone; on a separate thread, because a node may not
-        answer.
-        """
+        """Kills a single rank of a step and reports its end. Runs on a separate thread, because a node may not answer."""
         task, spec = step.members.index(member), member.spec
         argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
         srun_output = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
@@ -196,14 +195,14 @@ class SrunLauncher:
 
 
 class JobStep:
-    """An srun process and its ranks.
+    """Process of srun, and the ranks that are its tasks.
 
     Args:
         planned: Command and nodes of the step.
         members: The ranks, in the order of the tasks.
         log_err: File for the output of srun, and of ranks that have not opened their logs.
-        on_exit: Called with (member, wait status) when a task ended with anything but exit code 0.
-        on_end: Called with srun's exit code when the step is over.
+        on_exit: Called with the rank and its wait status when a task ended with another exit code than 0.
+        on_end: Called with this step and srun's exit code when the step has ended.
     """
 
     def __init__(
@@ -220,10 +219,10 @@ class JobStep:
         self._killed = False
         self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
-        # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
+        # Job id of the component: in a task, SLURM_JOB_ID is the id of the whole job, to which this step does not belong.
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
         mark = f"{planned.group}-{time.time_ns():x}"
-        #: A variable that the processes of this step alone have.
+        #: Environment variable that only the processes of this step have.
         self.mark = f"RLHPC_STEP={mark}"
         spec = members[0].spec
         environment = rank_environment(step_environment(os.environ), spec.threads, foreign=bool(spec.interpreter))
@@ -239,7 +238,7 @@ class JobStep:
         threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
 
     def _feed(self) -> None:
-        """Sends the ranks their instructions; the pipe stays open afterwards."""
+        """Sends the ranks their specifications; the pipe stays open afterwards."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(for_input([member.spec for member in self.members]))
@@ -249,7 +248,7 @@ class JobStep:
         assert self.process.stdout is not None
         with contextlib.ExitStack() as files:
             file: IO[bytes] | None = None
-            with contextlib.suppress(OSError):  # a filesystem that is full takes no log, and ranks end all the same
+            with contextlib.suppress(OSError):  # without a log, for example on a full disk, ranks must still end
                 file = files.enter_context(self.log_err.open("ab", buffering=0))
             for line in self.process.stdout:
                 with contextlib.suppress(OSError):
@@ -277,7 +276,7 @@ class JobStep:
                         self._on_exit(self.members[int(task)], status)
 
     def _await_end_of_step(self) -> None:
-        """Waits until Slurm reports the end of a step whose srun was killed before it could report it."""
+        """Waits until Slurm reports the end of the step, because a killed srun cannot report it."""
         deadline = time.monotonic() + _GONE_S
         while self._step_id and time.monotonic() < deadline:
             squeue_output = ask(
@@ -289,7 +288,7 @@ class JobStep:
 
     @property
     def _step_id(self) -> str:
-        """`<job>.<step>`, which the first rank to arrive reports; "" before."""
+        """Id of the step, `<job>.<step>`, which ranks report when they are ready; "" before."""
         return next((step_id for member in self.members if (step_id := member.record.get("step"))), "")
 
     @property
@@ -298,16 +297,16 @@ class JobStep:
 
     @property
     def last_words(self) -> str:
-        """The last lines that srun printed."""
+        """Last lines of srun's output."""
         return "\n".join(line for line in self._output_lines if line.strip())
 
     def end(self) -> None:
-        """Kills the step: srun forwards this as SIGKILL to every task."""
+        """Ends the step with SIGTERM to srun, which then kills every task."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills the step through the controller, in case srun itself hangs; then kills srun."""
+        """Kills the step with scancel, because srun may hang; then kills srun."""
         self._killed = True
         if self._step_id:
             ask("scancel", "--signal=KILL", self._step_id, timeout_s=10)

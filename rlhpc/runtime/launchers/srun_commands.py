@@ -1,6 +1,6 @@
 """Command lines of job steps, which `rlhpc plan` prints and the driver starts. Pure functions.
 
-A worker group is one `srun`, or one for each component of the job that it has ranks on.
+A worker group has one `srun` for each component of the job on which it has ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlhpc.runtime.imports import run_module
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
 
-#: Variables that srun takes for options, and that batch steps and users have: a step states its own resources, binding,
-#: input, output and end. From the lists of Slurm 22.05, 24.11 and 26.05.
+#: Variables that srun reads as options and that batch steps and users set. They are removed, because a step states its
+#: resources, binding, input, output and end itself. From the lists of Slurm 22.05, 24.11 and 26.05.
 _DROPPED = re.compile(
     r"SLURM_(NTASKS|NPROCS|NNODES|TASKS_PER_NODE|CPUS_PER_|GPUS|GPU_|TRES_|MEM_PER_|GRES|STEP_|OVERCOMMIT|OVERLAP"
     r"|EXCLUSIVE|EXACT|WHOLE|THREADS|THREAD_SPEC|CORE_SPEC|NCORES_|NSOCKETS_|CONSTRAINT|CLUSTER_CONSTRAINT|RESV_PORTS"
@@ -32,13 +32,13 @@ _DROPPED = re.compile(
 
 @dataclass(frozen=True)
 class SrunStep:
-    """Command of a worker group, or of the part of it in one component of the job.
+    """Command that starts the ranks of a worker group in one component of the job.
 
     Attributes:
         group: Name of the worker group.
-        component: Component that it runs on.
+        component: Index of the component.
         ranks: Ranks of the group, in the order of the step's tasks.
-        hosts: The node of each rank: the lines of the file that `SLURM_HOSTFILE` names.
+        hosts: Node of each rank; these are the lines of the file in `SLURM_HOSTFILE`.
         argv: The command.
     """
 
@@ -71,10 +71,10 @@ def job_steps(
     """Returns the steps of a worker group.
 
     Args:
-        group: Its name.
-        ranks: Places of its ranks, in order.
-        cluster: The nodes; in a plan, their cores may be unknown (0).
-        components: Component of the job that each node belongs to.
+        group: Name of the worker group.
+        ranks: Placements of the group's ranks, in rank order.
+        cluster: The nodes; in a plan, their numbers of cores may be unknown (0).
+        components: Component of each node.
         hosts: Host name of each node.
         interpreter: Python of the ranks' node group, if it has a separate one.
     """
@@ -91,9 +91,7 @@ def job_steps(
 
 
 def step_on_nodes(component: int, components: int, nodes: Collection[str], command: Sequence[str]) -> list[str]:
-    """Returns the step that runs a command once on each of some nodes of a component, in parallel to the steps that run
-    there.
-    """
+    """Returns a step that runs a command once on each of the given nodes of a component, at the same time as other steps."""
     # Without --mem=0 a step has to wait until other steps release memory.
     srun_options = [
         "srun",
@@ -109,12 +107,13 @@ def step_on_nodes(component: int, components: int, nodes: Collection[str], comma
 
 
 def clearing_step(component: int, components: int, nodes: Collection[str], folders: Sequence[str]) -> list[str]:
-    """Returns the step that removes folders on nodes of a component of the job."""
+    """Returns a step that removes folders on nodes of a component of the job."""
     return step_on_nodes(component, components, nodes, ["rm", "-rf", "--", *folders])
 
 
-#: Kills a task of a step, by the variables that its processes have inherited, with all of their children, and waits until none
-#: is left: one that has left its memory may still hold devices and files. Takes the step's mark and the number of the task.
+#: Shell script that kills the processes of a task and all of their children, and waits until all have ended, because an
+#: ending process may still use devices and files. It finds the processes by inherited environment variables. Arguments: the
+#: step's mark, the number of the task.
 _KILL_TASK = """
 of_task() {
     for file in $(grep -lsxzF -- "$1" /proc/[0-9]*/environ); do
@@ -142,21 +141,22 @@ exit 1
 
 
 def killing_step(component: int, components: int, node: str, mark: str, task: int) -> list[str]:
-    """Returns the step that kills one task of another step, and ends with exit code 0 when the task's processes are gone.
+    """Returns a step that kills one task of another step, and ends with exit code 0 when the task's processes have ended.
 
     Args:
-        component: Component of the job that the task runs on.
+        component: Component of the task's node.
         components: Number of the job's components.
-        node: Node that the task runs on.
-        mark: `NAME=VALUE` of a variable that the processes of that step alone have.
+        node: Node of the task.
+        mark: `NAME=VALUE` of an environment variable that only the processes of the other step have.
         task: Number of the task.
     """
     return step_on_nodes(component, components, [node], ["bash", "-c", _KILL_TASK, "bash", mark, str(task)])
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the batch step's environment without the variables that Slurm set for that step alone. `SLURM_CONF` and the
-    job's variables stay.
+    """Returns an environment without the variables that srun reads as options or that belong to the batch step.
+
+    Keeps `SLURM_CONF` and the variables of the job.
     """
     return {name: value for name, value in environ.items() if not _DROPPED.match(name)}
 
@@ -167,7 +167,7 @@ def _srun(name: str, component: int, components: int) -> list[str]:
         f"--job-name={name}",
         "--overlap",
         "--mpi=none",
-    ]  # no MPI program, whatever the site's default is
+    ]  # a rank is no MPI program, so the site's default for --mpi must not apply
     return [*srun_options, f"--het-group={component}"] if components > 1 else srun_options
 
 
@@ -179,12 +179,12 @@ def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:
     cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if cores_known else None
     # The hostfile determines the number of nodes: srun of 24.11 refuses `--nodes` in addition.
     options = [f"--ntasks={len(ranks)}", f"--cpus-per-task={cores or '?'}", "--mem=0"]
-    # A rank picks its own among all accelerators of the node. `none` clears the mask that a step would otherwise inherit
-    # from component 0.
+    # A step gets all accelerators of a node, and each rank selects its accelerators among them. `none` clears the mask that
+    # a step would otherwise inherit from component 0.
     on_device = any(rank.accelerators for rank in ranks)
     accelerators = max(len(node.accelerators) for node in nodes.values()) if on_device else 0
     options.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if cores is not None and any(count * cores > nodes[rank].cpus for rank, count in counts.items()):
         options.append("--overcommit")
-    # The driver decides which other ranks end when a rank dies, whatever the site's defaults are.
+    # The driver decides which other ranks end when a rank dies, so the site's defaults must not apply.
     return [*options, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=0"]
