@@ -55,19 +55,19 @@ class Timing:
         self.link_s += seconds
 
     def record_hold(self) -> None:
-        """Records that the robot held still because no command arrived in time."""
+        """Counts a hold of the robot: no command arrived in time."""
         self.num_held += 1
 
     def record_refusal(self) -> None:
-        """Records a command refused because its observation was too old."""
+        """Counts a refused command: its observation was too old."""
         self.num_refused += 1
 
     def record_stop(self) -> None:
-        """Records a safety stop."""
+        """Counts a safety stop."""
         self.num_stopped += 1
 
     def record_loss(self) -> None:
-        """Records a lost connection."""
+        """Counts a lost connection."""
         self.num_lost += 1
 
     def __str__(self) -> str:
