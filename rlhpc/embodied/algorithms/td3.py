@@ -35,7 +35,7 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         """
         with torch.no_grad():
             noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
-            next_actions = self.policy.head.near(self.targets["actor"].module(next_obs), noise)
+            next_actions = self.policy.head.offset_actions(self.targets["actor"].module(next_obs), noise)
             next_value = self.targets["critics"].module(next_obs, next_actions.flatten(1)).amin(0)
         return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), next_value, batch)
 

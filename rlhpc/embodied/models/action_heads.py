@@ -20,12 +20,12 @@ _LOG_STD = (-5.0, 2.0)
 LEVELS = ("token_level", "action_level", "chunk_level")
 
 
-def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
+def sum_to_level(components: Tensor, level: str, chunk: int) -> Tensor:
     """Sums values per component, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
     if level == "chunk_level":
-        return parts.flatten(1).sum(-1)
-    chunk_parts = parts.reshape(parts.shape[0], chunk, -1)
-    return chunk_parts.sum(-1) if level == "action_level" else chunk_parts
+        return components.flatten(1).sum(-1)
+    chunk_components = components.reshape(components.shape[0], chunk, -1)
+    return chunk_components.sum(-1) if level == "action_level" else chunk_components
 
 
 class CategoricalHead(nn.Module):
@@ -62,7 +62,7 @@ class CategoricalHead(nn.Module):
         chunk_actions = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(
             logits.shape[0], self.chunk, -1
         )
-        return chunk_actions, self._at_level(logprobs, level)
+        return chunk_actions, self._sum_to_level(logprobs, level)
 
     def evaluate(
         self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
@@ -76,15 +76,15 @@ class CategoricalHead(nn.Module):
             if entropy:
                 entropies.append(-(component_logprobs.exp() * component_logprobs).sum(-1, keepdim=True))
             offset += size
-        return self._at_level(logprobs, level), self._at_level(entropies, level) if entropy else None
+        return self._sum_to_level(logprobs, level), self._sum_to_level(entropies, level) if entropy else None
 
-    def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
+    def _sum_to_level(self, columns: list[Tensor], level: str) -> Tensor:
         if level == "chunk_level":  # adds the few columns one by one
-            column_sum = parts[0].squeeze(-1)
-            for column in parts[1:]:
+            column_sum = columns[0].squeeze(-1)
+            for column in columns[1:]:
                 column_sum = column_sum + column.squeeze(-1)
             return column_sum
-        return at_level(torch.cat(parts, -1), level, self.chunk)
+        return sum_to_level(torch.cat(columns, -1), level, self.chunk)
 
 
 class GaussianHead(nn.Module):
@@ -108,7 +108,7 @@ class GaussianHead(nn.Module):
         """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the mean."""
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = mean + self.log_std.exp() * noise
-        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        logprobs = sum_to_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         return actions.reshape(mean.shape[0], self.chunk, -1), logprobs
 
     def evaluate(
@@ -116,10 +116,10 @@ class GaussianHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
-        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        logprobs = sum_to_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
         if not entropy:
             return logprobs, None
-        return logprobs, at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk).expand(
+        return logprobs, sum_to_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk).expand(
             logprobs.shape
         )
 
@@ -159,7 +159,7 @@ class BoundedHead(nn.Module):
         return (self.high - self.low) / 2
 
     @property
-    def middle(self) -> Tensor:
+    def center(self) -> Tensor:
         """Middle of the range of each component, `[chunk · d]`."""
         return (self.high + self.low) / 2
 
@@ -179,17 +179,17 @@ class BoundedHead(nn.Module):
         """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         raise NotImplementedError
 
-    def uniform(self, noise: Tensor) -> Tensor:
+    def uniform_actions(self, noise: Tensor) -> Tensor:
         """Converts standard normal noise to actions `[B, chunk, d]` that are uniform within the bounds."""
-        return self.within(torch.erf(noise / math.sqrt(2)))
+        return self.scale_to_bounds(torch.erf(noise / math.sqrt(2)))
 
-    def within(self, unit: Tensor) -> Tensor:
+    def scale_to_bounds(self, unit_values: Tensor) -> Tensor:
         """Converts numbers `[B, chunk · d]` in [-1, 1] to actions `[B, chunk, d]` within the bounds."""
-        return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
+        return (unit_values * self.scale + self.center).unflatten(-1, (self.chunk, -1))
 
-    def unit(self, actions: Tensor) -> Tensor:
-        """Converts actions to numbers `[B, chunk · d]` in [-1, 1]; inverts `within`."""
-        return (actions.flatten(1) - self.middle) / self.scale
+    def scale_to_unit(self, actions: Tensor) -> Tensor:
+        """Converts actions to numbers `[B, chunk · d]` in [-1, 1]; inverts `scale_to_bounds`."""
+        return (actions.flatten(1) - self.center) / self.scale
 
 
 class SquashedGaussianHead(BoundedHead):
@@ -208,7 +208,9 @@ class SquashedGaussianHead(BoundedHead):
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         unit_actions = torch.tanh(mean + log_std.exp() * noise)
-        return self.within(unit_actions), at_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
+        return self.scale_to_bounds(unit_actions), sum_to_level(
+            self._logprobs(unit_actions, noise, log_std), level, self.chunk
+        )
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
@@ -218,10 +220,10 @@ class SquashedGaussianHead(BoundedHead):
         """
         mean, log_std = self._split(inputs)
         # Keeps a small distance from the bounds, where atanh is infinite.
-        unit_actions = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
+        unit_actions = self.scale_to_unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
         noise = (torch.atanh(unit_actions) - mean) * (-log_std).exp()
-        logprobs = at_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
-        return logprobs, at_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
+        logprobs = sum_to_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
+        return logprobs, sum_to_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = inputs.chunk(2, -1)
@@ -247,31 +249,33 @@ class DeterministicHead(BoundedHead):
         self.inputs = self.dim
         self.std = std
 
-    def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
+    def offset_actions(self, inputs: Tensor, offset: Tensor) -> Tensor:
         """Returns the deterministic actions plus `offset`, clipped to the bounds, `[B, chunk, d]`. `offset [B, chunk · d]` is
         a fraction of half the range.
         """
-        return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
+        return self.scale_to_bounds((torch.tanh(inputs) + offset).clamp(-1, 1))
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
         """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the
         deterministic actions.
         """
         if noise is None:
-            return self.within(torch.tanh(inputs)), at_level(
+            return self.scale_to_bounds(torch.tanh(inputs)), sum_to_level(
                 self._logprobs(torch.zeros_like(inputs)), level, self.chunk
             )
-        return self.near(inputs, self.std * noise), at_level(self._logprobs(noise), level, self.chunk)
+        return self.offset_actions(inputs, self.std * noise), sum_to_level(self._logprobs(noise), level, self.chunk)
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
-        logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
+        logprobs = sum_to_level(
+            self._logprobs((self.scale_to_unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk
+        )
         if not entropy:
             return logprobs, None
         entropies = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
-        return logprobs, at_level(entropies.expand_as(inputs), level, self.chunk)
+        return logprobs, sum_to_level(entropies.expand_as(inputs), level, self.chunk)
 
     def _logprobs(self, noise: Tensor) -> Tensor:
         return -0.5 * noise**2 - (self.std * self.scale).log() - 0.5 * _LOG_2PI
@@ -293,19 +297,19 @@ class BoundedGaussianHead(BoundedHead):
         """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
-        actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
-        return actions, at_level(self._logprobs(noise, log_std), level, self.chunk)
+        actions = self.scale_to_bounds((mean + log_std.exp() * noise).clamp(-1, 1))
+        return actions, sum_to_level(self._logprobs(noise, log_std), level, self.chunk)
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
         mean, log_std = self._split(inputs)
-        noise = (self.unit(actions) - mean) * (-log_std).exp()
-        logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)
+        noise = (self.scale_to_unit(actions) - mean) * (-log_std).exp()
+        logprobs = sum_to_level(self._logprobs(noise, log_std), level, self.chunk)
         if not entropy:
             return logprobs, None
-        return logprobs, at_level(log_std + self.scale.log() + 0.5 + 0.5 * _LOG_2PI, level, self.chunk)
+        return logprobs, sum_to_level(log_std + self.scale.log() + 0.5 + 0.5 * _LOG_2PI, level, self.chunk)
 
     @staticmethod
     def _split(inputs: Tensor) -> tuple[Tensor, Tensor]:

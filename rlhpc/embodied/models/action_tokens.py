@@ -18,19 +18,19 @@ from torch import Tensor
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.config.model_options import VlaOptions, model_options
-from rlhpc.embodied.models.action_heads import at_level
+from rlhpc.embodied.models.action_heads import sum_to_level
 from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.flow import scale_of
+from rlhpc.embodied.models.flow import action_bounds
 from rlhpc.embodied.models.normalization import Scaling
 from rlhpc.embodied.models.vlm import (
     PROMPT,
-    Eye,
+    ImagePreprocessing,
     ValueHead,
     VlmInputs,
-    image_tokens,
+    count_image_tokens,
     load_vlm,
-    numbers_in,
-    positions,
+    position_ids,
+    state_width,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
@@ -61,7 +61,9 @@ class ActionTokens:
 
 
 class TokenPolicy(Policy):
-    """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_read`, `_run_body` and `_logits`."""
+    """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_encode`, `_run_body`
+    and `_logits`.
+    """
 
     has_head = False
     mixed_precision = True
@@ -79,7 +81,7 @@ class TokenPolicy(Policy):
             raise ConfigError(f"model_type {name!r} needs continuous actions; these are {action_space}")
         self.options: VlaOptions = model_options(self.options_type, cfg)
         self.dim = math.prod(action_space.shape)
-        self.scaling = Scaling(*scale_of(action_space))
+        self.scaling = Scaling(*action_bounds(action_space))
         self.load(cfg)
         if self.options.lora:
             inject_lora(self.vlm, LoraConfig(**self.options.lora))
@@ -91,7 +93,7 @@ class TokenPolicy(Policy):
         """Sets `vlm`, `inputs`, `tokens` and the other attributes of the subclass."""
 
     @abstractmethod
-    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _encode(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         """Runs the model's body on images, prompt, and the action tokens generated so far `[B, n]`; returns its outputs and
         the mask.
         """
@@ -111,7 +113,7 @@ class TokenPolicy(Policy):
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _logp(self, hidden: Tensor) -> Tensor:
+    def _bin_logprobs(self, hidden: Tensor) -> Tensor:
         """Returns log-probabilities over the bins, `[..., 256]`, in the order of token ids."""
         return torch.log_softmax(self._logits(hidden)[..., self.tokens.first : self.tokens.end].float(), -1)
 
@@ -119,12 +121,12 @@ class TokenPolicy(Policy):
         """Returns None in place of the head's input, and the values (`Policy.features`)."""
         if self.value_head is None and value:
             return None, self._values(self.inputs(obs)[0])
-        return None, self._values(self._states(obs, None)[:, 0]) if value else None
+        return None, self._values(self._hidden_states(obs, None)[:, 0]) if value else None
 
-    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
+    def _hidden_states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         """Returns the hidden states `[B, n, width]` that predict the tokens `[B, n]`; without tokens, only the first state."""
         previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
-        return self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
+        return self._encode(obs, previous_tokens)[0].last_hidden_state[:, -count:]
 
     def default_forward(
         self,
@@ -136,15 +138,19 @@ class TokenPolicy(Policy):
         """Runs the training pass (`Policy.default_forward`); `inputs["tokens"]` may hold the sampled tokens
         `[B, chunk · dim]`.
         """
-        tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
-        hidden = self._states(inputs["obs"], tokens)
+        tokens = (
+            inputs["tokens"]
+            if "tokens" in inputs
+            else self.tokens.ids(self._scale_actions(inputs["actions"])).flatten(1)
+        )
+        hidden = self._hidden_states(inputs["obs"], tokens)
         outputs: dict[str, Tensor] = {}
         if compute_logprobs or compute_entropy:
-            logp = self._logp(hidden)
+            logp = self._bin_logprobs(hidden)
             token_logprobs = logp.gather(-1, (tokens - self.tokens.first)[..., None]).squeeze(-1)
-            outputs["logprobs"] = at_level(token_logprobs, self.logprob_type, self.chunk)
+            outputs["logprobs"] = sum_to_level(token_logprobs, self.logprob_type, self.chunk)
             if compute_entropy:
-                outputs["entropy"] = at_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
+                outputs["entropy"] = sum_to_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
         if compute_values:
             outputs["values"] = self._values(hidden[:, 0])
         return outputs
@@ -157,7 +163,7 @@ class TokenPolicy(Policy):
         bins, logprobs, first_hidden = self._sample_tokens(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
-        level_logprobs = at_level(logprobs, self.logprob_type, self.chunk)
+        level_logprobs = sum_to_level(logprobs, self.logprob_type, self.chunk)
         return actions, {
             "prev_logprobs": level_logprobs,
             "prev_values": self._values(first_hidden),
@@ -168,7 +174,7 @@ class TokenPolicy(Policy):
         """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the hidden state
         that predicts the first token.
         """
-        outputs, mask = self._read(obs, cache=True)
+        outputs, mask = self._encode(obs, cache=True)
         first_hidden = hidden = outputs.last_hidden_state[:, -1]
         sampled_bins: list[Tensor] = []
         logprobs: list[Tensor] = []
@@ -178,29 +184,29 @@ class TokenPolicy(Policy):
                 outputs = self._run_body(
                     input_ids=sampled_bins[-1] + self.tokens.first,
                     attention_mask=mask,
-                    position_ids=positions(mask)[:, -1:],
+                    position_ids=position_ids(mask)[:, -1:],
                     past_key_values=outputs.past_key_values,
                     use_cache=True,
                 )
                 hidden = outputs.last_hidden_state[:, -1]
-            bins, token_logprobs = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
+            bins, token_logprobs = self._choose_bins(hidden[:, None], None if noise is None else noise[:, i : i + 1])
             logprobs.append(token_logprobs)
             sampled_bins.append(bins)
         return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first_hidden
 
-    def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose_bins(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Chooses bins from hidden states `[B, n, width]`; returns the bins and their log-probs `[B, n]`. Without
         noise, takes the most likely bins.
         """
-        logp = self._logp(hidden)
-        bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])
+        logp = self._bin_logprobs(hidden)
+        bins = logp.argmax(-1, keepdim=True) if noise is None else _sample_bins(logp, noise[..., None])
         return bins.squeeze(-1), logp.gather(-1, bins).squeeze(-1)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws uniform noise `[*shape, chunk · dim]`: each token's position in the cumulative distribution."""
         return torch.rand((*shape, self.chunk * self.dim), generator=generator)
 
-    def _scaled(self, actions: Tensor) -> Tensor:
+    def _scale_actions(self, actions: Tensor) -> Tensor:
         return self.scaling.scaled(actions.reshape(len(actions), -1, self.dim))
 
 
@@ -214,11 +220,16 @@ class VLAPolicy(TokenPolicy):
     def load(self, cfg: ModelConfig) -> None:
         """Loads the Llava model and its tokenizer (`TokenPolicy.load`)."""
         space = self.observation_space
-        self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(space))
+        self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, state_width(space))
         config, image = self.vlm.config, int(self.vlm.config.image_token_id)
         prompt = self.options.prompt or PROMPT
         self.inputs = VlmInputs(
-            space, tokenizer, Eye.of(config, settings), image, image_tokens(self.vlm, config), prompt
+            space,
+            tokenizer,
+            ImagePreprocessing.of(config, settings),
+            image,
+            count_image_tokens(self.vlm, config),
+            prompt,
         )
         self.tokens = ActionTokens(int(tokenizer.vocab_size))
         if self.tokens.first <= image < self.tokens.end:
@@ -227,14 +238,14 @@ class VLAPolicy(TokenPolicy):
                 "stand for actions"
             )
 
-    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _encode(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         ids, mask, pixels = self.inputs(obs)
         if token_ids is not None:
             ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)
         outputs = self.vlm.model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions(mask),
+            position_ids=position_ids(mask),
             use_cache=cache,
             pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
         )
@@ -247,7 +258,7 @@ class VLAPolicy(TokenPolicy):
         return self.vlm.lm_head(hidden)
 
 
-def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
+def _sample_bins(logp: Tensor, uniform: Tensor) -> Tensor:
     """Samples bins `[..., 1]` by inversion of the cumulative distribution."""
     cumulative_probs = logp.exp().cumsum(-1)
     return torch.searchsorted(cumulative_probs, uniform * cumulative_probs[..., -1:]).clamp(max=logp.shape[-1] - 1)

@@ -29,7 +29,7 @@ from rlhpc.runtime.trust import Trust
 #: Added observation: 1 for an improvement, −1 for none, 0 for unknown.
 IMPROVEMENT = "improvement"
 #: Model types that can be conditioned, because they accept a state vector in addition to other inputs.
-INNER = ("mlp", "cnn", "resnet", "flow")
+INNER_MODEL_TYPES = ("mlp", "cnn", "resnet", "flow")
 _OF, _UNSAID = "of", "unconditioned"
 
 
@@ -121,7 +121,7 @@ def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, T
 
 KEY = "algorithm.value_model"
 #: Batch size of the value computation.
-_ROWS = 1024
+_BATCH_SIZE = 1024
 
 
 def value_model(cfg: BcConfig, observation_space: object) -> Policy:
@@ -170,10 +170,11 @@ def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, devi
     algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
     model.to(device)
 
-    def valued(trajectory: Trajectory) -> np.ndarray:
+    def predict_values(trajectory: Trajectory) -> np.ndarray:
         count = count_rows(trajectory["obs"]) - 1
         obs_batches = (
-            take(trajectory["obs"], slice(start, min(start + _ROWS, count))) for start in range(0, count, _ROWS)
+            take(trajectory["obs"], slice(start, min(start + _BATCH_SIZE, count)))
+            for start in range(0, count, _BATCH_SIZE)
         )
         value_batches = [model.value(to_tensors(obs_batch, device)) for obs_batch in obs_batches]
         return torch.cat([values.reshape(len(values), -1)[:, 0] for values in value_batches]).double().cpu().numpy()
@@ -181,7 +182,7 @@ def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, devi
     episode_advantages = [
         advantages(
             scale * trajectory["rewards"].astype(np.float64),
-            valued(trajectory),
+            predict_values(trajectory),
             algorithm.gamma,
             algorithm.advantage_steps,
         )

@@ -24,24 +24,24 @@ BLOCK = 16
 _Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
-def _generator_of(*words: int) -> torch.Generator:
-    """Returns a generator seeded with `words`, integers of at least 0."""
+def _seeded_generator(*seeds: int) -> torch.Generator:
+    """Returns a generator seeded with `seeds`, integers of at least 0."""
     return torch.Generator().manual_seed(
-        int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] >> np.uint64(1))
     )
 
 
-def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tensor:
+def noise_of_slots(sample: _Sample, seeds: Sequence[int], slots: range) -> Tensor:
     """Draws the noise of one decision for `slots`, `[len(slots), ...]`. The noise of a slot does not depend on the
     other slots.
 
     Args:
         sample: `Policy.sample_noise`.
-        words: Seed, step and decision: integers that identify the decision.
+        seeds: Seed, step and decision: integers that identify the decision.
         slots: Global indices of the slots.
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
-    rows = [sample((BLOCK,), _generator_of(*words, block)) for block in blocks]
+    rows = [sample((BLOCK,), _seeded_generator(*seeds, block)) for block in blocks]
     first_slot = blocks.start * BLOCK
     return torch.cat(rows)[slots.start - first_slot : slots.stop - first_slot]
 
@@ -55,7 +55,7 @@ def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decis
         episodes, decisions: Index of each slot's episode, and of the decision within the episode.
     """
     positions = zip(episodes, decisions, strict=True)
-    return torch.cat([sample((1,), _generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
+    return torch.cat([sample((1,), _seeded_generator(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:

@@ -23,7 +23,7 @@ from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
 
 #: Minimum height and width of images in pixels; the convolutions would reduce smaller images to nothing.
-_SMALLEST = 5
+_MIN_IMAGE_SIZE = 5
 
 
 class ImagePolicy(Policy):
@@ -38,21 +38,21 @@ class ImagePolicy(Policy):
         heads: True builds actor and critic heads; False builds only the encoder, for another policy.
 
     Attributes:
-        hidden: Width of the features that `see` returns.
+        hidden: Width of the features that `encode` returns.
     """
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any, heads: bool = True) -> None:
         self.has_head = heads
         super().__init__(cfg, observation_space, action_space)
-        self._name = cfg.model_type
+        self._model_type = cfg.model_type
         self._orthogonal = cfg.ortho_init
         self._channels = model_options(ResnetOptions, cfg).channels
         self.hidden = hidden = cfg.hidden_sizes[-1] if len(cfg.hidden_sizes) else 512
         boxes = boxes_of(observation_space)
         if "" in boxes:
-            self.trunk = self._eye(boxes[""], hidden)
+            self.trunk = self._build_image_encoder(boxes[""], hidden)
         else:
-            self._several(boxes, hidden)
+            self._build_encoders(boxes, hidden)
         if heads:
             self.actor = layer(hidden, self.head.inputs, 0.01, self._orthogonal)
             self.critic = layer(hidden, self.value_width, 1.0, self._orthogonal)
@@ -63,46 +63,50 @@ class ImagePolicy(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""
-        hidden = self.see(obs)
+        hidden = self.encode(obs)
         return self.actor(hidden) if policy else None, self.critic(hidden).squeeze(-1) if value else None
 
-    def _eye(self, box: Any, hidden: int) -> nn.Sequential:
+    def _build_image_encoder(self, box: Any, hidden: int) -> nn.Sequential:
         shape = box.shape
         if len(shape) != 3:
             raise ConfigError(
-                f"model_type {self._name!r} needs images [H, W, C] or [C, H, W]; observations are {tuple(shape)}"
+                f"model_type {self._model_type!r} needs images [H, W, C] or [C, H, W]; observations are {tuple(shape)}"
             )
         channels, height, width = (shape[2], *shape[:2]) if is_channel_last(shape) else shape
-        if min(height, width) < _SMALLEST:
+        if min(height, width) < _MIN_IMAGE_SIZE:
             raise ConfigError(
-                f"model_type {self._name!r} needs images of at least {_SMALLEST} pixels a side; these are {tuple(shape)}"
+                f"model_type {self._model_type!r} needs images of at least {_MIN_IMAGE_SIZE} pixels a side; "
+                f"these are {tuple(shape)}"
             )
         encoder = self.encoder(channels, height, width)
         with torch.no_grad():
             num_features = encoder(torch.zeros(1, channels, height, width)).shape[1]
         return nn.Sequential(encoder, layer(num_features, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
-    def _several(self, boxes: dict[str, Any], hidden: int) -> None:
+    def _build_encoders(self, boxes: dict[str, Any], hidden: int) -> None:
         images = {key: box for key, box in boxes.items() if len(box.shape) == 3}
         if not images:
             raise ConfigError(
-                f"model_type {self._name!r} needs images; the observations are {', '.join(boxes)}: choose mlp"
+                f"model_type {self._model_type!r} needs images; the observations are {', '.join(boxes)}: choose mlp"
             )
-        self._numbers = [key for key, box in boxes.items() if key not in images and np.dtype(box.dtype) != np.uint8]
-        count = sum(math.prod(boxes[key].shape) for key in self._numbers)
-        self.eyes = nn.ModuleDict({key: self._eye(box, hidden) for key, box in images.items()})
-        width = hidden * (len(images) + bool(count))
-        if count:
-            self.numbers = nn.Sequential(layer(count, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+        self._state_keys = [key for key, box in boxes.items() if key not in images and np.dtype(box.dtype) != np.uint8]
+        num_state_values = sum(math.prod(boxes[key].shape) for key in self._state_keys)
+        self.eyes = nn.ModuleDict({key: self._build_image_encoder(box, hidden) for key, box in images.items()})
+        width = hidden * (len(images) + bool(num_state_values))
+        if num_state_values:
+            self.numbers = nn.Sequential(layer(num_state_values, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
         self.join = nn.Sequential(layer(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
-    def see(self, obs: Any) -> Tensor:
+    def encode(self, obs: Any) -> Tensor:
         """Returns features `[B, hidden]` of observations."""
         if not isinstance(obs, dict):
             return self.trunk(_prepare_images(obs, self.observation_space))
-        features = [eye(_prepare_images(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
-        if self._numbers:
-            features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
+        features = [
+            image_encoder(_prepare_images(obs[key], self.observation_space[key]))
+            for key, image_encoder in self.eyes.items()
+        ]
+        if self._state_keys:
+            features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._state_keys], 1)))
         return self.join(torch.cat(features, 1))
 
 
@@ -170,4 +174,4 @@ def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, opt
 
 def encode_obs(encoder: Any, obs: Obs) -> Tensor:
     """Returns encoded observations `[B, width]`; without an encoder, the flattened state vectors."""
-    return flat_numbers(obs) if encoder is None else encoder.see(obs)
+    return flat_numbers(obs) if encoder is None else encoder.encode(obs)

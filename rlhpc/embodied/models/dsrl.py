@@ -16,7 +16,7 @@ from rlhpc.embodied.config.model_options import DsrlOptions, model_options
 from rlhpc.embodied.envs.observations import space_to_json
 from rlhpc.embodied.models.action_heads import SquashedGaussianHead
 from rlhpc.embodied.models.base import Obs
-from rlhpc.embodied.models.flow import FlowActing
+from rlhpc.embodied.models.flow import BaseFlowPolicy
 from rlhpc.embodied.models.off_policy import SACPolicy
 from rlhpc.embodied.models.registry import load_policy, policy_from_spec
 from rlhpc.runtime.errors import ConfigError
@@ -35,24 +35,24 @@ class DSRLPolicy(SACPolicy):
         base: Frozen flow policy.
     """
 
-    base: FlowActing
-    acts_with = ("actor.", "base.")
+    base: BaseFlowPolicy
+    acting_prefixes = ("actor.", "base.")
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
         """Loads the flow policy and builds a head for its starting noise."""
         options = model_options(DsrlOptions, cfg)
-        self.base = self._frozen(options, cfg.num_action_chunks, action_space)
+        self.base = self._load_base(options, cfg.num_action_chunks, action_space)
         limit = np.full(self.base.state_shape, options.noise_bound, np.float32)
         return SquashedGaussianHead(spaces.Box(-limit, limit), chunk=1)
 
-    def _frozen(self, options: DsrlOptions, chunk: int, action_space: Any) -> FlowActing:
+    def _load_base(self, options: DsrlOptions, chunk: int, action_space: Any) -> BaseFlowPolicy:
         if options.base_spec is not None:
             flow = policy_from_spec(options.base_spec, origin="actor.model.kwargs.base_spec")
         elif options.base:
             flow = load_policy(find_weights(options.base, _KEY), Trust())
         else:
             raise ConfigError(f"model_type dsrl needs {_KEY}: a run, checkpoint or export folder of a flow policy")
-        if not isinstance(flow, FlowActing):
+        if not isinstance(flow, BaseFlowPolicy):
             raise ConfigError(
                 f"{_KEY} is {options.base!r}, a {type(flow).__name__}; dsrl steers flows (model_type flow)"
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.config.model_options import DenoisingOptions, FlowOptions, model_options
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.action_heads import at_level
+from rlhpc.embodied.models.action_heads import sum_to_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
 from rlhpc.embodied.models.cnn import encode_obs, encoder_of
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
@@ -89,7 +89,7 @@ class Flow:
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
 
 
-class FlowActing(Policy):
+class BaseFlowPolicy(Policy):
     """Policy that generates actions by a flow. Subclasses implement `prepare`, which encodes an observation once for all
     steps.
 
@@ -109,7 +109,7 @@ class FlowActing(Policy):
         self.options: DenoisingOptions = model_options(self.options_type, cfg)
         self.flow = Flow(self.options.num_steps, self.options.noise_level)
         self.dim = math.prod(action_space.shape)
-        low, high = scale_of(action_space)
+        low, high = action_bounds(action_space)
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
 
@@ -141,10 +141,10 @@ class FlowActing(Policy):
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
         outputs: dict[str, Tensor] = {}
         if velocity is not None:
-            outputs["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
+            outputs["logprobs"] = self._sum_components(self.flow.logprobs(velocity, inputs["chain"]))
         if compute_entropy:
             entropies = self.low.new_full((count_rows(inputs["obs"]), self.chunk, self.dim), self.flow.entropy())
-            outputs["entropy"] = at_level(entropies, self.logprob_type, self.chunk)
+            outputs["entropy"] = sum_to_level(entropies, self.logprob_type, self.chunk)
         if values is not None:
             outputs["values"] = values
         return outputs
@@ -161,7 +161,7 @@ class FlowActing(Policy):
             noise = self.noise_for(obs, noise, values.device)
             chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
         actions = self.played(chain[:, -1], slice(self.chunk))
-        logprobs = self._leveled(self.flow.logprobs(velocity, chain))
+        logprobs = self._sum_components(self.flow.logprobs(velocity, chain))
         return actions, {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
 
     @property
@@ -222,18 +222,18 @@ class FlowActing(Policy):
         """Inverts `scaled`: returns actions in the environment's units."""
         return self.low + (actions + 1) / 2 * (self.high - self.low)
 
-    def _leveled(self, logprobs: Tensor) -> Tensor:
-        return at_level(logprobs[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
+    def _sum_components(self, logprobs: Tensor) -> Tensor:
+        return sum_to_level(logprobs[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
 
 
-def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
+def action_bounds(box: spaces.Box) -> tuple[Tensor, Tensor]:
     """Returns the lower and upper bounds `[dim]` of actions. Unbounded components get the bounds −1 and 1."""
     is_bounded = np.isfinite(box.low) & np.isfinite(box.high)
     low, high = np.where(is_bounded, box.low, -1), np.where(is_bounded, box.high, 1)
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
 
 
-class FlowPolicy(FlowActing):
+class FlowPolicy(BaseFlowPolicy):
     """Flow policy for state vectors, or for images with a convolutional encoder. `actor.model.kwargs` are `FlowOptions`."""
 
     options_type = FlowOptions
@@ -251,7 +251,7 @@ class FlowPolicy(FlowActing):
         self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
+        """Encodes observations once for all steps of the flow (`BaseFlowPolicy.prepare`)."""
         encoded = encode_obs(self.encoder, obs)
         if self.normaliser is not None:
             encoded = self.normaliser(encoded)

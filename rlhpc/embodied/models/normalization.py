@@ -170,12 +170,12 @@ class NormStats(nn.Module):
         self.register_buffer("shift", low, persistent=False)
         self.register_buffer("scale", high, persistent=False)
 
-    def normalised(self, values: Tensor) -> Tensor:
+    def normalise(self, values: Tensor) -> Tensor:
         """Normalises `[..., dim]` for the network."""
         return (values - self.shift) / self.scale
 
-    def unnormalised(self, values: Tensor) -> Tensor:
-        """Inverts `normalised`."""
+    def unnormalise(self, values: Tensor) -> Tensor:
+        """Inverts `normalise`."""
         return values * self.scale + self.shift
 
 

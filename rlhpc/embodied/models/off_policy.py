@@ -23,13 +23,13 @@ from rlhpc.training.flat_parameters import Reduce
 _MOMENTUM, _EPS, WARM_UP, _R_MAX, _D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """Differentiable sum over the ranks: its backward pass sums the gradients of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, reduce: Reduce) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, reduce: Reduce) -> Tensor:
         ctx.reduce = reduce
-        return reduce(part.clone())
+        return reduce(summand.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -60,33 +60,35 @@ class BatchRenorm(nn.Module):
         """Returns the normalised rows, and updates the running statistics in training."""
         if not self.training:
             return (rows - self.mean) * (self.variance + _EPS).rsqrt() * self.weight + self.bias
-        mean, variance = self._statistics(rows)
-        normal = (rows - mean) * (variance + _EPS).rsqrt()
+        mean, variance = self._batch_statistics(rows)
+        normalized_rows = (rows - mean) * (variance + _EPS).rsqrt()
         if self.batches >= WARM_UP:
-            normal = self._corrected(normal, mean.detach(), variance.detach())
+            normalized_rows = self._correct(normalized_rows, mean.detach(), variance.detach())
         with torch.no_grad():
             self.mean.lerp_(mean, _MOMENTUM)
             self.variance.lerp_(variance, _MOMENTUM)
             self.batches += 1
-        return normal * self.weight + self.bias
+        return normalized_rows * self.weight + self.bias
 
-    def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def _correct(self, normalized_rows: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Corrects rows that were normalised by batch statistics towards normalisation by the running statistics."""
         running_std = (self.variance + _EPS).sqrt()
         scale_ratio = ((variance + _EPS).sqrt() / running_std).clamp(1 / _R_MAX, _R_MAX)
-        return normal * scale_ratio + ((mean - self.mean) / running_std).clamp(-_D_MAX, _D_MAX)
+        return normalized_rows * scale_ratio + ((mean - self.mean) / running_std).clamp(-_D_MAX, _D_MAX)
 
-    def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and variance over the rows of all ranks."""
         if self.reduce is None:
             variance, mean = torch.var_mean(rows, 0, correction=0)
             return mean, variance
-        sums_and_count: Tensor = _Sum.apply(torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0]))), self.reduce)
+        sums_and_count: Tensor = _SumOverRanks.apply(
+            torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0]))), self.reduce
+        )
         mean = sums_and_count[:-1] / sums_and_count[-1]
-        return mean, _Sum.apply((rows - mean).square().sum(0), self.reduce) / sums_and_count[-1].detach()
+        return mean, _SumOverRanks.apply((rows - mean).square().sum(0), self.reduce) / sums_and_count[-1].detach()
 
 
-def _build_renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
+def _build_renorm_mlp(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
     """Builds a perceptron with batch renormalisation before each linear layer."""
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
@@ -94,7 +96,7 @@ def _build_renormed(sizes: list[int], outputs: int, activation: str) -> nn.Seque
     return nn.Sequential(*layers, BatchRenorm(sizes[-1]), nn.Linear(sizes[-1], outputs))
 
 
-class _NormedTwinCritic(nn.Module):
+class _RenormTwinCritic(nn.Module):
     """Pair of Q-networks with batch renormalisation.
 
     Args:
@@ -106,8 +108,8 @@ class _NormedTwinCritic(nn.Module):
     def __init__(self, inputs: int, hidden: list[int], activation: str) -> None:
         super().__init__()
         self.one, self.two = (
-            _build_renormed([inputs, *hidden], 1, activation),
-            _build_renormed([inputs, *hidden], 1, activation),
+            _build_renorm_mlp([inputs, *hidden], 1, activation),
+            _build_renorm_mlp([inputs, *hidden], 1, activation),
         )
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class ActorCritic(Policy):
     head: BoundedHead  # type: ignore[assignment]
     has_head = False  # this class builds the head itself
     #: Name prefixes of the weights that acting needs.
-    acts_with: tuple[str, ...] = ("actor.",)
+    acting_prefixes: tuple[str, ...] = ("actor.",)
 
     def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -224,7 +226,7 @@ class ActorCritic(Policy):
 
     def acting(self) -> list[tuple[str, Tensor]]:
         """Returns the names and tensors of the weights that acting needs."""
-        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acts_with)]
+        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acting_prefixes)]
 
 
 class SACPolicy(ActorCritic):
@@ -246,8 +248,8 @@ class CrossQPolicy(SACPolicy):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Builds renormalised networks (`ActorCritic.build_networks`)."""
-        self.actor = _build_renormed([inputs, *hidden], self.head.inputs, cfg.activation)
-        self.critics = _NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
+        self.actor = _build_renorm_mlp([inputs, *hidden], self.head.inputs, cfg.activation)
+        self.critics = _RenormTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
 
 
 class TD3Policy(ActorCritic):
@@ -260,7 +262,7 @@ class TD3Policy(ActorCritic):
         return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
 
 
-class _SpreadActor(nn.Module):
+class _GaussianActor(nn.Module):
     """Actor with a state-independent log-std; outputs mean and log-std, concatenated.
 
     Args:
@@ -279,7 +281,7 @@ class _SpreadActor(nn.Module):
         return torch.cat((mean, self.log_std.expand_as(mean)), -1)
 
 
-class _ValuedTwinCritic(TwinCritic):
+class _TwinValueCritic(TwinCritic):
     """Twin critics with a state-value network.
 
     Args:
@@ -297,7 +299,7 @@ class IQLPolicy(ActorCritic):
     """Actor, critics and value network of IQL (as in CORL's iql.py). The value network is part of `critics`."""
 
     head: BoundedGaussianHead
-    critics: _ValuedTwinCritic
+    critics: _TwinValueCritic
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
         """Builds a bounded Gaussian head."""
@@ -307,7 +309,7 @@ class IQLPolicy(ActorCritic):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Builds actor, critics and value network (`ActorCritic.build_networks`)."""
-        self.actor = _SpreadActor(
+        self.actor = _GaussianActor(
             mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01), self.head.dim
         )
-        self.critics = _ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)
+        self.critics = _TwinValueCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

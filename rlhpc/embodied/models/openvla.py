@@ -27,13 +27,13 @@ from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.normalization import BOUNDS, Scaling, read_statistics, scaling
 from rlhpc.embodied.models.vlm import (
     PROMPT,
-    Eye,
+    ImagePreprocessing,
     VlmInputs,
     load_vlm,
-    numbers_in,
-    positions,
+    position_ids,
     read_config,
     require_weights,
+    state_width,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
@@ -79,24 +79,24 @@ class OpenVLAPolicy(TokenPolicy):
                 "flash_attention_2 does not do here: take sdpa"
             )
         has_proprio = _PROJECTOR in components if options.proprio is None else options.proprio
-        self.numbers = numbers_in(space) if has_proprio and "state" in boxes_of(space) else 0
-        if has_proprio and not self.numbers:
+        self.state_width = state_width(space) if has_proprio and "state" in boxes_of(space) else 0
+        if has_proprio and not self.state_width:
             raise ConfigError(
                 f"actor.model.kwargs.proprio: the model takes `state`, which the observations lack: {space}"
             )
         self.state_scaling = None
-        self._scale(options)
+        self._set_scaling(options)
         self.action_head, self.proprio_projector = _load_components(
-            components, width, self.dim if self.kind == "l1" else 0, self.numbers
+            components, width, self.dim if self.kind == "l1" else 0, self.state_width
         )
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = _eye_of(config, settings, space, options.center_crop)
+        self.eye = _image_preprocessing(config, settings, space, options.center_crop)
         blank_token = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # in training, Llama's blank token preceded the first action
-        end = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
+        suffix_ids = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
         self.inputs = VlmInputs(
             space,
             self.tokenizer,
@@ -104,12 +104,12 @@ class OpenVLAPolicy(TokenPolicy):
             -1,
             self.vlm.vision_backbone.patches,
             options.prompt or PROMPT,
-            more=int(self.numbers > 0),
-            end=end,
-            lower=True,
+            num_state_tokens=int(self.state_width > 0),
+            suffix_ids=suffix_ids,
+            lowercase=True,
         )
 
-    def _scale(self, options: OpenVlaOptions) -> None:
+    def _set_scaling(self, options: OpenVlaOptions) -> None:
         """Sets the scaling from the statistics in `kwargs`, or from the model's statistics. With `bounds`, or for a
         model without a folder, the bounds of the action space stay in use.
 
@@ -127,9 +127,9 @@ class OpenVLAPolicy(TokenPolicy):
         action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, statistics_source)
         assert action_scaling is not None  # `scaling` raises otherwise
         self.scaling = action_scaling.with_gripper(self.scaling.gripper)
-        if self.numbers:
+        if self.state_width:
             self.state_scaling = scaling(
-                self.statistics, key, "proprio", self.numbers, normalisation, statistics_source
+                self.statistics, key, "proprio", self.state_width, normalisation, statistics_source
             )
 
     def recompute_activations(self) -> bool:
@@ -139,23 +139,23 @@ class OpenVLAPolicy(TokenPolicy):
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _embedded(self, obs: Any) -> tuple[Tensor, Tensor]:
+    def _embed_inputs(self, obs: Any) -> tuple[Tensor, Tensor]:
         """Returns embeddings `[B, L, width]` of images, state and prompt, and their mask."""
         ids, mask, pixels = self.inputs(obs)
-        features = self.vlm.see(pixels)
+        features = self.vlm.encode_images(pixels)
         if self.proprio_projector is not None:
             state = obs["state"].reshape(len(ids), -1).float()
             state = state if self.state_scaling is None else self.state_scaling.scaled(state)
             features = torch.cat([features, self.proprio_projector(state)[:, None].to(features.dtype)], 1)
         return self.vlm.embed(ids, features), mask
 
-    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
-        prompt_embeddings, mask = self._embedded(obs)
+    def _encode(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+        prompt_embeddings, mask = self._embed_inputs(obs)
         if token_ids is not None:
             prompt_embeddings = torch.cat([prompt_embeddings, self.vlm.get_input_embeddings()(token_ids)], 1)
             mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
         outputs = self._run_body(
-            inputs_embeds=prompt_embeddings, attention_mask=mask, position_ids=positions(mask), use_cache=cache
+            inputs_embeds=prompt_embeddings, attention_mask=mask, position_ids=position_ids(mask), use_cache=cache
         )
         return outputs, mask
 
@@ -165,10 +165,10 @@ class OpenVLAPolicy(TokenPolicy):
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.vlm.language_model.lm_head(hidden)
 
-    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
+    def _hidden_states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
-            return super()._states(obs, tokens)
-        input_embeddings, mask = self._embedded(obs)
+            return super()._hidden_states(obs, tokens)
+        input_embeddings, mask = self._embed_inputs(obs)
         rows, num_action_tokens = len(mask), self.chunk * self.dim
         stop = mask.new_full((rows, 1), int(self.vlm.config.text_config.eos_token_id))
         action_embeddings = input_embeddings.new_zeros(rows, num_action_tokens, input_embeddings.shape[-1])
@@ -179,7 +179,7 @@ class OpenVLAPolicy(TokenPolicy):
         outputs = self._run_body(
             inputs_embeds=input_embeddings,
             attention_mask=bidirectional_mask,
-            position_ids=positions(mask),
+            position_ids=position_ids(mask),
             use_cache=False,
         )
         # As in generated text, the hidden state before a position predicts the token at the position.
@@ -188,14 +188,14 @@ class OpenVLAPolicy(TokenPolicy):
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
             return super()._sample_tokens(obs, noise)
-        hidden = self._states(obs, None)
-        return *self._choose(hidden, noise), hidden[:, 0]
+        hidden = self._hidden_states(obs, None)
+        return *self._choose_bins(hidden, noise), hidden[:, 0]
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`); for `l1` the input is the actions in [−1, 1]."""
         if self.action_head is None or not policy:
             return super().features(obs, policy, value)
-        hidden = self._states(obs, None)
+        hidden = self._hidden_states(obs, None)
         return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class OpenVLAPolicy(TokenPolicy):
         """
         if self.action_head is None:
             return super().default_forward(inputs, *args, **kwargs)
-        actions = inputs["scaled"] if "scaled" in inputs else self._scaled(inputs["actions"])
+        actions = inputs["scaled"] if "scaled" in inputs else self._scale_actions(inputs["actions"])
         return Policy.default_forward(self, {"obs": inputs["obs"], "actions": actions}, *args, **kwargs)
 
     def predict_action_batch(
@@ -229,7 +229,9 @@ class OpenVLAPolicy(TokenPolicy):
         if self.action_head is None:
             return super().bc_loss(inputs)
         return (
-            (self.action_head(self._states(inputs["obs"], None)) - self._scaled(inputs["actions"])).abs().mean((1, 2))
+            (self.action_head(self._hidden_states(inputs["obs"], None)) - self._scale_actions(inputs["actions"]))
+            .abs()
+            .mean((1, 2))
         )
 
     def release(self, folder: Path, step: int) -> None:
@@ -248,7 +250,7 @@ class OpenVLAPolicy(TokenPolicy):
                     shutil.copyfile(file, folder / file.name)
         else:
             self.tokenizer.save_pretrained(folder)
-            _write_json(folder / "preprocessor_config.json", _processor(self.eye, self.vlm.config))
+            _write_json(folder / "preprocessor_config.json", _processor_config(self.eye, self.vlm.config))
         vlm = self.vlm
         weights = dict(full_weights(vlm, lambda tensor: tensor))
         vlm.config.norm_stats = self.statistics or None
@@ -349,11 +351,11 @@ def _load_components(
     """
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
-    head = _loaded(ActionHead(width, dim), files.get(HEAD)) if dim else None
-    return head, _loaded(ProprioProjector(state, width), files.get(_PROJECTOR)) if state else None
+    head = _load_weights(ActionHead(width, dim), files.get(HEAD)) if dim else None
+    return head, _load_weights(ProprioProjector(state, width), files.get(_PROJECTOR)) if state else None
 
 
-def _loaded(module: Any, file: Path | None) -> Any:
+def _load_weights(module: Any, file: Path | None) -> Any:
     if file is not None:
         try:
             state_dict: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
@@ -376,7 +378,7 @@ def _load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
         policy.load_state_dict(matching_weights, strict=False)
 
 
-def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
+def _image_preprocessing(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> ImagePreprocessing:
     """Returns the model's image preprocessing.
 
     Args:
@@ -401,10 +403,10 @@ def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: b
     means, stds = (
         settings.get(f"{name}s") or [getattr(shape, name) for shape in config.shapes] for name in ("mean", "std")
     )
-    return Eye(sizes.pop(), means, stds, bicubic=True, middle=0.9 if crop else 1.0)
+    return ImagePreprocessing(sizes.pop(), means, stds, bicubic=True, crop_fraction=0.9 if crop else 1.0)
 
 
-def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:
+def _processor_config(eye: ImagePreprocessing, config: OpenVLAConfig) -> dict[str, Any]:
     """Returns the content of preprocessor_config.json."""
     count = len(eye.means)
     return {

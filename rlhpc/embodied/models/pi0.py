@@ -14,18 +14,18 @@ from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.config.model_options import Pi0Options, model_options
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs, Velocity
-from rlhpc.embodied.models.flow import FlowActing
+from rlhpc.embodied.models.flow import BaseFlowPolicy
 from rlhpc.embodied.models.normalization import BOUNDS, NormStats, read_norm_stats
 from rlhpc.embodied.models.vlm import (
     TINY,
-    Eye,
+    ImagePreprocessing,
     ValueHead,
     VlmInputs,
-    image_tokens,
+    count_image_tokens,
     load_vlm,
-    numbers_in,
-    positions,
+    position_ids,
     require_weights,
+    state_width,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
@@ -37,7 +37,7 @@ def check_folder(cfg: ModelConfig) -> None:
     read_norm_stats(model_options(Pi0Options, cfg).statistics, str(cfg.model_path or TINY))
 
 
-class Pi0Policy(FlowActing):
+class Pi0Policy(BaseFlowPolicy):
     """Policy that predicts action chunks from images, an instruction and the robot's state. Log-probs are computed as
     in `models.flow`, over the executed actions; values are computed from the vision-language model's last token.
 
@@ -55,21 +55,21 @@ class Pi0Policy(FlowActing):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        self.numbers = numbers_in(observation_space)
-        model, tokenizer, settings = load_vlm(cfg, "pi0", self.chunk, self.dim, self.numbers)
+        self.state_width = state_width(observation_space)
+        model, tokenizer, settings = load_vlm(cfg, "pi0", self.chunk, self.dim, self.state_width)
         self._read_statistics(str(cfg.model_path or TINY))
         self.model = model
         config = self.model.config
         for key, needed_size, max_size in (
             ("actor.model.num_action_chunks", self.chunk, config.chunk_size),
             ("the action space's components", self.dim, config.max_action_dim),
-            ("the state's length", self.numbers, config.max_state_dim),
+            ("the state's length", self.state_width, config.max_state_dim),
         ):
             if needed_size > max_size:
                 raise ConfigError(f"{key}: {needed_size} is more than this model's {max_size}")
-        tokens = image_tokens(self.model.model.vlm, config.vlm_config)
+        tokens = count_image_tokens(self.model.model.vlm, config.vlm_config)
         prompt = self.options.prompt or "{instruction}\n"
-        eye, image = Eye.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
+        eye, image = ImagePreprocessing.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
         self.inputs = VlmInputs(observation_space, tokenizer, eye, image, tokens, prompt, image_first=True)
         if self.options.lora:
             inject_lora(self.model, LoraConfig(**self.options.lora))
@@ -86,9 +86,9 @@ class Pi0Policy(FlowActing):
         self.action_stats = NormStats(
             self.statistics.get("actions"), normalisation, self.dim, f"{source_text} actions,"
         )
-        if self.numbers:
+        if self.state_width:
             self.state_stats = NormStats(
-                self.statistics.get("state"), normalisation, self.numbers, f"{source_text} the state,"
+                self.statistics.get("state"), normalisation, self.state_width, f"{source_text} the state,"
             )
 
     def spec(self) -> dict[str, Any]:
@@ -100,12 +100,12 @@ class Pi0Policy(FlowActing):
         return {**spec, "model": {**spec["model"], "kwargs": {**spec["model"]["kwargs"], "statistics": statistics}}}
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Normalises actions by the statistics, or by the bounds without statistics (`FlowActing.scaled`)."""
-        return super().scaled(actions) if self.action_stats is None else self.action_stats.normalised(actions)
+        """Normalises actions by the statistics, or by the bounds without statistics (`BaseFlowPolicy.scaled`)."""
+        return super().scaled(actions) if self.action_stats is None else self.action_stats.normalise(actions)
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """Inverts `scaled` (`FlowActing.unscaled`)."""
-        return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalised(actions)
+        """Inverts `scaled` (`BaseFlowPolicy.unscaled`)."""
+        return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalise(actions)
 
     def draw_times(self, rows: int) -> Tensor:
         """Draws times from Beta(1.5, 1), most of them near 1, the noise (Black et al. 2024, appendix B; openpi)."""
@@ -113,11 +113,11 @@ class Pi0Policy(FlowActing):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Chunk size and action width of the model (`FlowActing.state_shape`)."""
+        """Chunk size and action width of the model (`BaseFlowPolicy.state_shape`)."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """Encodes images and prompt once for all steps of the flow (`FlowActing.prepare`)."""
+        """Encodes images and prompt once for all steps of the flow (`BaseFlowPolicy.prepare`)."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:
             return None, self._values(pixels.flatten(1))
@@ -127,7 +127,7 @@ class Pi0Policy(FlowActing):
         prefix_outputs = body.vlm(
             inputs_embeds=prefix_embeddings,
             attention_mask=mask,
-            position_ids=positions(mask),
+            position_ids=position_ids(mask),
             use_cache=policy,
             token_type_ids=torch.zeros_like(ids),
         )
@@ -142,7 +142,9 @@ class Pi0Policy(FlowActing):
 
     def _state(self, obs: Any, rows: int) -> Tensor:
         state = self.low.new_zeros(rows, int(self.model.config.max_state_dim))
-        if self.numbers and "state" in boxes_of(self.observation_space):
+        if self.state_width and "state" in boxes_of(self.observation_space):
             env_state = obs["state"].reshape(rows, -1).float()
-            state[:, : self.numbers] = env_state if self.state_stats is None else self.state_stats.normalised(env_state)
+            state[:, : self.state_width] = (
+                env_state if self.state_stats is None else self.state_stats.normalise(env_state)
+            )
         return state

@@ -143,9 +143,9 @@ class _PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(3, shape.embed_dim, shape.patch_size, shape.patch_size)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Embeds images `[B, 3, size, size]` as patches `[B, patches, dim]`."""
-        return self.proj(pictures).flatten(2).transpose(1, 2)
+        return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class ViT(nn.Module):
@@ -180,9 +180,9 @@ class ViT(nn.Module):
             if unused_module is not None:
                 unused_module.requires_grad_(False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Converts images `[B, 3, size, size]` to patch features `[B, patches, dim]`."""
-        x = self.patch_embed(pictures) + self.pos_embed
+        x = self.patch_embed(images) + self.pos_embed
         if self.registers:
             x = torch.cat([torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1), x], 1)
         for block in self.blocks[:-1]:
@@ -260,13 +260,13 @@ class _VisionBackbone(nn.Module):
             (self.fused_featurizer,) = fused_vits
             self.width += self.fused_featurizer.embed_dim
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Converts images to features `[B, patches, width]`; images are `[B, 3, size, size]`, or `[B, 6, size, size]`
         with three channels for each of the two transformers.
         """
-        features = self.featurizer(pictures[:, :3])
-        if pictures.shape[1] > 3:
-            features = torch.cat([features, self.fused_featurizer(pictures[:, 3:])], -1)
+        features = self.featurizer(images[:, :3])
+        if images.shape[1] > 3:
+            features = torch.cat([features, self.fused_featurizer(images[:, 3:])], -1)
         return features
 
 
@@ -317,10 +317,10 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         """Returns the language model's output embeddings, which adapters on all linear layers exclude."""
         return self.language_model.get_output_embeddings()
 
-    def see(self, pictures: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor) -> Tensor:
         """Converts images `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
-        features = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
-        return features.reshape(len(pictures), -1, features.shape[-1])
+        features = self.projector(self.vision_backbone(images.flatten(0, 1).to(self.dtype)))
+        return features.reshape(len(images), -1, features.shape[-1])
 
     def embed(self, ids: Tensor, features: Tensor) -> Tensor:
         """Returns embeddings `[B, L, hidden]` of token ids `[B, L]`; `features [B, n, hidden]` replace negative ids."""

@@ -190,7 +190,7 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
         ) from error
 
 
-def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
+def read_spec(folder: Path) -> tuple[dict[str, Any], Path]:
     """Reads the description of a folder's policy (`Policy.spec`); returns it and its file.
 
     Raises:
@@ -215,7 +215,7 @@ def load_policy(folder: Path, trust: Trust) -> Policy:
         CheckpointError: Files are missing, or the weights do not fit the policy.
         ConfigError: The folder names code that is not trusted.
     """
-    spec, spec_file = spec_in(folder)
+    spec, spec_file = read_spec(folder)
     policy = policy_from_spec(spec, trust, str(spec_file))
     try:
         policy.load_state_dict(load_tensors(folder / MODEL))

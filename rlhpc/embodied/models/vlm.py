@@ -82,7 +82,7 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
     )
 
 
-class Bytes:
+class ByteTokenizer:
     """Tokenizer of the tiny models: one token per byte."""
 
     bos_token_id, pad_token_id, unk_token_id = _TINY_BOS, 0, None
@@ -108,17 +108,17 @@ class Bytes:
         return list(text.encode())
 
 
-_empty = contextvars.ContextVar("_empty", default=False)
+_omits_weights = contextvars.ContextVar("_empty", default=False)
 
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
     """Makes `load_vlm` build models on the meta device, for ranks that receive the weights from another rank."""
-    reset_token = _empty.set(True)
+    reset_token = _omits_weights.set(True)
     try:
         yield
     finally:
-        _empty.reset(reset_token)
+        _omits_weights.reset(reset_token)
 
 
 def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
@@ -145,14 +145,14 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     build = model_class.from_config if kind == "vla" else model_class._from_config
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
-        with torch.device("meta") if _empty.get() else contextlib.nullcontext():
-            return build(config), Bytes(), {}
+        with torch.device("meta") if _omits_weights.get() else contextlib.nullcontext():
+            return build(config), ByteTokenizer(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
     options = {"dtype": _DTYPES.get(cfg.dtype, torch.float32), "attn_implementation": cfg.attn_implementation}
     trust = cfg.trust_remote_code
     try:
-        if _empty.get():
+        if _omits_weights.get():
             config = config_class.from_pretrained(path, trust_remote_code=trust)
             with torch.device("meta"):
                 model = build(config, **options)
@@ -208,24 +208,24 @@ def check_folder(cfg: ModelConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Eye:
+class ImagePreprocessing:
     """Image preprocessing of a vision-language model.
 
     Attributes:
         size: Height and width of the output, in pixels.
         means, stds: Sets of channel statistics; an image is normalised once with each set.
         bicubic: True resizes bicubically and rounds as Pillow does; False resizes bilinearly.
-        middle: Fraction of the area that a central crop keeps. The crop follows the resizing, and is resized again.
+        crop_fraction: Fraction of the area that a central crop keeps. The crop follows the resizing, and is resized again.
     """
 
     size: int
     means: Sequence[Sequence[float]] = ((0.5,) * 3,)
     stds: Sequence[Sequence[float]] = ((0.5,) * 3,)
     bicubic: bool = False
-    middle: float = 1.0
+    crop_fraction: float = 1.0
 
     @classmethod
-    def of(cls, config: Any, settings: dict[str, Any]) -> Eye:
+    def of(cls, config: Any, settings: dict[str, Any]) -> ImagePreprocessing:
         """Builds the preprocessing of a transformers model with the settings of its image processor."""
         means, stds = (settings.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
         return cls(int(config.vision_config.image_size), (means,), (stds,))
@@ -243,8 +243,8 @@ class Eye:
             )
             if self.bicubic:
                 flat_images = (flat_images.clamp(0, 1) * 255).round() / 255
-        if self.middle < 1:
-            affine = math.sqrt(self.middle) * torch.eye(2, 3, device=flat_images.device).expand(
+        if self.crop_fraction < 1:
+            affine = math.sqrt(self.crop_fraction) * torch.eye(2, 3, device=flat_images.device).expand(
                 len(flat_images), -1, -1
             )
             grid = F.affine_grid(affine, list(flat_images.shape), align_corners=True)
@@ -267,57 +267,57 @@ class VlmInputs:
         image_tokens: Number of placeholder tokens per image.
         prompt: Prompt template with `{instruction}`.
         image_first: True places images before the BOS token (PaliGemma); False places images after the token.
-        more: Number of further placeholder tokens after all images, for the state.
-        end: Token ids after the prompt.
-        lower: True converts the instruction to lower case.
+        num_state_tokens: Number of further placeholder tokens after all images, for the state.
+        suffix_ids: Token ids after the prompt.
+        lowercase: True converts the instruction to lower case.
     """
 
     def __init__(
         self,
         observation_space: Any,
         tokenizer: Any,
-        eye: Eye,
+        eye: ImagePreprocessing,
         image: int,
         image_tokens: int,
         prompt: str,
         *,
         image_first: bool = False,
-        more: int = 0,
-        end: Sequence[int] = (),
-        lower: bool = False,
+        num_state_tokens: int = 0,
+        suffix_ids: Sequence[int] = (),
+        lowercase: bool = False,
     ) -> None:
         boxes = boxes_of(observation_space)
-        self.pictures = [key for key, box in boxes.items() if len(box.shape) == 3]
-        for key in self.pictures:
+        self.image_keys = [key for key, box in boxes.items() if len(box.shape) == 3]
+        for key in self.image_keys:
             box = boxes[key]
             if np.dtype(box.dtype) != np.uint8 or box.shape[2] % 3:
                 raise ConfigError(
                     f"vision-language policies take pictures uint8 [H, W, 3·cameras]; {key or box} is {box}"
                 )
-        if not self.pictures:
+        if not self.image_keys:
             raise ConfigError(f"vision-language policies need pictures; the observations are {observation_space}")
         self.has_text = "instruction" in boxes
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._image_first = image_first
-        self._eye = eye
-        self._end = list(end)
-        self._lower = lower
-        cameras = sum(boxes[key].shape[2] // 3 for key in self.pictures)
-        self._image_ids = [image] * (image_tokens * cameras + more)
-        self._pad = int(tokenizer.pad_token_id or 0)
+        self._preprocessing = eye
+        self._suffix_ids = list(suffix_ids)
+        self._lowercase = lowercase
+        cameras = sum(boxes[key].shape[2] // 3 for key in self.image_keys)
+        self._image_ids = [image] * (image_tokens * cameras + num_state_tokens)
+        self._pad_id = int(tokenizer.pad_token_id or 0)
         self._token_cache: dict[bytes, list[int]] = {}
 
     def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns token ids and mask `[B, L]`, padded on the left, and the preprocessed images of all cameras."""
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
-        pixels = torch.cat([self._eye(obs_arrays[key]) for key in self.pictures], 1)
+        pixels = torch.cat([self._preprocessing(obs_arrays[key]) for key in self.image_keys], 1)
         if self.has_text:
             rows = [self._tokens(bytes(row)) for row in obs_arrays["instruction"].cpu().numpy()]
         else:
             rows = [self._tokens(b"")] * len(pixels)
         width = max(map(len, rows))
-        ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows], device=pixels.device)
+        ids = torch.tensor([[self._pad_id] * (width - len(row)) + row for row in rows], device=pixels.device)
         return (
             ids,
             torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=pixels.device),
@@ -327,15 +327,15 @@ class VlmInputs:
     def _tokens(self, instruction: bytes) -> list[int]:
         if instruction not in self._token_cache:
             task = decode_text(instruction) or "do the task"
-            prompt_text = self._prompt.format(instruction=task.lower() if self._lower else task)
+            prompt_text = self._prompt.format(instruction=task.lower() if self._lowercase else task)
             bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
             text_ids = self._tokenizer.encode(prompt_text, add_special_tokens=False)
             prefix_ids = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
-            self._token_cache[instruction] = [*prefix_ids, *text_ids, *self._end]
+            self._token_cache[instruction] = [*prefix_ids, *text_ids, *self._suffix_ids]
         return self._token_cache[instruction]
 
 
-def image_tokens(vlm: Any, config: Any) -> int:
+def count_image_tokens(vlm: Any, config: Any) -> int:
     """Returns the number of tokens that encode one image."""
     size = int(config.vision_config.image_size)
     dtype, device = next((parameter.dtype, parameter.device) for parameter in vlm.parameters())
@@ -344,7 +344,7 @@ def image_tokens(vlm: Any, config: Any) -> int:
     return int(features[0].shape[-2])
 
 
-def positions(mask: Tensor) -> Tensor:
+def position_ids(mask: Tensor) -> Tensor:
     """Returns the position of each token; positions of padding are undefined."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
@@ -363,7 +363,7 @@ class ValueHead(nn.Module):
         return self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float().squeeze(-1)
 
 
-def numbers_in(space: Any) -> int:
+def state_width(space: Any) -> int:
     """Returns the number of components of `state` in an observation; 0 without a state."""
     box = boxes_of(space).get("state")
     return 0 if box is None else math.prod(box.shape)

@@ -132,13 +132,13 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         inputs = self._tensor(obs)
         random_parts = [rows for rows, t in requests if t * self.slots.num_envs < self._random]
         if len(random_parts) == len(requests):
-            actions = self.policy.head.uniform(noise)
+            actions = self.policy.head.uniform_actions(noise)
         else:
             features, _ = self.policy.features(inputs, True, False)
             assert features is not None
             actions = self.policy.head.act(features, noise)[0]
             for rows in random_parts:
-                actions[rows] = self.policy.head.uniform(noise)[rows]
+                actions[rows] = self.policy.head.uniform_actions(noise)[rows]
         return self.policy.executed(inputs, actions), {"actions": actions}
 
     def shape(self) -> OutcomeShape:

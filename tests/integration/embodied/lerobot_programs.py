@@ -127,7 +127,7 @@ def make(folder: Path) -> None:
         data.save_episode()
     data.finalize()
     make_vlm(folder / VLM)
-    openpi.provide()
+    openpi.patch_lerobot()
     for module in (processor_pi0, processor_pi05):  # whose tokenizer is the hub's, whatever the configuration
         module.TokenizerProcessorStep = lambda **said: TokenizerProcessorStep(**said | {"tokenizer_name": VLM})
     for family, config in TINY.items():
@@ -161,17 +161,17 @@ def hold_steps(policy: Any) -> None:
     with torch.no_grad():
         for t in policy._times:
             predicted, noise = (
-                policy._predict(seen, x, t),
+                policy._run_unet(seen, x, t),
                 torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(t)),
             )
             theirs = ddpm.step(predicted, t, x, generator=torch.Generator().manual_seed(t)).prev_sample
-            mine = policy._mean(seen, x, t) + policy._coefficients(t)[2] ** 0.5 * noise
+            mine = policy._posterior_mean(seen, x, t) + policy._coefficients(t)[2] ** 0.5 * noise
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def hold_history(mine: Any, theirs: Any, before: Any, after: Any) -> None:
     """What LeRobot keeps of observations in its queue, step by step, is shown here at once: actions and loss."""
-    obs, looks = observations(), mine.described.num_obs_steps
+    obs, looks = observations(), mine.description.num_obs_steps
     noise = mine.sample_start((4,), torch.Generator().manual_seed(7))
     steps = [{key: obs[key].roll(i, 0) for key in ("rgb", "state")} for i in range(3)]
     theirs.reset()
@@ -251,7 +251,7 @@ def hold_real_time(mine: Any, obs: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         noise = torch.zeros(4, 4, 4)
         free, guided = mine.plan(obs, noise=noise), mine.plan(obs, guide, noise)
-        seen, _ = mine.see(obs)
+        seen, _ = mine.encode(obs)
         constant = mine.denoise(guide(lambda x, t: seen(x, t).detach()), torch.zeros(4, 4, 4))
     assert not torch.equal(guided, free) and not torch.equal(guided, constant)
     assert (guided - left)[:, 0].abs().mean() < (free - left)[:, 0].abs().mean()

@@ -42,7 +42,7 @@ _KEY = "actor.model.model_path"
 
 
 @dataclass(frozen=True)
-class Described:
+class FolderDescription:
     """Description of a policy's folder, from its config.json.
 
     Attributes:
@@ -64,14 +64,14 @@ class Described:
     options: LerobotOptions
 
 
-def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
+def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> FolderDescription:
     """Reads a folder and checks it against an environment and the configuration.
 
     Raises:
         ConfigError: The folder has no policy, the policy's family is not supported, the policy was made for another
             task, or an option is unknown.
     """
-    path, config = _read(cfg.model_path)
+    path, config = _read_folder(cfg.model_path)
     family = str(config["type"])
     options = read_options(OPTIONS[family], cfg.kwargs, KEY, f"lerobot's {family}")
     num_obs_steps = int(config.get("n_obs_steps") or 1)
@@ -87,10 +87,10 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
             "played as they are here: set it null"
         )
     _check_actions(cfg, path, config, action_space, FAMILIES[family], num_obs_steps)
-    sources = _sources(path, config, observation_space, num_obs_steps)
+    sources = _match_sources(path, config, observation_space, num_obs_steps)
     inputs = [name for name, source in sources.items() if source is None]
     cameras = match_cameras(inputs, environment_cameras(observation_space, num_obs_steps), options.cameras, path)
-    return Described(path, family, sources, cameras, num_obs_steps, config, options)
+    return FolderDescription(path, family, sources, cameras, num_obs_steps, config, options)
 
 
 def check_folder(cfg: ModelConfig) -> None:
@@ -99,10 +99,10 @@ def check_folder(cfg: ModelConfig) -> None:
     Raises:
         ConfigError: The folder is invalid; the message says why.
     """
-    _read(cfg.model_path)
+    _read_folder(cfg.model_path)
 
 
-def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
+def _read_folder(model_path: str | None) -> tuple[Path, dict[str, Any]]:
     """Reads a folder's config.json; returns the folder's path and the content, after checking the family."""
     if not model_path:
         raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
@@ -143,7 +143,7 @@ def _check_actions(
         )
 
 
-def pictures_of(space: Any, num_obs_steps: int) -> dict[str, Any]:
+def image_boxes(space: Any, num_obs_steps: int) -> dict[str, Any]:
     """Returns the boxes of images in an observation, `[H, W, C]`, or `[num_obs_steps, H, W, C]` for several steps."""
     return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (num_obs_steps > 1)}
 
@@ -154,14 +154,14 @@ def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]
     policy takes.
     """
     cameras: dict[str, tuple[str, int]] = {}
-    for key, box in pictures_of(space, num_steps).items():
+    for key, box in image_boxes(space, num_steps).items():
         count = box.shape[-1] // 3
         cameras |= {(key or "pictures") if count == 1 else f"{key or 'pictures'}_{i}": (key, i) for i in range(count)}
     return cameras
 
 
 def match_cameras(
-    inputs: Sequence[str], cameras: Mapping[str, tuple[str, int]], chosen: Any, path: Path
+    inputs: Sequence[str], cameras: Mapping[str, tuple[str, int]], camera_names: Any, path: Path
 ) -> dict[str, tuple[str, int]]:
     """Returns the environment's camera for each image input.
 
@@ -171,7 +171,7 @@ def match_cameras(
     Args:
         inputs: Image inputs, in the folder's order.
         cameras: Result of `environment_cameras`.
-        chosen: `actor.model.kwargs.cameras`, which names a camera for each input, or None.
+        camera_names: `actor.model.kwargs.cameras`, which names a camera for each input, or None.
         path: Folder, for messages.
 
     Raises:
@@ -182,10 +182,10 @@ def match_cameras(
         f"{path}/config.json has cameras {', '.join(short_names.values())}, the environment "
         f"{', '.join(cameras) or 'none'}"
     )
-    if chosen is not None:
+    if camera_names is not None:
         user_cameras = {
             str(name).removeprefix("observation.").removeprefix("images."): str(camera)
-            for name, camera in chosen.items()
+            for name, camera in camera_names.items()
         }
         if set(user_cameras) != set(short_names.values()) or not set(user_cameras.values()) <= set(cameras):
             raise ConfigError(
@@ -209,7 +209,7 @@ def match_cameras(
     return dict(zip(inputs, cameras.values(), strict=True))
 
 
-def _sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: int) -> dict[str, str | None]:
+def _match_sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: int) -> dict[str, str | None]:
     boxes = boxes_of(space)
     if num_obs_steps > 1 and any(len(box.shape) < 2 or box.shape[0] != num_obs_steps for box in boxes.values()):
         shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
@@ -233,7 +233,7 @@ def _sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: i
                 f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shapes_text}"
             )
         sources[name] = source
-    num_env_cameras = sum(box.shape[-1] // 3 for box in pictures_of(space, num_obs_steps).values())
+    num_env_cameras = sum(box.shape[-1] // 3 for box in image_boxes(space, num_obs_steps).values())
     if num_cameras > num_env_cameras:
         raise ConfigError(
             f"{_KEY}: {path}/config.json has {num_cameras} cameras, the environment shows {num_env_cameras}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.models.lerobot.checkpoint import Described
+from rlhpc.embodied.models.lerobot.checkpoint import FolderDescription
 from rlhpc.embodied.python_env import importable, needs_lerobot
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
@@ -17,11 +17,11 @@ from rlhpc.runtime.text import first_line
 from rlhpc.runtime.torch_adapter import import_torchvision
 
 
-def load(described: Described, vlm: str | None = None) -> Any:
+def load(description: FolderDescription, vlm: str | None = None) -> Any:
     """Loads the policy of a folder, with its weights, on the CPU.
 
     Args:
-        described: Description of the folder.
+        description: Description of the folder.
         vlm: Folder that replaces the vision-language model that the configuration names; the weights come from the
             policy's folder.
 
@@ -29,17 +29,17 @@ def load(described: Described, vlm: str | None = None) -> Any:
         ConfigError: LeRobot is not installed, or cannot load the policy.
     """
     if not importable():
-        raise needs_lerobot(f"model_type lerobot ({described.path})")
+        raise needs_lerobot(f"model_type lerobot ({description.path})")
     import_torchvision()
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class
 
     try:
-        config = PreTrainedConfig.from_pretrained(described.path)
+        config = PreTrainedConfig.from_pretrained(description.path)
         # The folder has all weights, so nothing is downloaded.
         overrides = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
         overrides |= {"vlm_model_name": vlm} if vlm else {}
-        is_pi = described.family in ("pi0", "pi05")
+        is_pi = description.family in ("pi0", "pi05")
         if is_pi:  # bfloat16 would round small optimizer steps away
             overrides |= {"dtype": "float32", "compile_model": False}
         saved_values = {name: getattr(config, name) for name in overrides if hasattr(config, name)}
@@ -48,13 +48,13 @@ def load(described: Described, vlm: str | None = None) -> Any:
         if is_pi:
             from rlhpc.embodied.models.lerobot import openpi
 
-            openpi.provide()
-            policy = openpi.load(get_policy_class(described.family), config, described.path / MODEL)
+            openpi.patch_lerobot()
+            policy = openpi.load(get_policy_class(description.family), config, description.path / MODEL)
         else:
-            policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
+            policy = get_policy_class(description.family).from_pretrained(description.path, config=config, strict=True)
     except Exception as error:  # LeRobot's parsers and networks raise many types of errors
         raise ConfigError(
-            f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
+            f"actor.model.model_path: lerobot cannot load {description.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
     for name, saved_value in saved_values.items():  # so that `save_pretrained` writes the folder's values
         setattr(policy.config, name, saved_value)
@@ -65,7 +65,7 @@ class Processors:
     """Pre- and postprocessor of a policy, which normalise by the statistics of the folder or of a dataset.
 
     Args:
-        described: Description of the folder.
+        description: Description of the folder.
         config: Configuration of the policy.
         statistics: A LeRobot dataset's folder, or its stats.json; None takes the policy folder's statistics.
         vlm: See `load`.
@@ -74,43 +74,43 @@ class Processors:
         ConfigError: Statistics are missing, or the processors cannot be loaded.
     """
 
-    def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
-        self._path = described.path
+    def __init__(self, description: FolderDescription, config: Any, statistics: Any, vlm: str | None = None) -> None:
+        self._path = description.path
         self._config = config
         self._vlm = vlm
-        self._stats = None if statistics is None else _statistics(expand_home(str(statistics)))
-        if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
+        self._stats = None if statistics is None else _read_statistics(expand_home(str(statistics)))
+        if self._stats is None and not (description.path / "policy_preprocessor.json").is_file():
             raise ConfigError(
-                f"actor.model.model_path: {described.path} has no policy_preprocessor.json; name the dataset whose "
+                f"actor.model.model_path: {description.path} has no policy_preprocessor.json; name the dataset whose "
                 "statistics scale its actions: actor.model.kwargs.statistics"
             )
-        self._named = _tokenizer_of(described.path)
+        self._tokenizer_name = _tokenizer_of(description.path)
         self._by_device: dict[str, tuple[Any, Any]] = {}
-        self.on(torch.device("cpu"))
+        self.for_device(torch.device("cpu"))
 
-    def on(self, device: torch.device) -> tuple[Any, Any]:
+    def for_device(self, device: torch.device) -> tuple[Any, Any]:
         """Returns both processors for inputs on a device."""
         if str(device) not in self._by_device:
-            self._by_device[str(device)] = self._make(str(device))
+            self._by_device[str(device)] = self._build_processors(str(device))
         return self._by_device[str(device)]
 
-    def before(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def preprocess(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Converts a batch to the inputs of the policy's network."""
-        return self.on(_device_of(batch))[0](batch)
+        return self.for_device(_device_of(batch))[0](batch)
 
-    def after(self, actions: Tensor) -> Tensor:
+    def postprocess(self, actions: Tensor) -> Tensor:
         """Converts the network's actions to the environment's units."""
-        return self.on(actions.device)[1](actions).to(actions.device)
+        return self.for_device(actions.device)[1](actions).to(actions.device)
 
     def save(self, folder: Path) -> None:
         """Writes both processors to the policy's folder."""
-        for processor in self.on(torch.device("cpu")):
+        for processor in self.for_device(torch.device("cpu")):
             for step in processor.steps:
                 if self._vlm and hasattr(step, "tokenizer_name"):
-                    step.tokenizer_name = self._named or getattr(self._config, "vlm_model_name", None)
+                    step.tokenizer_name = self._tokenizer_name or getattr(self._config, "vlm_model_name", None)
             processor.save_pretrained(folder)
 
-    def _make(self, device: str) -> tuple[Any, Any]:
+    def _build_processors(self, device: str) -> tuple[Any, Any]:
         from lerobot.policies.factory import make_pre_post_processors
 
         normalizer_overrides: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
@@ -150,7 +150,7 @@ def _device_of(batch: dict[str, Any]) -> torch.device:
     return next(tensor.device for tensor in batch.values() if isinstance(tensor, Tensor))
 
 
-def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
+def _read_statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
         content = read_json(file.read_bytes())

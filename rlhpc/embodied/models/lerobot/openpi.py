@@ -32,7 +32,7 @@ from transformers.models.paligemma.modeling_paligemma import PaliGemmaForConditi
 #: Versions against whose sources this module was checked (envs/lerobot.txt).
 VERIFIED = {"lerobot": "0.4", "transformers": "4.57"}
 
-_CHECK = "transformers.models.siglip.check"
+_CHECK_MODULE = "transformers.models.siglip.check"
 
 
 class AdaptedNorm(nn.Module):
@@ -69,7 +69,7 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
     return x + y if gate is None else x + y * gate
 
 
-class _Layer(GemmaDecoderLayer):
+class _AdaptedLayer(GemmaDecoderLayer):
     def forward(self, *args: Any, **attention: Any) -> Tensor:
         x, cond = args  # positional: hidden states, and the condition of the norms
         normalized, gate = self.input_layernorm(x, cond)
@@ -78,7 +78,7 @@ class _Layer(GemmaDecoderLayer):
         return gated_residual(x, self.mlp(normalized), gate)
 
 
-class _Read:
+class _ReadOnlyCache:
     """Read-only cache of keys and values."""
 
     def __init__(self, cache: Any) -> None:
@@ -89,7 +89,7 @@ class _Read:
         return torch.cat([cached.keys, keys], 2), torch.cat([cached.values, values], 2)
 
 
-class _Gemma(GemmaModel):
+class _AdaptedGemma(GemmaModel):
     def forward(
         self,
         inputs_embeds: Tensor,
@@ -101,7 +101,7 @@ class _Gemma(GemmaModel):
     ) -> BaseModelOutputWithPast:
         if use_cache:
             past_key_values = modeling_gemma.DynamicCache(config=self.config)
-        cache = past_key_values if use_cache or past_key_values is None else _Read(past_key_values)
+        cache = past_key_values if use_cache or past_key_values is None else _ReadOnlyCache(past_key_values)
         rotary_embeddings = self.rotary_emb(inputs_embeds, position_ids)
         x = inputs_embeds
         for layer in self.layers:
@@ -115,7 +115,7 @@ class _Gemma(GemmaModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x, adarms_cond)[0], past_key_values=past_key_values)
 
 
-class _PaliGemma(PaliGemmaModel):
+class _AdaptedPaliGemma(PaliGemmaModel):
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
         return self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
 
@@ -123,10 +123,10 @@ class _PaliGemma(PaliGemmaModel):
 def _adapt(gemma: Any) -> None:
     config = gemma.config
     std = float(config.initializer_range) if getattr(config, "use_adarms", False) else None
-    gemma.__class__ = _Gemma
+    gemma.__class__ = _AdaptedGemma
     gemma.norm = AdaptedNorm(gemma.norm, config.hidden_size, std)
     for layer in gemma.layers:
-        layer.__class__ = _Layer
+        layer.__class__ = _AdaptedLayer
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, AdaptedNorm(getattr(layer, name), config.hidden_size, std))
 
@@ -141,39 +141,39 @@ def gemma(config: Any) -> GemmaForCausalLM:
 def paligemma(config: Any) -> PaliGemmaForConditionalGeneration:
     """Builds PaliGemma as in openpi."""
     model = PaliGemmaForConditionalGeneration(config)
-    model.model.__class__ = _PaliGemma
+    model.model.__class__ = _AdaptedPaliGemma
     _adapt(model.model.language_model)
     return model
 
 
-def provide() -> None:
+def patch_lerobot() -> None:
     """Makes LeRobot's π0 and π0.5 use these models, and makes its check for openpi's files pass. Does nothing if transformers
     already has openpi's files.
     """
-    if _CHECK in sys.modules or importlib.util.find_spec(_CHECK) is not None:
+    if _CHECK_MODULE in sys.modules or importlib.util.find_spec(_CHECK_MODULE) is not None:
         return
     vars(modeling_gemma)["_gated_residual"] = gated_residual
     for name in ("pi0", "pi05"):
         module: Any = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
         module.GemmaForCausalLM, module.PaliGemmaForConditionalGeneration = gemma, paligemma
-    check_module: Any = ModuleType(_CHECK)
+    check_module: Any = ModuleType(_CHECK_MODULE)
     check_module.check_whether_transformers_replace_is_installed_correctly = lambda: True
-    sys.modules[_CHECK] = check_module
+    sys.modules[_CHECK_MODULE] = check_module
 
 
-def load(kind: Any, config: Any, weights: Path) -> Any:
+def load(policy_class: Any, config: Any, weights: Path) -> Any:
     """Loads a π0 or π0.5 with the weights of a file. LeRobot's `from_pretrained` would silently keep random values for
     weights that do not fit.
 
     Args:
-        kind: Policy class of LeRobot.
+        policy_class: Policy class of LeRobot.
         config: Configuration of the policy.
         weights: Safetensors file, whose names may lack the prefix `model.`.
 
     Raises:
         ValueError: Weights are missing, or belong to another model.
     """
-    policy = kind(config)
+    policy = policy_class(config)
     state = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
     state = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in state.items()}
     missing, unexpected = policy.load_state_dict(state, strict=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.config.model_options import LerobotDiffusionOptions, LerobotFlowOptions
 from rlhpc.embodied.envs.observations import count_rows, decode_text
-from rlhpc.embodied.models.action_heads import GaussianHead, at_level
+from rlhpc.embodied.models.action_heads import GaussianHead, sum_to_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
 from rlhpc.embodied.models.flow import Flow
 from rlhpc.embodied.models.lerobot import checkpoint as folder
@@ -40,12 +40,12 @@ class LerobotPolicy(Policy):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        self.described = folder.describe(cfg, observation_space, action_space)
+        self.description = folder.describe(cfg, observation_space, action_space)
         self.dim = math.prod(action_space.shape)
-        options = self.described.options
+        options = self.description.options
         vlm, task = (options.vlm, options.task) if isinstance(options, LerobotFlowOptions) else (None, None)
-        self.inner = library.load(self.described, vlm)
-        self.processors = library.Processors(self.described, self.inner.config, options.statistics, vlm)
+        self.inner = library.load(self.description, vlm)
+        self.processors = library.Processors(self.description, self.inner.config, options.statistics, vlm)
         self._task = task or ""
         self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
 
@@ -58,12 +58,15 @@ class LerobotPolicy(Policy):
         """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): the offsets of all actions that the
         network predicts, beginning at its oldest observation.
         """
-        return range(self.before, self.before + int(getattr(self.inner.config, FAMILIES[self.described.family])))
+        return range(
+            self.oldest_obs_offset,
+            self.oldest_obs_offset + int(getattr(self.inner.config, FAMILIES[self.description.family])),
+        )
 
     @property
-    def before(self) -> int:
+    def oldest_obs_offset(self) -> int:
         """Offset of the policy's oldest input observation from the current one; 0 or negative."""
-        return 1 - self.described.num_obs_steps
+        return 1 - self.description.num_obs_steps
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 
@@ -78,36 +81,42 @@ class LerobotPolicy(Policy):
         """
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         batch: dict[str, Any] = {}
-        for name, source in self.described.sources.items():
-            batch[name] = self._camera(name, obs_arrays) if source is None else self._numbers(obs_arrays[source])
-        batch["task"] = self._tasks(obs_arrays, count_rows(obs))
+        for name, source in self.description.sources.items():
+            batch[name] = (
+                self._camera_images(name, obs_arrays) if source is None else self._state_vector(obs_arrays[source])
+            )
+        batch["task"] = self._task_texts(obs_arrays, count_rows(obs))
         if actions is not None:
             batch["action"] = actions.reshape(len(actions), -1, self.dim).float()
             batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool, device=actions.device)
             if is_pad is not None:
                 batch["action_is_pad"] = is_pad
-        return self.processors.before(batch)
+        return self.processors.preprocess(batch)
 
-    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def add_time_axis(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns the batch. A subclass adds a time axis to observations if its network needs the axis."""
         return batch
 
-    def _numbers(self, part: Tensor) -> Tensor:
-        return part.flatten(1 if self.described.num_obs_steps == 1 else 2).float()
+    def _state_vector(self, array: Tensor) -> Tensor:
+        return array.flatten(1 if self.description.num_obs_steps == 1 else 2).float()
 
-    def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
+    def _camera_images(self, name: str, obs_arrays: dict[str, Tensor]) -> Tensor:
         """Returns the images of a camera input, channels first, with values from 0 to 1."""
-        key, camera_index = self.described.cameras[name]
-        return (parts[key][..., 3 * camera_index : 3 * camera_index + 3].movedim(-1, -3).float() / 255).contiguous()
+        key, camera_index = self.description.cameras[name]
+        return (
+            obs_arrays[key][..., 3 * camera_index : 3 * camera_index + 3].movedim(-1, -3).float() / 255
+        ).contiguous()
 
-    def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
-        if "instruction" not in parts:
+    def _task_texts(self, obs_arrays: dict[str, Tensor], rows: int) -> list[str]:
+        if "instruction" not in obs_arrays:
             return [self._task] * rows
-        instructions = parts["instruction"] if self.described.num_obs_steps == 1 else parts["instruction"][:, -1]
+        instructions = (
+            obs_arrays["instruction"] if self.description.num_obs_steps == 1 else obs_arrays["instruction"][:, -1]
+        )
         return [decode_text(bytes(row)) for row in instructions.cpu().numpy()]
 
     @contextmanager
-    def settled(self) -> Iterator[Any]:
+    def eval_mode(self) -> Iterator[Any]:
         """Yields LeRobot's policy without dropout and random crops, so that acting and training compute the same
         log-probs.
         """
@@ -124,7 +133,7 @@ class LerobotPolicy(Policy):
         """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, which is a mean over the rows, repeated
         for each row.
         """
-        batch = self.framed(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
+        batch = self.add_time_axis(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
         self.inner.train()
         return self.inner(batch)[0].expand(len(inputs["actions"]))
 
@@ -155,7 +164,7 @@ class ActPolicy(LerobotPolicy):
         if self.inner.config.image_features:
             batch["observation.images"] = [batch[name] for name in self.inner.config.image_features]
         encoded: list[Tensor] = []
-        with self.settled() as inner:
+        with self.eval_mode() as inner:
             hook = inner.model.encoder.register_forward_hook(lambda module, args, out: encoded.append(out))
             try:
                 chunk: Tensor = inner.model(batch)[0]
@@ -175,7 +184,7 @@ class ActPolicy(LerobotPolicy):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)
-        return self.processors.after(scaled), {**extras, "inputs": {"scaled": scaled}}
+        return self.processors.postprocess(scaled), {**extras, "inputs": {"scaled": scaled}}
 
 
 class DenoisingPolicy(LerobotPolicy):
@@ -195,7 +204,7 @@ class DenoisingPolicy(LerobotPolicy):
         """Shape of a state: number of actions that the network predicts, and width of an action, which may be padded."""
 
     @abstractmethod
-    def see(self, obs: Obs) -> tuple[Any, Tensor]:
+    def encode(self, obs: Obs) -> tuple[Any, Tensor]:
         """Encodes observations once; returns the encoding for the denoising steps, and the value head's input `[B, width]`."""
 
     @abstractmethod
@@ -214,7 +223,7 @@ class DenoisingPolicy(LerobotPolicy):
     def denoise(self, encoded: Any, x: Tensor) -> Tensor:
         """Denoises a state deterministically to normalised actions `[B, *state_shape]`."""
 
-    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
+    def denoise_for_evaluation(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
         """Returns the actions for evaluation, denoised from rows of `sample_start`."""
         return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
 
@@ -225,8 +234,8 @@ class DenoisingPolicy(LerobotPolicy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns None in place of the head's input, and the values (`Policy.features`)."""
-        with self.settled():
-            return None, self._values(self.see(obs)[1]) if value else None
+        with self.eval_mode():
+            return None, self._values(self.encode(obs)[1]) if value else None
 
     def default_forward(
         self,
@@ -239,12 +248,14 @@ class DenoisingPolicy(LerobotPolicy):
         `predict_action_batch`.
         """
         outputs: dict[str, Tensor] = {}
-        with self.settled():
-            encoded, hidden = self.see(inputs["obs"])
+        with self.eval_mode():
+            encoded, hidden = self.encode(inputs["obs"])
             if compute_logprobs:
-                outputs["logprobs"] = self._leveled(self.chain_logprobs(encoded, inputs["chain"]))
+                outputs["logprobs"] = self._sum_components(self.chain_logprobs(encoded, inputs["chain"]))
         if compute_entropy:
-            outputs["entropy"] = self._leveled(hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy()))
+            outputs["entropy"] = self._sum_components(
+                hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy())
+            )
         if compute_values:
             outputs["values"] = self._values(hidden)
         return outputs
@@ -255,30 +266,36 @@ class DenoisingPolicy(LerobotPolicy):
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`); evaluations denoise
         deterministically.
         """
-        with self.settled():
-            encoded, hidden = self.see(obs)
+        with self.eval_mode():
+            encoded, hidden = self.encode(obs)
             values = self._values(hidden)
             if mode == "eval":
-                return self._used(self.evaluated(encoded, hidden, obs, noise)), {"prev_values": values}
+                return self._executed_actions(self.denoise_for_evaluation(encoded, hidden, obs, noise)), {
+                    "prev_values": values
+                }
             chain = self.chain(encoded, self.noise_for(obs, noise, hidden.device))
-            logprobs = self._leveled(self.chain_logprobs(encoded, chain))
-        return self._used(chain[:, -1]), {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
+            logprobs = self._sum_components(self.chain_logprobs(encoded, chain))
+        return self._executed_actions(chain[:, -1]), {
+            "prev_logprobs": logprobs,
+            "prev_values": values,
+            "inputs": {"chain": chain},
+        }
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the initial state, and the noise of each step."""
         return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
 
-    def _used(self, actions: Tensor) -> Tensor:
-        return self.processors.after(self._played(actions))
+    def _executed_actions(self, actions: Tensor) -> Tensor:
+        return self.processors.postprocess(self._select_executed(actions))
 
-    def _leveled(self, each: Tensor) -> Tensor:
-        return at_level(self._played(each), self.logprob_type, self.chunk)
+    def _sum_components(self, values: Tensor) -> Tensor:
+        return sum_to_level(self._select_executed(values), self.logprob_type, self.chunk)
 
-    def _played(self, each: Tensor) -> Tensor:
+    def _select_executed(self, values: Tensor) -> Tensor:
         """Returns the executed actions, which begin at the current observation; the prediction begins at the oldest
         one.
         """
-        return each[:, -self.before : self.chunk - self.before, : self.dim]
+        return values[:, -self.oldest_obs_offset : self.chunk - self.oldest_obs_offset, : self.dim]
 
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -293,7 +310,7 @@ class DiffusionPolicy(DenoisingPolicy):
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         model = self.inner.diffusion
-        options = self.described.options
+        options = self.description.options
         assert isinstance(options, LerobotDiffusionOptions)
         self.steps, self.noise_level = options.num_steps or int(model.num_inference_steps), options.noise_level
         max_steps = int(model.noise_scheduler.config.num_train_timesteps)
@@ -331,13 +348,13 @@ class DiffusionPolicy(DenoisingPolicy):
         )
         return predicted_scale, state_scale, (1 - previous_alpha) / (1 - current_alpha) * (1 - ratio)
 
-    def _predict(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
+    def _run_unet(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
         return self.inner.diffusion.unet(x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded)
 
-    def _mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
+    def _posterior_mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
         """Returns the posterior mean of the step from `t`."""
         scheduler = self.inner.diffusion.noise_scheduler
-        prediction, alpha = self._predict(encoded, x, t), float(scheduler.alphas_cumprod[t])
+        prediction, alpha = self._run_unet(encoded, x, t), float(scheduler.alphas_cumprod[t])
         if scheduler.config.prediction_type == "epsilon":
             prediction = (x - math.sqrt(1 - alpha) * prediction) / math.sqrt(alpha)
         if scheduler.config.clip_sample:
@@ -346,19 +363,19 @@ class DiffusionPolicy(DenoisingPolicy):
         predicted_scale, state_scale, _ = self._coefficients(t)
         return predicted_scale * prediction + state_scale * x
 
-    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Adds the time axis to single observations (`LerobotPolicy.framed`)."""
-        if self.before:
+    def add_time_axis(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Adds the time axis to single observations (`LerobotPolicy.add_time_axis`)."""
+        if self.oldest_obs_offset:
             return batch
         return {name: tensor[:, None] if name.startswith("observation.") else tensor for name, tensor in batch.items()}
 
     # -- acting and training --------------------------------------------------------------------------------------
 
-    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
+    def encode(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """Returns the denoising network's conditioning `[B, width]` as encoding and as the value head's input
-        (`DenoisingPolicy.see`).
+        (`DenoisingPolicy.encode`).
         """
-        rows, config = self.framed(self.batch(obs)), self.inner.config
+        rows, config = self.add_time_axis(self.batch(obs)), self.inner.config
         if config.image_features:
             rows["observation.images"] = torch.stack([rows[name] for name in config.image_features], -4)
         conditioning: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
@@ -368,14 +385,14 @@ class DiffusionPolicy(DenoisingPolicy):
         """Returns the chain of states (`DenoisingPolicy.chain`)."""
         states = [noise[:, 0]]
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            states.append(self._mean(encoded, states[-1], t) + std * noise[:, k + 1])
+            states.append(self._posterior_mean(encoded, states[-1], t) + std * noise[:, k + 1])
         return torch.stack(states, 1)
 
     def chain_logprobs(self, encoded: Tensor, chain: Tensor) -> Tensor:
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
         logprobs = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            deviation = (chain[:, k + 1] - self._mean(encoded, chain[:, k], t)) / std
+            deviation = (chain[:, k + 1] - self._posterior_mean(encoded, chain[:, k], t)) / std
             logprobs = logprobs - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
         return logprobs
 
@@ -388,7 +405,11 @@ class DiffusionPolicy(DenoisingPolicy):
         scheduler = self.inner.diffusion.noise_scheduler
         is_ddim = type(scheduler).__name__ == "DDIMScheduler"
         for t in self._times:
-            x = scheduler.step(self._predict(encoded, x, t), t, x).prev_sample if is_ddim else self._mean(encoded, x, t)
+            x = (
+                scheduler.step(self._run_unet(encoded, x, t), t, x).prev_sample
+                if is_ddim
+                else self._posterior_mean(encoded, x, t)
+            )
         return x
 
 
@@ -403,7 +424,7 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        options = self.described.options
+        options = self.description.options
         assert isinstance(options, LerobotFlowOptions)
         self.steps = options.num_steps or int(getattr(self.inner.config, self.steps_key))
         self.flow = Flow(self.steps, options.noise_level)
@@ -432,13 +453,13 @@ class LeRobotFlowPolicy(DenoisingPolicy):
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """Predicts a chunk as in evaluation (`Policy.plan`)."""
-        with self.settled():
-            velocity, hidden = self.see(obs)
-            return self.evaluated(velocity if guide is None else guide(velocity), hidden, obs, noise)
+        with self.eval_mode():
+            velocity, hidden = self.encode(obs)
+            return self.denoise_for_evaluation(velocity if guide is None else guide(velocity), hidden, obs, noise)
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
-        return self.processors.after(plan[:, part, : self.dim])
+        return self.processors.postprocess(plan[:, part, : self.dim])
 
     def denoise(self, encoded: Velocity, x: Tensor) -> Tensor:
         """Denoises with the same arithmetic as LeRobot (`DenoisingPolicy.denoise`)."""
@@ -456,15 +477,15 @@ class PiPolicy(LeRobotFlowPolicy):
     @property
     def _has_state(self) -> bool:
         """True if the action expert takes the robot's state."""
-        return self.described.family == "pi0"
+        return self.description.family == "pi0"
 
     def value_inputs(self) -> int:
         """Returns the width of the value head's input (`LerobotPolicy.value_inputs`)."""
         width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
         return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
 
-    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
-        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
+    def encode(self, obs: Obs) -> tuple[Velocity, Tensor]:
+        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.encode`)."""
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 
         inner, model, batch = self.inner, self.inner.model, self.batch(obs)
@@ -499,8 +520,8 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         """Returns the width of the hidden state (`LerobotPolicy.value_inputs`)."""
         return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
 
-    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
-        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
+    def encode(self, obs: Obs) -> tuple[Velocity, Tensor]:
+        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.encode`)."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         inner, batch = self.inner, self.batch(obs)
@@ -525,7 +546,7 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         return velocity, prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float()
 
 
-_KINDS: dict[str, type[LerobotPolicy]] = {
+_POLICY_CLASSES: dict[str, type[LerobotPolicy]] = {
     "act": ActPolicy, "diffusion": DiffusionPolicy, "smolvla": SmolVlaPolicy, "pi0": PiPolicy, "pi05": PiPolicy,
 }  # fmt: skip
 
@@ -536,4 +557,4 @@ def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) 
     Raises:
         ConfigError: The policy cannot be loaded, or was made for another task.
     """
-    return _KINDS[describe(cfg, observation_space, action_space).family](cfg, observation_space, action_space)
+    return _POLICY_CLASSES[describe(cfg, observation_space, action_space).family](cfg, observation_space, action_space)

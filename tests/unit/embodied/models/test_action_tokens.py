@@ -178,10 +178,10 @@ def test_action_tokens_are_openvlas():
 
 
 def test_samples_follow_the_probabilities():
-    from rlhpc.embodied.models.action_tokens import _drawn
+    from rlhpc.embodied.models.action_tokens import _sample_bins
 
     logp = torch.log_softmax(torch.tensor([[0.5, -1.0, 1.5, 0.0]]), -1).expand(40_000, 4)
-    drawn = _drawn(logp, torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0)))
+    drawn = _sample_bins(logp, torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(torch.bincount(drawn[:, 0], minlength=4) / 40_000, logp[0].exp(), atol=0.01, rtol=0)
 
 

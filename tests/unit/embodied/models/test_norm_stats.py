@@ -27,8 +27,8 @@ def test_the_equations_are_openpis() -> None:
     expected = {"mean_std": (x - mean) / (std + 1e-6), "quantiles": 2 * (x - q01) / (q99 - q01 + 1e-6) - 1}
     for normalisation, values in expected.items():
         stats = NormStats(ACTIONS, normalisation, 3, "here")
-        np.testing.assert_allclose(stats.normalised(torch.from_numpy(x)), values, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(stats.unnormalised(torch.from_numpy(values).float()), x, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(stats.normalise(torch.from_numpy(x)), values, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(stats.unnormalise(torch.from_numpy(values).float()), x, rtol=1e-4, atol=1e-4)
 
 
 def test_released_weights_without_statistics_are_refused(tmp_path: Path) -> None:
@@ -52,13 +52,13 @@ def test_state_and_actions_are_in_the_datasets_units(tmp_path: Path, normalisati
     need_extra("llm")
     policy, obs = pi0(tmp_path, normalisation=normalisation), observations(3)
     state = policy._state(obs, 3)
-    expected = NormStats(STATE, normalisation, 5, "here").normalised(obs["state"])
+    expected = NormStats(STATE, normalisation, 5, "here").normalise(obs["state"])
     torch.testing.assert_close(state[:, :5], expected)
     assert not state[:, 5:].any(), "what is padded stays 0"
     with torch.no_grad():
         plan = policy.plan(obs)
         actions, _ = policy.predict_action_batch(obs, "eval")
-    torch.testing.assert_close(actions, NormStats(ACTIONS, normalisation, 3, "here").unnormalised(plan[:, :2, :3]))
+    torch.testing.assert_close(actions, NormStats(ACTIONS, normalisation, 3, "here").unnormalise(plan[:, :2, :3]))
     torch.testing.assert_close(policy.scaled(actions), plan[:, :2, :3], rtol=1e-4, atol=1e-4)
 
 

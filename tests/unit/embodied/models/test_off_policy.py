@@ -63,7 +63,7 @@ def test_actions_fill_the_bounds_and_log_probs_integrate_to_one():
     assert again["values"].shape == (64,)
     best, _ = ours.predict_action_batch(obs[:2], mode="eval")
     assert torch.equal(best, ours.predict_action_batch(obs[:2], mode="eval")[0])
-    even = ours.head.uniform(torch.randn(20_000, 1))
+    even = ours.head.uniform_actions(torch.randn(20_000, 1))
     assert even.mean().item() == pytest.approx(-1, abs=0.05) and even.std().item() == pytest.approx(
         4 / 12**0.5, abs=0.05
     )

@@ -133,8 +133,8 @@ def test_each_input_is_shown_its_camera(tmp_path: Path) -> None:
         "rgb": torch.zeros((1, 8, 8, 6), dtype=torch.uint8),
     }
     parts["rgb"][..., 3:] = 51
-    policy: Any = type("Shown", (), {"described": type("D", (), {"cameras": {"a": ("rgb", 1), "b": ("front", 0)}})})
-    shown = {name: LerobotPolicy._camera(policy, name, parts) for name in ("a", "b")}
+    policy: Any = type("Shown", (), {"description": type("D", (), {"cameras": {"a": ("rgb", 1), "b": ("front", 0)}})})
+    shown = {name: LerobotPolicy._camera_images(policy, name, parts) for name in ("a", "b")}
     assert {name: round(float(each.mean()), 3) for name, each in shown.items()} == {"a": 0.2, "b": 1.0}
     assert shown["a"].shape == (1, 3, 8, 8)
 

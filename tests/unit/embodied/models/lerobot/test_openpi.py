@@ -22,8 +22,9 @@ from rlhpc.embodied.models.lerobot import openpi
 for package, version in openpi.VERIFIED.items():
     installed = importlib.metadata.version(package)
     assert installed.startswith(version + "."), f"{package} {installed}: read its sources, and change openpi.VERIFIED"
-assert importlib.util.find_spec(openpi._CHECK) is None, "transformers has openpi's files: openpi.py is not needed any more"
-openpi.provide()
+spec = importlib.util.find_spec(openpi._CHECK_MODULE)
+assert spec is None, "transformers has openpi's files: openpi.py is not needed any more"
+openpi.patch_lerobot()
 for name in ("pi0", "pi05"):
     module = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
     source = inspect.getsource(module)
