@@ -1,6 +1,6 @@
-"""Checkpoints of a run: its saves, the best checkpoint (`runner.keep_best`) and early stopping (`runner.patience`).
+"""Checkpoints of a run: saves, the best checkpoint (`runner.keep_best`) and early stopping (`runner.patience`).
 
-Ranks copy their state and write it while training continues; a checkpoint appears once all ranks have written.
+Ranks copy their state and write the copy while training continues. A checkpoint appears after all ranks have written.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _Save:
     """Save in progress.
 
     Attributes:
-        writer: Writer of its folder.
-        cleanup: Closes the writer, and removes the folder unless the checkpoint is complete.
+        writer: Writer of the checkpoint's folder.
+        cleanup: Exit stack that closes the writer and removes the folder of an incomplete checkpoint.
         meta: Entries of the manifest.
-        started_at: Start time.
-        queries: Role → pending call that asks its ranks whether they have written all files.
-        checksums: Role → checksums of its written files.
+        started_at: Start time of the save.
+        queries: Role → pending call that asks the ranks whether they have written all files.
+        checksums: Role → checksums of the files that the role's ranks have written.
     """
 
     writer: CheckpointWriter
@@ -48,7 +48,7 @@ class _Save:
     checksums: dict[str, Checksums] = field(default_factory=dict)
 
     def record(self, role: str, answers: Sequence[Checksums | None]) -> None:
-        """Stores the answers of a group, unless one of its ranks is still writing."""
+        """Stores the checksums of a group, unless one of its ranks is still writing."""
         checksums = [rank_checksums for rank_checksums in answers if rank_checksums is not None]
         if len(checksums) == len(answers):
             self.checksums[role] = merge_checksums(checksums)
@@ -58,8 +58,8 @@ class Saves:
     """Saves of a run, at most one at a time.
 
     Args:
-        groups: Launched groups by role.
-        async_save: Continue training while files are written.
+        groups: Launched worker groups by role.
+        async_save: True to continue training while ranks write files.
         timeout: Maximum seconds to wait for the ranks.
     """
 
@@ -77,11 +77,11 @@ class Saves:
 
         Args:
             writer: Writer of the checkpoint.
-            files: Name → content of a further file, or the path of a file to copy.
+            files: Name → content of an additional file, or the path of a file to copy.
             meta: Entries of the manifest.
 
         Raises:
-            CheckpointError: The filesystem refused.
+            CheckpointError: A file cannot be written.
             RlhpcError: A rank failed.
         """
         started_at = time.perf_counter()
@@ -106,28 +106,28 @@ class Saves:
         """Commits the save in progress if all its files are written; does not wait.
 
         Returns:
-            Seconds from its start to its commit, or None if nothing was committed.
+            Seconds from the start of the save to its commit, or None if nothing was committed.
         """
         return self._commit_if_written(wait=False)
 
     def finish(self) -> float | None:
-        """Waits until the save in progress is a checkpoint.
+        """Waits until the save in progress is a complete checkpoint.
 
         Returns:
-            As `advance`.
+            The result of `advance`.
 
         Raises:
-            CheckpointError: The filesystem refused.
+            CheckpointError: A file cannot be written.
             RlhpcError: A rank failed.
         """
         return self._commit_if_written(wait=True)
 
     def settle(self) -> float | None:
-        """Finishes the save in progress after a failure, once all ranks respond again; drops it if a lost rank had not
-        written its part.
+        """Finishes the save in progress after a failure, when all ranks respond again. Drops the save if it fails, because a
+        lost rank had not written its files.
 
         Returns:
-            As `advance`.
+            The result of `advance`; None if the save was dropped.
         """
         try:
             return self.finish()
@@ -147,7 +147,7 @@ class Saves:
         try:
             if not self._is_written(save, wait):
                 return None
-            current().registry.check_current()  # a driver that has been replaced by another commits nothing
+            current().registry.check_current()  # raises if another driver has replaced this driver
         except BaseException:
             self.abandon()
             raise
@@ -167,7 +167,7 @@ class Saves:
             if role not in save.queries:
                 save.queries[role] = group.saved(wait)
         for role, group in unreported.items():
-            if not wait and not save.queries[role].done():  # its ranks are busy
+            if not wait and not save.queries[role].done():  # the role's ranks are busy
                 continue
             answers = save.queries.pop(role).wait(self._timeout)
             if None in answers and wait:  # the pending query did not wait for the files
@@ -177,8 +177,8 @@ class Saves:
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
-    """Merges the ranks' reports of file checksums. A checksum has precedence over None, which a rank reports for a file that
-    it has not written itself.
+    """Merges the ranks' reports of file checksums. A checksum has precedence over None, which a rank reports for a file of
+    another rank.
     """
     checksums: Checksums = {}
     for report in reports:
@@ -189,7 +189,7 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
 
 
 def _saves_in_background(group: Any) -> bool:
-    """Returns whether a group's ranks report checksums, so that they may write files in the background."""
+    """Returns whether a group's ranks can write files in the background: their class reports checksums of written files."""
     from rlhpc.checkpoint.async_writer import (
         SavingWorker,  # needs torch, which a check of the configuration does without
     )
@@ -197,7 +197,7 @@ def _saves_in_background(group: Any) -> bool:
     return issubclass(group.worker_class, SavingWorker)
 
 
-#: Metric that replaces all others of an evaluation whose returns were not finite.
+#: Metric that replaces all other metrics of an evaluation with non-finite returns.
 NONFINITE = "eval/nonfinite"
 #: Stop reason of a run that ended by `runner.patience`.
 PATIENCE = "patience"
@@ -207,12 +207,12 @@ class BestCheckpoint:
     """Best evaluation of a run so far.
 
     Args:
-        metric: `runner.keep_best`; None tracks no metric.
-        patience: `runner.patience`.
+        metric: Value of `runner.keep_best`; None tracks no metric.
+        patience: Value of `runner.patience`.
 
     Attributes:
-        step: The step with the best value; None before the first evaluation.
-        value: That value.
+        step: Step with the best value; None before the first finite value.
+        value: Best value of the metric.
         waited: Number of evaluations since the best one.
     """
 
@@ -224,8 +224,8 @@ class BestCheckpoint:
         self._previous_step: int | None = None
 
     def record(self, step: int, row: Mapping[str, float]) -> bool:
-        """Records a step's row of metrics and returns whether the step is now the best. A non-finite value never is, and the
-        first of equal values stays the best.
+        """Records a step's row of metrics; returns whether the step is now the best. A non-finite value is never the best, and
+        of equal values, the first stays the best.
         """
         metric_value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
         if metric_value is None:
@@ -250,11 +250,11 @@ class BestCheckpoint:
             )
 
     def is_over(self) -> bool:
-        """Returns whether the last `runner.patience` evaluations brought no improvement."""
+        """Returns whether the last `runner.patience` evaluations did not improve the metric."""
         return 0 < self.patience <= self.waited
 
     def reason(self) -> str:
-        """Returns the reason why the run ends, as a text."""
+        """Returns the reason why the run ends, as a text for the user."""
         best = "no value was finite" if self.step is None else f"the best is still {self.value:.6g} of step {self.step}"
         return f"{self.waited} evaluations in a row did not improve {self.metric} (runner.patience={self.patience}); {best}"
 
@@ -265,14 +265,14 @@ class BestCheckpoint:
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a resumed run continues from, as JSON values."""
+        """Returns the state for a resumed run, as JSON values."""
         if self.metric is None:
             return {}
         best_value = self.value if self.step is not None else None
         return {"best": {"metric": self.metric, "step": self.step, "value": best_value, "waited": self.waited}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state` returned; a run with another metric starts anew."""
+        """Restores the result of `state`; a run with another metric starts without a best step."""
         saved_best = state.get("best")
         self.step, self.value, self.waited, self._previous_step = None, math.nan, 0, None
         if isinstance(saved_best, Mapping) and saved_best.get("metric") == self.metric:
@@ -281,16 +281,16 @@ class BestCheckpoint:
                 self.step, self.value = int(saved_best["step"]), float(saved_best["value"])
 
     def retained_steps(self, paths: RunPaths) -> list[int]:
-        """Returns the steps whose checkpoints are kept: the best one and, until that is complete, the previous best."""
+        """Returns the steps of the checkpoints to keep: the best and, until its checkpoint is complete, the previous best."""
         steps = [step for step in (self.step, self._previous_step) if step is not None]
         return steps[:1] if steps and is_complete(paths.checkpoint(steps[0])) else steps
 
     def link(self, paths: RunPaths) -> None:
-        """Points `checkpoints/best` at the best checkpoint once it is complete. Removes a link whose checkpoint no longer
-        exists or was the best by another metric.
+        """Points the link `checkpoints/best` at the best checkpoint if the checkpoint is complete. Removes a link to a missing
+        checkpoint, or to the best checkpoint of another metric.
 
         Raises:
-            CheckpointError: The filesystem refused.
+            CheckpointError: The link cannot be written.
         """
         link, target = paths.best, None if self.step is None else paths.checkpoint(self.step)
         try:
@@ -311,7 +311,7 @@ def check_best(task_type: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
     """Checks that the run measures `runner.keep_best`, and that `runner.patience` is not set without it.
 
     Raises:
-        ConfigError: Names the nearest metric.
+        ConfigError: The run does not measure the metric, or `runner.patience` is set without `runner.keep_best`.
     """
     metric = cfg.runner.keep_best
     if metric is None:

@@ -1,4 +1,4 @@
-"""Configuration checks beyond types, common to all task types: ranges, names, placement. They write nothing."""
+"""Configuration checks beyond types, for all task types: ranges, names, placement. The checks write nothing."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def validate(
     Args:
         cfg: The configuration.
         source: Origin of the configuration, for messages.
-        sources: Key → the file or override that set it, where known.
-        training: Also check values that only training needs: batches, placement, run folder.
+        sources: Key → the file or override that set the key, if known.
+        training: True to check also values that only training needs: batches, placement, run folder.
 
     Raises:
-        ConfigError: The first broken rule: key, value, allowed values.
+        ConfigError: A rule is broken; the message has the key, the value and the allowed values of the first broken rule.
     """
 
     def fail(key: str, rule: str) -> ConfigError:
@@ -94,7 +94,7 @@ def _numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yields scalars by dotted key; the elements of a list have the list's key."""
+    """Yields (dotted key, scalar); the elements of a list have the key of the list."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -126,7 +126,7 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
 
 
 def _directives(section: DictConfig, path: str, fail: Fail) -> None:
-    """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
+    """Checks the values of a job's directives, such as walltimes and partitions, and the accelerator memory."""
     for name, (pattern, rule) in _DIRECTIVES.items():
         if (value := section.get(name)) is not None and not re.fullmatch(pattern, str(value)):
             raise fail(f"{path}.{name}", rule)
@@ -144,7 +144,7 @@ def _placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
     except PlacementError as error:
         if not in_slurm_job(os.environ):
             raise
-        try:  # if the configuration leaves the accelerators open, the job's count
+        try:  # the configuration may leave the number of accelerators open; then the job determines it
             cluster = Cluster(cfg.cluster)
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
@@ -165,17 +165,17 @@ def _placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
 
 
 def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> list[Check]:
-    """Runs the checks of a start (`ConfigChecks.preflight`) whose resources are available; writes nothing.
+    """Runs the preflight checks (`ConfigChecks.preflight`) that need only the given resources; writes nothing.
 
     Args:
         cfg: The configuration.
-        resources: Resources that may be used.
+        resources: Resources that the checks may use.
 
     Returns:
-        The checks that need other resources; a start runs them.
+        The skipped checks, which need other resources. The start of the run makes these checks.
 
     Raises:
-        UserError: The first broken rule.
+        UserError: A check failed; the message is that of the first failed check.
     """
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -192,16 +192,16 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
 
 
 def check_estimators(adv_type: str, loss_type: str) -> None:
-    """Checks `algorithm.adv_type` and `loss_type`; built-in names pass without an import of torch.
+    """Checks `algorithm.adv_type` and `algorithm.loss_type`; does not import torch for built-in names.
 
     Raises:
-        ConfigError: No estimator has that name.
+        ConfigError: An estimator with this name does not exist.
     """
     _find(ADVANTAGES, adv_type)
     _find(POLICY_LOSSES, loss_type)
 
 
 def _find(registry: Registry[Any], name: str) -> None:
-    """Raises an error for an unknown name. Built-in names are not imported, because that would import torch."""
+    """Raises an error for an unknown name. Does not import built-in entries, because that would import torch."""
     if name.lower() not in registry.built_in:
         registry.find(name)

@@ -36,11 +36,11 @@ def label_of(name: str) -> str:
 
 
 def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
-    """Returns the runs with their labels. Runs whose names differ only in a number at the end, and whose configurations differ
-    only in their seeds, share the name without the number as label.
+    """Returns (label, run) for each run. Without a user's label, the label is the run's name without the seed, if all runs
+    with this label differ only in their seeds; otherwise it is the complete name.
 
     Args:
-        named: Runs, with the user's label, or None.
+        named: Pairs of the user's label, or None, and the run.
 
     Raises:
         ConfigError: Runs with the same user-given label differ in more than their seeds.
@@ -63,7 +63,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
 
 
 def _difference(runs: Sequence[RunPaths]) -> str:
-    """Returns the first key other than the seed in which runs differ; "" if there is none."""
+    """Returns the first key other than the seed in which runs differ; "" without such a key."""
     try:
         first_config, *other_configs = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
     except (OSError, ValueError, RlhpcError):
@@ -94,10 +94,11 @@ def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, li
 
 
 def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Combines the curves of several seeds into one.
+    """Combines the curves of several seeds into one curve.
 
     Returns:
-        x, mean, lowest, highest, over the range that all seeds cover; values between points are interpolated.
+        x values, means, minima and maxima over the range that all seeds cover, with linear interpolation between points.
+        Minima and maxima are empty for a single seed.
     """
     if len(curves) == 1:
         x, y = curves[0]
@@ -114,7 +115,7 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
 def _chart(
     groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
 ) -> str:
-    """Draws one metric of all groups over one x axis; returns "" if no run has it."""
+    """Draws one metric of all groups over one x axis; returns "" if no run has the metric."""
     x_metric, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
@@ -139,7 +140,7 @@ def _chart(
 
 
 def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """Draws each logged comparison metric, over environment steps (or global steps) and over wall time."""
+    """Draws each logged comparison metric over environment steps (or global steps) and over wall time, as SVG."""
     runs = [run for group in groups.values() for run in group]
     steps = all(series(run.rows, "rollout/env_steps")[0] for run in runs)
     unit, length = time_unit(max(max(series(run.rows, "time/wall_s")[1], default=0.0) for run in runs))
@@ -156,9 +157,7 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
 
 
 def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
-    """Returns an HTML table of the final results of each label over its seeds: wall time, and the headline metrics of the task
-    types.
-    """
+    """Returns an HTML table of the final results of each label over its seeds: wall time and headline metrics."""
     results_by_group = [
         [eval_result for run in runs if (eval_result := _last_result(run)) is not None] for runs in groups.values()
     ]
@@ -189,15 +188,15 @@ def _last_result(run: RunMetrics) -> dict[str, Any] | None:
 
 
 def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite: str | None = None) -> Path:
-    """Writes the comparison page.
+    """Writes the comparison page; returns its path.
 
     Args:
         named: Pairs of label and run; runs with the same label are seeds of one configuration.
         output: The HTML file.
-        suite: Evaluation suite to compare; None for the judging suite that all runs have in common, else `default`.
+        suite: Evaluation suite to compare. None selects the judging suite if all runs have the same one, else `default`.
 
     Raises:
-        RlhpcError: A run has nothing to show, or the page cannot be written.
+        RlhpcError: A run has no metrics, or the page cannot be written.
     """
     if suite is None:
         suites = {judging_suite(paths, read_all_results(paths)) for _, paths in named}
@@ -219,8 +218,8 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
 
 
 def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
-    """Returns HTML sections with statistics over seeds, one for each evaluation metric that all runs have; empty if each label
-    has a single run.
+    """Returns HTML sections with statistics over seeds, one for each evaluation metric that all runs have. Returns [] if each
+    label has a single run.
     """
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in task_type_of_run(run.paths).reporting.compared)
@@ -245,7 +244,7 @@ def render_curves(groups: Mapping[str, list[RunMetrics]], num_labels: int | None
 
     Args:
         groups: The runs by label.
-        num_labels: Total number of labels, if `groups` has only the best of them.
+        num_labels: Total number of labels, if `groups` contains only the best labels.
     """
     charts_html = charts(groups)
     if not charts_html:

@@ -1,4 +1,4 @@
-"""Conditions of keys that all task types have, and the search for unused keys of a configuration."""
+"""Conditions of configuration keys that all task types share, and the search for unused keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIPPED = Condition(
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_c"), is_none_of("algorithm.loss_type", "cispo"),
     "by algorithm.loss_type ppo, gspo, decoupled_ppo",
 )  # fmt: skip
-#: Conditions of sections that every run has.
+#: Conditions of keys that every run has.
 COMMON = (Condition(("runner.max_epochs",), lambda cfg: cfg.runner.max_steps == -1, "where runner.max_steps is -1"),)
 
 
@@ -31,7 +31,7 @@ def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, .
     """Returns the conditions of the advantage estimator's keys.
 
     Args:
-        applies: True for a run that estimates advantages by `algorithm.adv_type` only.
+        applies: Predicate that is true for a run whose advantages depend on `algorithm.adv_type` only.
     """
 
     def read_by(*names: str) -> Rule:
@@ -45,7 +45,7 @@ def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, .
 
 
 def trainer_conditions(section: str) -> tuple[Condition, ...]:
-    """Returns the conditions of a section that trains a model.
+    """Returns the conditions of the keys of a trainer's section.
 
     Args:
         section: `actor` or `critic`.
@@ -62,10 +62,11 @@ def trainer_conditions(section: str) -> tuple[Condition, ...]:
 
 
 def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | None = None) -> list[UnusedKey]:
-    """Finds the keys that a user has set and that have no effect in this configuration. Arguments as `load_config`'s.
+    """Returns the keys that a user has set and that have no effect in this configuration. Takes the arguments of
+    `load_config`.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: The configuration cannot be read; see `load_config`.
     """
     layers = read_layers(config, overrides, task_type_keys, site=site)
     cfg = typed(RunConfig, layers.cfg)
@@ -84,6 +85,6 @@ def _defaults(schema: Schema) -> Mapping[str, Any]:
 
 
 def warn_of_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | None = None) -> None:
-    """Prints the unused keys to stderr, one a line. Arguments as `find_unused`'s."""
+    """Prints the unused keys to stderr, one per line. Takes the arguments of `find_unused`."""
     for key in find_unused(config, overrides, site=site):
         print(f"rlhpc: no effect: {key}", file=sys.stderr)

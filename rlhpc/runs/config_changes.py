@@ -1,8 +1,8 @@
-"""Comparison of a configuration with a saved run: keys that may change under a run's name, and keys that may not.
+"""Comparison of a configuration with a saved run: keys that may change within a run, and keys that may not.
 
-The annotation of each field says what a change means (`rlhpc.config.constraints`). `EVALUATION` keys change the evaluation
-only. `FREE` keys are those of the machine, of the run's length and of its division into segments. All other keys determine
-the training, and a run in which one of them changes is another run.
+The annotation of each field declares the effect of a change (`OnResume`). `EVALUATION` keys change the evaluation only.
+`FREE` keys concern the machine, the length of the run and its segments. All other keys determine the training: a
+configuration with another value of such a key belongs to another run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import read_file, read_json, read_yaml
 from rlhpc.runtime.key_metadata import OnResume
 
-#: Maximum number of changes that a message lists; it counts the remaining ones.
+#: Maximum number of changes that a message lists; the message counts the remaining changes.
 _MAX_LISTED = 6
 
 
 class KeyChange(NamedTuple):
-    """Key with its values before and after."""
+    """Changed key with its values before and after the change."""
 
     key: str
     before: Any
@@ -47,15 +47,15 @@ def _word(value: Any) -> str:
 
 
 def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    # As read back from a file, so that a tuple, or a number that YAML writes differently, is not a difference.
+    # Converts to the form that a file would have, so that tuples and other spellings of a number are no differences.
     return dict(leaves(yaml.safe_load(json.dumps(plain(cfg), default=str))))
 
 
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
     """Returns the changes that make `after` a different run from `before`.
 
-    A key that only one side has does not count, because a version of rlhpc added or removed it. A key that the user chose does
-    count, where both sides have its mapping.
+    A key that only one side has does not count, because another version of rlhpc added or removed the key. A key of an open
+    mapping, in which users choose the keys, does count if both sides have the mapping.
     """
     old_values, new_values = _plain(before), _plain(after)
     task_type = find_task_type(new_values.get("runner.task_type"))
@@ -63,7 +63,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     shared = {path for path in old_open & new_open if path is not None}
     for values, other_values in ((old_values, new_values), (new_values, old_values)):
         for path in shared:
-            if values.get(path) == {}:  # an empty mapping is a key itself
+            if values.get(path) == {}:  # an empty mapping is a key of `values`
                 del values[path]
         values.update(
             {
@@ -78,14 +78,14 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
         if key in new_values
         and not _agree(key, old_values[key], new_values[key])
         and task_type.keys.on_resume(key) is OnResume.FIXED
-        # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
+        # A file keeps values from the environment as `${oc.env:…}`, so the value at that time is unknown.
         and "${" not in str(old_values[key])
     ]
 
 
 def _agree(key: str, before: Any, after: Any) -> bool:
-    """Returns whether values are equal. The dtype `auto` equals any dtype: a run with `auto` may change its precision with
-    its nodes.
+    """Returns whether values are equal. The dtype `auto` equals every dtype, because the nodes determine the dtype of a run
+    with `auto`.
     """
     if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
         return True
@@ -102,7 +102,7 @@ def training_fingerprint(cfg: RunConfig) -> str:
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
-    """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
+    """Returns the fingerprint of the keys that determine only the evaluation of a checkpoint."""
     return _fingerprint(cfg, OnResume.EVALUATION)
 
 
@@ -113,16 +113,16 @@ def _fingerprint(cfg: RunConfig, on_resume: OnResume) -> str:
 
 
 def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str) -> None:
-    """Raises an error for a configuration that is not that of the run.
+    """Checks that a configuration describes the same training as a saved configuration.
 
     Args:
-        saved: The file with the run's configuration; without one, everything is accepted.
+        saved: File with the run's configuration; if the file is missing, every configuration passes.
         cfg: The present configuration.
-        subject: Owner of the saved configuration, which begins the message.
-        way_out: Alternative to the old values for the user, which ends the message.
+        subject: Owner of the saved configuration, for the beginning of the message.
+        way_out: Advice to the user, for the end of the message.
 
     Raises:
-        ConfigError: Names the keys that differ, with both values.
+        ConfigError: The configurations differ; the message names the keys with both values. Or the file cannot be read.
     """
     try:
         content = read_yaml(read_file(saved), UniqueKeys)
@@ -141,12 +141,12 @@ def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str)
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Returns the keys whose values differ between a checkpoint and a configuration, in words.
+    """Returns a sentence for each key that differs between a checkpoint and a configuration.
 
     Args:
         cfg: The configuration.
-        saved: Dotted key → value in the checkpoint; a missing key or None is not compared.
-        keys: The keys to compare.
+        saved: Dotted key → value in the checkpoint. Missing keys and None values are skipped.
+        keys: Keys to compare.
     """
     differences = []
     for key in keys:
@@ -161,7 +161,7 @@ def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
         path: The file.
-        keys: Keys to read; by default those at the top level.
+        keys: Keys to read; by default the keys at the top level.
     """
     try:
         content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
@@ -177,12 +177,12 @@ _TASK_TYPE_KEY = ("runner.task_type",)
 
 
 def check_resume(task_type: TaskType[Cfg], cfg: Cfg, checkpoint: Path) -> None:
-    """Raises an error for a checkpoint of another task type, another environment or another model.
+    """Checks that a checkpoint has the task type, the environment and the model of the configuration.
 
     Raises:
-        CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
+        CheckpointError: Keys differ; the message names the keys with both values.
     """
-    # The ranks that read a checkpoint without config.yaml accept or refuse it.
+    # A checkpoint without config.yaml passes here; the ranks check it when they load it.
     differing_keys = differing(cfg, saved_values(checkpoint / CONFIG, _TASK_TYPE_KEY), _TASK_TYPE_KEY)
     differing_keys = differing_keys or task_type.checks.differences(cfg, checkpoint)
     if differing_keys:

@@ -1,4 +1,4 @@
-"""Configuration loading: `load_config` reads files and overrides as a configuration of their task type, and checks it."""
+"""Configuration loading: `load_config` reads files and overrides into a typed configuration and checks the values."""
 
 from __future__ import annotations
 

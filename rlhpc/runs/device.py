@@ -13,8 +13,8 @@ from torch import nn
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.worker import Worker
 
-#: Number of parameters below which a second thread costs more in synchronisation than it saves in arithmetic. On a machine
-#: with shared cores, waiting threads spin against working threads: a small MLP became 10 times slower.
+#: Number of parameters below which a second thread costs more time for synchronisation than it saves. On a machine with
+#: shared cores, waiting threads spin and slow the working threads: a small MLP became 10 times slower.
 _MIN_PARAMETERS_FOR_THREADS = 250_000
 
 
@@ -28,7 +28,7 @@ def worker_device(worker: Worker) -> torch.device:
 
 
 def seed_process(seed: int, role: str, rank: int) -> None:
-    """Seeds the process's global generators, for external environments and models that use them."""
+    """Seeds the global random generators of the process, which external environments and models use."""
     seed_words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
     random.seed(int(seed_words[0]))
     np.random.seed(int(seed_words[1]))
@@ -36,19 +36,19 @@ def seed_process(seed: int, role: str, rank: int) -> None:
 
 
 def settle(module: nn.Module, device: torch.device) -> Any:
-    """Moves a policy to the device and limits the process to the threads it can use."""
+    """Moves a policy to the device, and limits the threads of the process (`limit_threads`); returns the policy."""
     limit_threads(module, device)
     return module.to(device)
 
 
 def limit_threads(module: nn.Module, device: torch.device) -> None:
-    """Limits the process to the threads that a module of this size can use on the device."""
+    """Limits the process to one thread if a small module runs on the CPU."""
     if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _MIN_PARAMETERS_FOR_THREADS:
         torch.set_num_threads(1)
 
 
 def to_tensors(obs: Any, device: torch.device) -> Any:
-    """Returns an array or tensor as a tensor on the device, or a dict of those as a dict of tensors; shares memory if
+    """Converts an array or tensor, or a (nested) dict of arrays or tensors, to tensors on the device; shares memory if
     possible.
     """
     if isinstance(obs, dict):

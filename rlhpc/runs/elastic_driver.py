@@ -1,4 +1,4 @@
-"""Elastic ranks in the driver: the address for joining ranks, their attendance log, and their helper jobs."""
+"""Elastic ranks in the driver: the address for joining ranks, the attendance log, and the helper jobs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the end of a run waits for Slurm's last answer.
+#: Maximum seconds to wait for Slurm's last answer at the end of a run.
 _ANSWER_TIMEOUT_S = 2.0
-#: Seconds that a leaving job may take before it is cancelled.
+#: Maximum seconds for a job to leave, after which the job is cancelled.
 _LEAVE_TIMEOUT_S = 60.0
 #: Weight of a new step in the moving average of the wait share.
 _NEW_STEP_WEIGHT = 0.3
@@ -48,10 +48,10 @@ class HelperJobs:
     Args:
         paths: The run.
         plan: Plan of the jobs.
-        max_useful: Maximum number of useful ranks besides those that the run started with.
-        on_job_end: Called with the id of an ended job, none of whose ranks can be alive.
-        count_present: Returns the number of present ranks, by job id; 0 for jobs whose ranks have left.
-        faulty_jobs: Ids of jobs in which a rank raised an error, perhaps because of a broken node.
+        max_useful: Maximum number of ranks that the run can use in addition to the initial ranks.
+        on_job_end: Called with the id of an ended job. No rank of that job can be alive.
+        count_present: Returns job id → number of present ranks; 0 if all ranks of the job have left.
+        faulty_jobs: Ids of jobs in which a rank raised an error, for example because of a broken node.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HelperJobs:
         self._thread.start()
 
     def record_step(self, row: Mapping[str, float]) -> None:
-        """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
+        """Records the share of a step's time in which the actor waited for rollouts; a high share calls for more ranks."""
         step_s = row.get("time/step_s", 0.0)
         if step_s > 0:
             wait_share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
@@ -92,11 +92,11 @@ class HelperJobs:
             self._wait_share = (1 - _NEW_STEP_WEIGHT) * previous + _NEW_STEP_WEIGHT * wait_share
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
-        """Stops managing the jobs, at the end of the driver.
+        """Stops the thread at the end of the driver, and ends the helper jobs.
 
         Args:
-            again: True if another driver continues the run; the helpers wait for it.
-            killed: True if only Slurm knows whether another driver follows; only queued helpers are cancelled.
+            again: True if another driver continues the run. The helper jobs stay alive and wait for that driver.
+            killed: True if only Slurm knows whether another driver follows. Only queued helper jobs end.
         """
         self._stopping.set()
         if self._thread.is_alive():
@@ -109,7 +109,7 @@ class HelperJobs:
 
     @property
     def jobs(self) -> list[HelperJobRecord]:
-        """All recorded helper jobs, ended ones included."""
+        """All recorded helper jobs, including ended jobs."""
         return list(self._record.jobs.values())
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class HelperJobs:
             self._stopping.wait(self.plan.look_s)
 
     def _say(self, text: str) -> None:
-        """Prints a note for the user, unless it repeats the last one."""
+        """Prints a note for the user, unless it repeats the previous note."""
         if text != self._last_note and not self._stopping.is_set():
             self._last_note = text
             note(f"cluster.elastic: {text}")
@@ -146,7 +146,7 @@ class HelperJobs:
             self._record.write(self.paths, self.plan.group)
 
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
-        """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
+        """Updates the records of all jobs from the queue, and adds jobs of an earlier driver and unrecorded jobs."""
         joined_ranks, record = self._count_present(), self._record
         queued_jobs = {job.id: job for job in queue}
         for job in queue:
@@ -221,15 +221,13 @@ class HelperJobs:
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
-            # Written at once, so that the record has the job even if the driver is killed now.
+            # Writes the record at once, so that it contains the job even if the driver is killed now.
             self._record.write(self.paths, self.plan.group)
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.reason}")
 
 
 def _max_joined(present: Mapping[str, int], job: str) -> int:
-    """Returns the number of a job's present ranks; at least 1 if a rank has joined, because it may have left since; 0 if none
-    has joined.
-    """
+    """Returns the number of a job's present ranks, but at least 1 if a rank joined and has left again; 0 if no rank joined."""
     return max(1, present[job]) if job in present else 0
 
 
@@ -240,8 +238,8 @@ def requested_ranks(paths: RunPaths, group: str) -> int | None:
 
 
 def join_address(plans: Sequence[HelperPlan], cluster: Cluster) -> str | None:
-    """Returns the address to listen on for ranks of other hosts; None if no ranks can join, or if the run has remote nodes and
-    listens anyway.
+    """Returns the TCP address for ranks that join from other hosts; None if no ranks can join, or if the run has remote nodes
+    and therefore listens already.
     """
     if not plans or any(not node.is_local for node in cluster.nodes):
         return None
@@ -258,9 +256,9 @@ class Elastic:
     Args:
         plans: Plans of the helper jobs, from `helper_plans`.
         paths: The run.
-        max_useful: Group → maximum number of useful ranks besides those that the run started with.
+        max_useful: Group → maximum number of ranks that the run can use in addition to the initial ranks.
         session: The run's session.
-        attendance: Log of joining and leaving ranks, written by the session.
+        attendance: Log of joining and leaving ranks, which the session writes.
     """
 
     def __init__(
@@ -286,24 +284,24 @@ class Elastic:
         self._restarts = False
 
     def start(self) -> None:
-        """Starts managing the jobs; called just before the first step."""
+        """Starts the management of the helper jobs; called just before the first step."""
         for helpers in self._helpers:
             helpers.start()
 
     def record_step(self, row: Mapping[str, float]) -> None:
-        """Records a step's metrics."""
+        """Passes a step's metrics to the helper jobs of each group."""
         for helpers in self._helpers:
             helpers.record_step(row)
 
     def failed(self, error: BaseException) -> None:
-        """Records a failure of this start, which its job repeats if the error is restartable."""
+        """Records a failure of this start. The driver job restarts the driver if the error is restartable."""
         self._restarts = (
             isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
         )
 
     def close(self, stop: StopRequest) -> None:
-        """Ends the helper jobs after the session. If a signal ended this driver in a Slurm job, only queued helper jobs end,
-        because Slurm may requeue the job; `rlhpc cancel` ends helper jobs itself.
+        """Ends the helper jobs after the session. If a signal ended this driver in a Slurm job, ends only queued helper jobs,
+        because Slurm may requeue the driver's job. `rlhpc cancel` ends the helper jobs without the driver.
         """
         is_restarting = self._restarts or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:

@@ -38,7 +38,7 @@ from rlhpc.runs.run_identity import write_config
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
 from rlhpc.runtime.imports import python_path
 
-#: Exit codes of a driver that was asked to end: before it could save, and after it has saved.
+#: Exit codes of a driver after a request to end: before it could save (the first), and after it has saved.
 _STOP_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
 _POLL_S = 0.5
 _GRACE_S = 600.0
@@ -47,7 +47,7 @@ _living: list[TrainingRun] = []
 
 
 def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
-    """Reads the configuration of a run that trains on this machine now, and warns of keys without effect.
+    """Reads the configuration for training on this machine, and warns of keys without effect.
 
     Args:
         config, overrides: See `load_config`.
@@ -66,9 +66,9 @@ def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, se
 
 
 def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
-    """Starts a run in a separate process, as `rlhpc train` does, and returns its handle at once.
+    """Starts a run in a separate process, like `rlhpc train`, and returns the run's handle at once.
 
-    The run ends with the Python process that started it: it saves first, as after Ctrl-C.
+    When this Python process ends, the run saves and ends too, as after Ctrl-C.
 
     Args:
         config: YAML file, a mapping of sections, or the result of `load_config`.
@@ -89,7 +89,7 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
 class TrainingRun:
     """Run that a separate process trains.
 
-    As a context manager it ends the run at the end of the block; the run saves first.
+    As a context manager, the object ends the run at the end of the block; the run saves first.
 
     Args:
         cfg: Configuration from `load_for_training`.
@@ -115,15 +115,16 @@ class TrainingRun:
         _living.append(self)
 
     def _start(self, command: list[str]) -> None:
-        """Starts the driver from a thread that lives as long as the driver: the kernel binds a process to the thread that
-        started it, and the caller's thread may end at any time.
+        """Starts the driver from a thread that lives as long as the driver.
+
+        The kernel ends the driver together with the thread that started it, and the caller's thread may end at any time.
         """
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
         attempted, errors = threading.Event(), list[BaseException]()
 
         def keep() -> None:
             try:
-                # A new session, so that an interrupt of this process, or of a notebook's cell, does not reach the run.
+                # Starts a new session, so that an interrupt of this process or of a notebook cell does not reach the run.
                 self._process = start_driver(command, self._files, environment, start_new_session=True)
             except BaseException as error:
                 errors.append(error)
@@ -143,7 +144,7 @@ class TrainingRun:
             raise errors[0]
 
     def _remove_traces(self) -> None:
-        """Removes the files of a driver that rejected the request; keeps its error message."""
+        """Removes the files of a driver that rejected the request; stores its error message in `_failure`."""
         self._failure = first_failure(self._files.driver_err, self._offset)
         if self.paths.config.exists():  # the run has started; a full disk is a UserError, too
             return
@@ -166,7 +167,7 @@ class TrainingRun:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (asked to end before its last step) or `failed`."""
+        """State of the run: `running`, `finished`, `stopped` (ended on request before the last step) or `failed`."""
         code = None if self._process is None or not self._finished.is_set() else self._process.returncode
         if code is None:
             return "running"
@@ -180,7 +181,7 @@ class TrainingRun:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Best checkpoint of a run with `runner.keep_best`, else the newest complete one; None before the first."""
+        """Best checkpoint of a run with `runner.keep_best`, otherwise the newest complete checkpoint; None without one."""
         step = self.paths.chosen_step()
         return None if step is None else self.paths.checkpoint(step)
 
@@ -189,13 +190,13 @@ class TrainingRun:
         return self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` accepts them. Non-finite values
-        are None.
+        """Returns a row of metrics for each step so far, with the step's number as `step`. Non-finite values are None;
+        `pandas.DataFrame` accepts the rows.
         """
         return [] if self._is_old() else read_metrics(self.paths.metrics)
 
     def _is_old(self) -> bool:
-        """Returns whether the metrics are those of an earlier start that saved nothing."""
+        """Returns whether the metrics file is still the file of an earlier start that saved nothing."""
         return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
@@ -204,10 +205,10 @@ class TrainingRun:
         return rows[-1] if rows else None
 
     def report(self) -> Path:
-        """Writes the report of the run so far, and returns its page.
+        """Writes the report of the run so far, and returns the path of its page.
 
         Raises:
-            RlhpcError: The run has written nothing yet, or the page cannot be written.
+            RlhpcError: The run folder does not exist yet, or the page cannot be written.
         """
         from rlhpc.runs.report import write_report
 
@@ -216,18 +217,19 @@ class TrainingRun:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> TrainingRun:
-        """Waits for the run's end, with its progress on stderr. Ctrl-C, or a notebook's interrupt, ends the run, which saves
-        first; a second one ends it at once.
+        """Waits for the end of the run, and shows its progress on stderr.
+
+        After Ctrl-C or a notebook's interrupt, the run saves and ends. A second interrupt ends the run at once.
 
         Args:
-            timeout_s: Maximum wait in seconds; None waits without a limit.
+            timeout_s: Maximum seconds to wait; None waits without a limit.
 
         Returns:
             The run.
 
         Raises:
-            DriverRejected: The request cannot be carried out; nothing was trained.
-            DriverFailed: The run failed (the message has its first error), or another process ended it.
+            DriverRejected: The driver rejected the configuration; nothing was trained.
+            DriverFailed: The run failed (the message has the first error), or another process ended the run.
             DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -254,7 +256,7 @@ class TrainingRun:
         return self
 
     def _raise_failure(self) -> None:
-        """Raises the run's first error, if it has failed."""
+        """Raises the first error of a failed run; does nothing for a run that finished or was cancelled by this object."""
         assert self._process is not None
         code, log = self._process.returncode, self._files.driver_err
         if code == 0 or (self._cancelled and code in (*_STOP_CODES, -signal.SIGKILL)):
@@ -271,10 +273,10 @@ class TrainingRun:
         raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
 
     def cancel(self, grace_s: float = _GRACE_S) -> None:
-        """Ends the run, which saves first; returns when it has ended. Has no effect on a run that has ended.
+        """Ends the run, which saves first; returns after its end. Has no effect on a run that has already ended.
 
         Args:
-            grace_s: Seconds to wait before the run is killed.
+            grace_s: Maximum seconds for the run to save, after which the run is killed.
         """
         self._cancelled = self._cancelled or not self.done()
         self._signal(signal.SIGTERM)
@@ -286,7 +288,7 @@ class TrainingRun:
             raise
 
     def _kill(self) -> None:
-        """Kills the driver; the kernel ends its ranks with it."""
+        """Kills the driver and waits for its end; the kernel ends the ranks too."""
         self._signal(signal.SIGKILL)
         self._finished.wait()
 
@@ -308,7 +310,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, modification time and size, which differ after a file is replaced; None if the file does not exist."""
+    """Returns inode, modification time and size of a file, which identify its content; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -317,7 +319,7 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Creates a folder and its parents; returns the created ones, outermost first.
+    """Creates a folder and its parents; returns the created folders, outermost first.
 
     Raises:
         ConfigError: The folder cannot be created.
@@ -333,7 +335,7 @@ def _make_folders(folder: Path) -> list[Path]:
 
 
 def _end_all(owner: int = os.getpid()) -> None:
-    """Ends the runs of this process at its exit, and lets them save."""
+    """Ends the runs of this process at its exit; the runs save first."""
     if os.getpid() != owner:  # a forked process
         return
     for run in (living_runs := list(_living)):

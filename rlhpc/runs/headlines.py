@@ -1,4 +1,4 @@
-"""Headline numbers of runs: the same columns on pages, in `rlhpc status`, and in tables of a terminal."""
+"""Headline numbers of runs, as columns for HTML pages, `rlhpc status` and other tables in a terminal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RunMetrics:
 
     Attributes:
         paths: Files of the run.
-        rows: Metrics of the run, one row a step.
-        evaluations: Evaluations of the run on one suite.
+        rows: Metrics of the run, one row per step.
+        evaluations: Results of the run's evaluations on one suite.
     """
 
     paths: RunPaths
@@ -43,7 +43,9 @@ class RunMetrics:
     evaluations: list[dict[str, Any]]
 
     def curve(self, name: str, against: str) -> Curve:
-        """Returns a training metric, smoothed as in reports, or a result of evaluations (`eval/`)."""
+        """Returns (x values, y values) of a metric over another metric: a training metric, smoothed as in reports, or an
+        evaluation metric (`eval/`).
+        """
         if name.startswith("eval/"):
             x_by_step = dict(zip(*series(self.rows, against), strict=True))  # step → x
             points = [
@@ -56,12 +58,12 @@ class RunMetrics:
         return x, running_mean(y) if len(y) >= 60 else y
 
     def evaluated(self, name: str) -> list[Evaluated]:
-        """Returns one result of all evaluations, during training and of checkpoints."""
+        """Returns one metric of all evaluations: evaluations during training and evaluations of checkpoints."""
         return evaluations_of(self.rows, self.evaluations, name.removeprefix("eval/"))
 
     def final(self, name: str) -> Evaluated | None:
-        """Returns the last value of a metric; for an evaluation, that of the best checkpoint if the run tracks one. Returns
-        None without a value.
+        """Returns the last value of a metric; for an evaluation metric, the value of the best checkpoint if the run tracks the
+        best checkpoint. Returns None without a value.
         """
         if name.startswith("eval/"):
             evaluations = self.evaluated(name)
@@ -75,7 +77,7 @@ class RunMetrics:
 
 
 def read_run(paths: RunPaths) -> RunMetrics:
-    """Reads the inputs of a run's headline numbers: its last rows, and its evaluations on the suite that judges it."""
+    """Reads the inputs of a run's headline numbers: the last rows of metrics, and the evaluations on the judging suite."""
     suite_results = read_all_results(paths)
     suites = {str(suite_result["suite"]) for suite_result in suite_results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, suite_results)
@@ -83,17 +85,17 @@ def read_run(paths: RunPaths) -> RunMetrics:
 
 
 def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
-    """Returns the headline numbers of single runs as columns: title → a text for each run."""
+    """Returns the headline numbers of single runs as columns: title → one text for each run."""
     return headline_columns({str(index): [read_run(paths)] for index, paths in enumerate(folders)})
 
 
 def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, list[str]]:
-    """Returns the headline numbers of groups of runs as columns: title → a text for each group.
+    """Returns the headline numbers of groups of runs as columns: title → one text for each group.
 
-    The columns are those of the runs' task types; columns without any number are omitted.
+    The task types of the runs determine the columns. Columns without any number are omitted.
 
     Args:
-        groups: Runs by label; runs of one label are seeds of one configuration, and their numbers are averaged.
+        groups: Runs by label. Runs of one label are seeds of one configuration; their numbers are averaged.
     """
     runs = [run for group in groups.values() for run in group]
     headlines: dict[Headline, None] = {}
@@ -117,7 +119,10 @@ NO_VALUE = "–"
 
 
 def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
-    """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
+    """Replaces the k in a pass@k headline by the largest k of the runs; None if no run has several samples per problem.
+
+    Returns other headlines unchanged.
+    """
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
     result_names = {name for run in runs for evaluation in run.evaluations for name in evaluation}
@@ -127,8 +132,10 @@ def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None
 
 
 def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
-    """Returns the number of a group. A share is the mean with its 95 % interval, over seeds or, for one run, from its
-    evaluation; another number is the mean with the lowest and the highest value, if they differ.
+    """Formats the number of a group: the mean over its runs.
+
+    A share has a 95 % interval, over seeds or, for one run, from its evaluation. Another number has the minimum and the
+    maximum, if they differ.
     """
     finals = [final_result for run in runs if (final_result := run.final(headline.metric)) is not None]
     if not finals:
@@ -144,13 +151,13 @@ def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
         return finals[0].low, finals[0].high
     from rlhpc.metrics.statistics import mean  # imports numpy
 
-    # As in the table of scores; the episodes of one seed are not independent.
+    # The interval is over seeds, as in the table of scores, because the episodes of one seed are not independent.
     _, low, high = mean([final_result.value for final_result in finals]).of_share()
     return low, high
 
 
 def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> str:
-    """Returns the mean of numbers as text, with the lowest and the highest if they differ."""
+    """Formats the mean of numbers, with the minimum and the maximum if they differ."""
     available = [value for value in values if value is not None]
     if not available:
         return NO_VALUE

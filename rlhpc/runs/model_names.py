@@ -1,4 +1,4 @@
-"""Model names: folders, and Hugging Face hub names with the contents of the local cache. Sends no request to the hub."""
+"""Model names: folders, and Hugging Face hub names in the local cache. Sends no request to the hub."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether a model's name is a hub name and not the path of a folder."""
+    """Returns whether a model's name is a hub name rather than the path of a folder."""
     folder = expand_home(name)
     is_path = folder.is_dir() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     return not is_path
 
 
 def cached_config(name: str) -> Path | None:
-    """Returns the newest config.json of a hub name in the hub's cache."""
+    """Returns the newest config.json of a hub name in the local cache; None if the model is not in the cache."""
     hf_home = Path(os.environ.get("HF_HOME", expand_home("~/.cache/huggingface")))
     cache = Path(os.environ.get("HF_HUB_CACHE", hf_home / "hub"))
     files = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
@@ -42,7 +42,7 @@ def model_resource(cfg: RunConfig, path: str | None, maker: str = "") -> Resourc
     Args:
         cfg: The configuration.
         path: The model's folder or name.
-        maker: Writer of that folder before the start; empty if the folder must exist.
+        maker: Run or command that writes the folder before the start; "" if the folder must exist.
     """
     if not path or path.startswith("builtin:"):
         return FILES

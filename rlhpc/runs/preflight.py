@@ -1,6 +1,6 @@
-"""Preflight: checks that a run has to pass before it starts, one list for each task type (`ConfigChecks.preflight`).
+"""Preflight checks: a run must pass the checks of its task type before it starts (`ConfigChecks.preflight`).
 
-`rlhpc train` runs all of them. `rlhpc plan` and `rlhpc submit` run those that need only files.
+`rlhpc train` runs all checks. `rlhpc plan` and `rlhpc submit` run the checks that need only files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Need(enum.Enum):
-    """Resource that a check needs beyond the configuration; the value is its name in messages."""
+    """Resource that a check needs in addition to the configuration; the value is its name in messages."""
 
     FILES = "files"
     LATER_FILES = "files that are there at the start"
@@ -27,9 +27,9 @@ class Need(enum.Enum):
     ROBOT = "the robot"
 
 
-#: Resources of the commands that start nothing.
+#: Resources for commands that do not start a run.
 FILES_ALONE = frozenset({Need.FILES})
-#: Resources of a start.
+#: Resources for the start of a run.
 ALL = frozenset(Need)
 
 
@@ -55,7 +55,7 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
     Args:
         cfg: The configuration.
         path: Path as the user wrote it; may be a pattern.
-        maker: Writer of the path before the start; empty if it must exist.
+        maker: Run or command that writes the path before the start; "" if the path must exist.
     """
     resource_path, scratch = expand_home(path).absolute(), cfg.cluster.scratch
     if resource_path.exists() or any(
@@ -70,7 +70,7 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
 
 
 def strongest(*resources: Resource) -> Resource:
-    """Returns the first resource that needs more than files; `FILES` without one."""
+    """Returns the first resource that is not just files; `FILES` if all resources are files."""
     return next((resource for resource in resources if resource.need is not Need.FILES), FILES)
 
 
@@ -79,8 +79,8 @@ class Check:
     """Check of a run before its start.
 
     Attributes:
-        name: Part of the configuration that is checked, for messages.
-        run: Runs the check; raises a `UserError` that names the key.
+        name: Checked part of the configuration, for messages.
+        run: Function that makes the check; it raises a `UserError` that names the key.
         resource: Resource that the check needs.
     """
 
@@ -93,14 +93,14 @@ class Check:
 
 
 def run_checks(checks: Iterable[Check], resources: Collection[Need] = ALL) -> list[Check]:
-    """Runs the checks whose resources are available, in order, those that need only files first, so that a plan and a start
-    report the same fault first.
+    """Runs the checks that need only available resources. Checks that need only files come first, so that a plan and a start
+    report the same error.
 
     Returns:
-        The other checks.
+        The skipped checks, which need other resources.
 
     Raises:
-        UserError: The first check that fails.
+        UserError: A check failed; later checks did not run.
     """
     skipped_checks = []
     for check in sorted(checks, key=lambda check: check.resource.need is not Need.FILES):

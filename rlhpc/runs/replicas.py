@@ -1,4 +1,4 @@
-"""Replicas of a rollout or env group whose ranks join and leave: their presence is updated before each step."""
+"""Replicas of a rollout or env group, which join and leave during the run. Their presence is updated before each step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Opening(Protocol):
-    """Call in which ranks load their inputs; a `Handle` is one."""
+    """Pending call in which ranks load their inputs, such as a `Handle`."""
 
     def done(self) -> bool:
-        """Returns whether everything is loaded."""
+        """Returns whether the ranks have loaded their inputs."""
 
     def wait(self) -> object:
-        """Waits, and raises the error of a failed load."""
+        """Waits for the end of the call; raises the error of a failed load."""
 
 
 class CompletedCall:
@@ -32,8 +32,8 @@ class CompletedCall:
 
 
 class Originals:
-    """Initial ranks of a group: calls go to the ranks that the run started with, not to ranks that have joined. Other
-    attributes are the group's.
+    """Proxy of a group for calls to its initial ranks only, not to ranks that joined later. All other attributes come from
+    the group.
 
     Args:
         group: The launched group.
@@ -57,17 +57,17 @@ class Originals:
 class Replicas:
     """Replicas of a group that take part in a step.
 
-    A replica is one rank, or several neighbouring ranks that form one engine. Other replicas take over the work of a lost one.
-    It is restarted during the following steps, and takes part again from the first step before which it has loaded everything.
+    A replica is one rank, or several neighbouring ranks that form one engine. Other replicas take over the work of a lost
+    replica. A lost replica is restarted during the following steps, and takes part again after it has loaded its inputs.
 
     Args:
         group: The launched group.
-        opens: Lets a replica's ranks load their inputs, as at the start.
-        joins: Connects ranks that have loaded, so that they take part from the next step on.
-        restarts: Returns how often ranks may be restarted.
+        opens: Starts the call in which a replica's ranks load their inputs, and returns its handle.
+        joins: Connects loaded ranks, so that they take part from the next step on.
+        restarts: Returns the maximum number of restarts of replicas.
         cost: Cost of the loss of a rank, as a text for the user.
-        restart: Restarts ended ranks, if that takes more than the group's own restart.
-        size: Ranks of a replica. If one of them ends, the others end with it (`GroupPolicy.replica_size`).
+        restart: Restarts ended ranks and returns them; by default the group's `restart`.
+        size: Number of ranks of a replica. If one rank ends, the others end too (`GroupPolicy.replica_size`).
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Replicas:
         self.ranks = self._complete_replicas(self._group.present)
 
     def present(self) -> list[int]:
-        """Returns the ranks that take part and have not been lost since."""
+        """Returns the ranks of all replicas that take part in steps and are still complete."""
         present_ranks = self._group.present
         return self._complete_replicas([rank for rank in self.ranks if rank in present_ranks])
 
     def firsts(self) -> list[int]:
-        """Returns the first ranks of the replicas that are present."""
+        """Returns the first rank of each present replica."""
         return self.present()[:: self._size]
 
     def _replica(self, rank: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Replicas:
         return tuple(range(leader, leader + self._size))
 
     def _complete_replicas(self, ranks: Collection[int]) -> list[int]:
-        """Returns, in order, the ranks whose complete replica is among them."""
+        """Returns the ranks that belong to replicas whose ranks are all among `ranks`, in ascending order."""
         return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
 
     def step_group(self) -> WorkerGroup:
@@ -118,7 +118,7 @@ class Replicas:
         return self._group.execute_on(*self.present())
 
     def update_presence(self) -> None:
-        """Updates the replicas before a step: removes lost ranks, restarts them, and adds ranks that are ready."""
+        """Updates the replicas before a step: removes lost ranks, restarts lost ranks, and adds ranks that are ready."""
         present_ranks = self._group.present
         self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*present_ranks}}
         self._arrived &= {*present_ranks}
@@ -127,7 +127,7 @@ class Replicas:
             note(f"{self._describe_lost(lost_ranks)}; {self._cost}")
             self._awaiting_restart |= {
                 rank for rank in lost_ranks if rank < self._group.world_size
-            }  # the others joined during the run
+            }  # ranks that joined during the run are not restarted
         self._restart_lost()
         self._arrived |= {*self._group.admit()}
         for leader in self._complete_replicas(self._arrived)[:: self._size]:
@@ -143,7 +143,7 @@ class Replicas:
             note(f"{self._named(ranks)} takes part from the next step on")
 
     def _restart_lost(self) -> None:
-        """Restarts lost ranks whose processes have ended; retries the others before the next step."""
+        """Restarts lost ranks with ended processes; the next call retries the remaining ranks."""
         if not self._awaiting_restart or self._restarted >= self._restarts():
             return
         if restarted_ranks := self._restart():
@@ -152,7 +152,7 @@ class Replicas:
             note(f"{self._named(restarted_ranks)} starts again")
 
     def _describe_lost(self, ranks: Collection[int]) -> str:
-        """Formats which ranks ended, and which left on request."""
+        """Formats the lost ranks: ranks that ended, and ranks that left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
         phrases = [f"{self._named([rank])} left ({reason})" for rank, reason in reasons.items() if reason]

@@ -42,7 +42,7 @@ _NO_METRICS = "No metrics yet: metrics.jsonl is missing or empty."
 
 
 def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
-    """Renders a table with one row per node and one column per accelerator; processes without one are listed under `CPU`.
+    """Renders a table with one row per node and one column per accelerator. Ranks without an accelerator are in column `CPU`.
 
     Args:
         placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used if
@@ -57,7 +57,7 @@ def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) 
 
 
 def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    # A node is identified by rank and name: virtual nodes on one machine may share the name.
+    # The key of a node is its rank and its name, because virtual nodes on one machine may share the name.
     cells: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
     for component, ranks in placement.items():
         for rank_entry in ranks:
@@ -92,7 +92,7 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _chips(component: str, ranks: Sequence[int], color: int) -> str:
-    """Renders one chip per rank or, for many ranks, per range of ranks."""
+    """Renders one chip per rank; for more than six ranks, one chip with all ranges of ranks."""
     sorted_ranks = sorted(ranks)
     if len(sorted_ranks) <= 6:
         return "".join(_chip(f"{component} {rank}", color) for rank in sorted_ranks)
@@ -110,7 +110,7 @@ def _chip(text: str, color: int) -> str:
     return f'<span class="chip" style="background:var(--c{color})">{escape(text)}</span>'
 
 
-#: Maximum number of listed files with values of a wrong type.
+#: Maximum number of lines about values of a wrong type.
 _NAMED = 20
 
 
@@ -118,11 +118,11 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
     """Writes every curve of the run as a self-contained SVG file.
 
     Args:
-        paths: Files of the run; a curve without data shows a note.
+        paths: Files of the run. A curve without data shows a note.
         out_dir: Output folder; created if missing.
 
     Returns:
-        The files: always those of `Reporting.curves`, others if their metrics were logged.
+        The written files: all curves of `Reporting.curves`, and other curves with logged metrics.
     """
     charts = task_type_of_run(paths).reporting.charts(paths, read_metrics(paths.metrics))
     chart_files = []
@@ -137,13 +137,14 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
-    """Writes the report of a finished or unfinished run; a note replaces missing parts.
+    """Writes the report of a finished or unfinished run. A note replaces each missing part.
 
-    A language model's report has a second page, samples.html, if evaluations have left samples.
+    The report of a language model has a second page, samples.html, if evaluations have written samples.
 
     Args:
         paths: The run.
-        output: File for a page without links to other files (films, samples), for use in another folder.
+        output: File for a page without links to other files (videos, samples), which can lie in another folder; by default
+            the page of the run folder.
 
     Returns:
         The HTML file.
@@ -179,7 +180,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
 
 
 def _left_out(paths: RunPaths) -> str:
-    """Renders the list of values that are omitted because they have a wrong type."""
+    """Renders the list of values that the report omits because of a wrong type."""
     lines = left_out(paths)
     if len(lines) > _NAMED:
         lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]

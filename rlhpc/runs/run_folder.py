@@ -1,4 +1,4 @@
-"""Run folder of a training start: the checkpoint to continue from, the files of the run, and the status for `rlhpc status`."""
+"""Run folder of a training start: the checkpoint to resume from, the files of the run, and the status for `rlhpc status`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATUS_EVERY_S = 2.0
 
 
 def note(text: str) -> None:
-    """Prints a note for the user that is not an error."""
+    """Prints a note for the user."""
     tell(f"rlhpc: {text}")
 
 
@@ -42,10 +42,11 @@ class RunFolder:
         paths: Paths of the run's files.
         segment: Number of the segment that this start trains; None for the complete run.
         end_step: Step at which this start ends.
-        total: Steps of the complete run.
-        resume: Checkpoint to continue from.
+        total: Number of steps of the complete run.
+        resume: Checkpoint to resume from.
         foreign: True if the checkpoint belongs to another run.
-        marks: Unix times at which stages of the start were reached.
+        started: Unix time of the start.
+        marks: Stage of the start → Unix time at which it was reached.
     """
 
     paths: RunPaths
@@ -65,13 +66,13 @@ class RunFolder:
         Args:
             cfg: The configuration.
             segment: Number of a segment, below `runner.segments`; None for the complete run.
-            resume_with: Continue the run even if its training configuration has changed.
+            resume_with: True to continue the run even if its training configuration has changed.
 
         Raises:
-            ConfigError: The folder has checkpoints and `runner.resume_dir` is not set, or they are of another configuration,
-                or the segment does not exist.
-            OwnershipError: The folder or a private folder in it belongs to another user, or is accessible to others.
-            CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
+            ConfigError: The folder has checkpoints and `runner.resume_dir` is not set, the checkpoints have another
+                configuration, or the segment does not exist.
+            OwnershipError: The folder or a private folder in it belongs to another user, or other users can access it.
+            CheckpointError: `runner.resume_dir` names an unusable checkpoint.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         resume_from, checkpoints = resolve_resume(cfg, segment, resume_with=resume_with)
@@ -89,7 +90,7 @@ class RunFolder:
         return cls(paths, segment, end_step, total, resume, foreign)
 
     def open(self, cfg: RunConfig) -> None:
-        """Creates the folder and writes config.yaml and provenance.json; called once per start.
+        """Creates the folder, writes config.yaml and provenance.json, and renames newer checkpoints; called once per start.
 
         Raises:
             ConfigError: The folder cannot be written.
@@ -108,17 +109,17 @@ class RunFolder:
         write_provenance(self.paths, cfg, [*sys.orig_argv])
 
     def mark(self, name: str) -> None:
-        """Stores the time at which a stage of the start is first reached."""
+        """Stores the current time for a stage of the start, unless the stage already has a time."""
         self.marks.setdefault(name, time.time())
 
     def write_marks(self, registry: Path) -> None:
-        """Writes `timeline.json`, with the duration of each stage of this start, to the generation's folder."""
+        """Writes `timeline.json`, with the time of each stage of this start, to the generation's folder."""
         self._write(
             registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
         )
 
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
-        """Replaces status.json, at most every two seconds unless `force`."""
+        """Replaces status.json, at most every two seconds unless `force` is true. `facts` are additional fields."""
         now = time.time()
         if not force and now - self._status_written < _STATUS_EVERY_S:
             return
@@ -138,7 +139,7 @@ class RunFolder:
         self._write(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n", "the run's status")
 
     def finished_segments(self) -> list[int]:
-        """Returns the steps at which finished segments ended."""
+        """Returns the end steps of all finished segments."""
         records = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
         return [int(record["global_step"]) for record in records if record and "global_step" in record]
 
@@ -146,7 +147,7 @@ class RunFolder:
         """Writes `segments/<k>.json` as the last file of the segment.
 
         Returns:
-            Its content: segment, global_step, checkpoint, stop_reason.
+            The content of the file: segment, global_step, checkpoint, stop_reason.
         """
         newest = newest_valid(self.paths, checksums=False)
         record = {
@@ -161,7 +162,7 @@ class RunFolder:
         return record
 
     def _write(self, path: Path, data: bytes, content_name: str) -> None:
-        """Replaces a file in the run folder, but does not recreate a run folder that was removed."""
+        """Replaces a file in the run folder; raises `StaleGeneration` if the run folder was removed."""
         try:
             if not self.paths.root.is_dir():
                 raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
@@ -173,14 +174,14 @@ class RunFolder:
 def resolve_resume(
     cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False
 ) -> tuple[str | None, list[Path]]:
-    """Determines the checkpoint from which a run resumes, and checks the ownership of the run folder and the configuration of
-    the started run. Reads no checkpoint.
+    """Determines the checkpoint from which a run resumes. Checks the owner of the run folder and the configuration; does not
+    read a checkpoint.
 
     Args:
         cfg, segment, resume_with: See `RunFolder.plan`.
 
     Returns:
-        The checkpoint to resume from, in the form of `runner.resume_dir`, and the complete checkpoints that exist.
+        The checkpoint to resume from, in the form of `runner.resume_dir`, and all complete checkpoints of the run.
 
     Raises:
         ConfigError, OwnershipError: See `RunFolder.plan`.
@@ -214,7 +215,7 @@ def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
 
 
 def keep_traceback(folder: RunFolder, error: BaseException) -> None:
-    """Appends the traceback of an unexpected error to the driver's log, and adds a note to the error that names the file."""
+    """Appends the traceback of an unexpected error to the driver's log; adds a note with the file's path to the error."""
     if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
         return
     path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"
@@ -228,7 +229,7 @@ def keep_traceback(folder: RunFolder, error: BaseException) -> None:
 
 
 def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
-    """Writes the reason for a failure to status.json, if the folder can be written."""
+    """Writes a failure with its reason to status.json; ignores an unwritable folder."""
     try:
         if folder.paths.root.is_dir():
             failure = error if isinstance(error, RlhpcError) else None

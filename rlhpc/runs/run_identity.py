@@ -1,5 +1,5 @@
-"""Run identity: a run's name stands for one configuration. Checks before a start, and the configuration file of a submitted
-job.
+"""Run identity: each run name stands for one training configuration. Checks before a start, and the configuration file of a
+submitted job.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _WAY_OUT = (
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Returns whether the run has checkpoints or finished segments that another configuration would continue."""
+    """Returns whether the run has checkpoints or finished segments, which another configuration must not continue."""
     return bool(paths.complete_steps()) or any(paths.segments.glob("*.json"))
 
 
 def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False) -> None:
-    """Raises an error if the configuration describes another run than the one in the folder.
+    """Checks that the configuration describes the same training as the run in the folder.
 
     Args:
         paths: The run folder that the configuration names.
         cfg: The configuration.
-        resume_with: The user wants to continue the run with a changed configuration.
+        resume_with: True to continue the run with a changed configuration.
 
     Raises:
-        ConfigError: The training differs from that of the run so far; names the keys.
+        ConfigError: The training differs from the training so far; the message names the keys.
     """
     if not resume_with and has_begun(paths):
         require_same_run(paths.config, cfg, subject=f"run {paths.root}", way_out=_WAY_OUT)
 
 
 def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = False) -> None:
-    """Reopens a finished segment of a run that is now longer than when the segment finished.
+    """Reopens a finished segment if the run has become longer since the end of the segment.
 
     Args:
         paths: The run folder.
-        cfg: The configuration, perhaps with a later end.
-        segment: The segment that is to be trained.
-        wait: Wait until the job that finished the segment has ended; not allowed within that job.
+        cfg: The configuration, possibly with a later end.
+        segment: Number of the segment to train.
+        wait: True to wait until the job that finished the segment has ended; must be False within that job.
 
     Raises:
-        ConfigError: The run would be shorter, or segments with successors would end at another step.
+        ConfigError: The run would become shorter, or a segment with successors would end at another step.
         SubmitError: The job that finished the segment does not end.
     """
     goal = None
@@ -83,9 +83,9 @@ def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
 
 
 class SubmittedConfig:
-    """Configuration at the submission of a segment, which its job reads.
+    """Configuration file of a submitted segment, which the segment's job reads.
 
-    A job may wait for days and start several times, and the user's file may change in that time.
+    A job may wait for days and start several times. The user's file may change in that time.
     """
 
     def __init__(self, files: SegmentJournal, cfg: RunConfig, source: str | Path) -> None:
@@ -93,7 +93,8 @@ class SubmittedConfig:
         self._files, self._cfg, self._source = files, cfg, source
 
     def __call__(self, live: bool) -> None:
-        """Writes the configuration, or compares it with that of a live job; called under the submission's lock.
+        """Writes the configuration or, if the segment has a live job, compares it with the configuration of that job. Called
+        under the submit lock.
 
         Raises:
             ConfigError: The live job has a different training configuration.

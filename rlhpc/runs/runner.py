@@ -1,5 +1,5 @@
-"""Runner, the base class of all training loops: loop, timers, checkpoint intervals, stop conditions and recovery after a
-failure. A subclass defines one step.
+"""Base class of all training loops: loop, timers, checkpoint intervals, stop conditions and recovery after a failure. A
+subclass defines one step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, Step
 from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session
 
-#: Number of recent steps and saves from which their durations are estimated.
+#: Number of recent steps, and of recent saves, in the estimates of their durations.
 _RECENT = 100
 
 
@@ -44,15 +44,15 @@ class Runner(Generic[Cfg]):
 
     Args:
         cfg: Configuration.
-        groups: Launched groups by role. All are saved and restored, in this order.
-        run: The run's folder, open; by default the folder of `runner.run_dir` and `runner.name`.
-        stop: Checked between steps for a request to end early.
+        groups: Launched worker groups by role. All groups are saved and restored, in this order.
+        run: The open run folder; by default the folder of `runner.run_dir` and `runner.name`.
+        stop: Stop request, which the loop checks between steps.
 
     Attributes:
-        step: Steps done.
+        step: Number of completed steps.
         elapsed: Seconds of training so far, over all starts.
-        recoveries: Number of restarts so far.
-        stateless: Groups that carry no state from one step to the next (see `unharmed`).
+        recoveries: Number of recoveries so far.
+        stateless: Groups without state that outlives a step (see `unharmed`).
     """
 
     stateless: frozenset[str] = frozenset()
@@ -79,7 +79,7 @@ class Runner(Generic[Cfg]):
     # -- hooks of a subclass --------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Builds models and everything else that the ranks need, and connects the ranks."""
+        """Builds the models and other objects of the ranks, and connects the ranks."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -90,18 +90,18 @@ class Runner(Generic[Cfg]):
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Returns the runner's own state, which a checkpoint stores, as JSON values."""
+        """Returns the runner's state for a checkpoint, as JSON values."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state` returned when the checkpoint was saved, and drops newer data."""
+        """Restores the result of `state` from a checkpoint, and drops newer data."""
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Returns the fields of `rlhpc status` besides the step."""
+        """Returns additional fields of status.json for a step's row of metrics."""
         return {}
 
     def result(self) -> dict[str, Any]:
-        """Returns the fields of `run`'s result besides the step."""
+        """Returns additional fields of the result of `run`."""
         return {}
 
     def goal(self) -> str:
@@ -109,38 +109,41 @@ class Runner(Generic[Cfg]):
         return ""
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Checks the values that the ranks' `load` returned, by role."""
+        """Checks the results of the ranks' `load`, by role."""
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts the lost ranks of each role after a failure, and connects them."""
         raise NotImplementedError
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
-        """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks still have their state of `step`.
-        Then the run continues from there, rather than from its newest checkpoint.
+        """Returns after `rebuild` whether the run can continue from `step` without a checkpoint.
+
+        This requires that the lost ranks had no state, and that the other ranks still have their state of `step`.
         """
         return False
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Updates the loss counters after a recovery, from the number of lost ranks and the `state` before it was restored."""
+        """Updates the counters of losses after a recovery. `ranks` is the number of lost ranks, `before` the result of `state`
+        before the recovery restored it.
+        """
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     @final
     def init_workers(self) -> None:
-        """Builds everything on all ranks, and restores the checkpoint to resume from or loads `runner.init_from`."""
+        """Builds the ranks' objects (`build`), and restores the checkpoint to resume from or loads `runner.init_from`."""
         if self._opens_folder:
             self.folder.open(self.cfg)
         self.build()
         if self.folder.resume.path is not None:
             self._restore_run_state(self.folder.resume.path)
-        elif (start := select(self.cfg, "runner.init_from")) is not None:  # of task types with this key
+        elif (start := select(self.cfg, "runner.init_from")) is not None:  # only some task types have this key
             self._start_from(start)
         self._ready = True
         self.folder.mark("ready")
 
     def _start_from(self, path: str) -> None:
-        """Loads only the weights of `runner.init_from`, and adds their source to provenance.json."""
+        """Loads the weights of `runner.init_from` without other state, and adds their source to provenance.json."""
         from rlhpc.checkpoint.start import WEIGHTS, find_weights
 
         folder = find_weights(path)
@@ -150,7 +153,7 @@ class Runner(Generic[Cfg]):
         note(f"starts from the weights of {folder}")
 
     def _restore_run_state(self, checkpoint: Path) -> None:
-        """Restores the run from a checkpoint: first the state of all groups' ranks, then the runner's (`runner.json`)."""
+        """Restores the run from a checkpoint: first the state of all ranks, then the state of the runner (`runner.json`)."""
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
         self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
         try:
@@ -184,8 +187,8 @@ class Runner(Generic[Cfg]):
             on_step: Called with each step's row of metrics.
 
         Returns:
-            global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the entries
-            of the task type.
+            global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the fields of
+            `result`.
         """
         if not self._ready:
             self.init_workers()
@@ -218,7 +221,7 @@ class Runner(Generic[Cfg]):
         cfg, folder = self.cfg, self.folder
         recorded_config = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started_s, self._elapsed_before = active_s(), self.elapsed
-        # A goal that was reached stays reached, unless the user has raised it.
+        # A resumed run that had reached its goal stops at once, unless the user has changed the goal.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
@@ -278,14 +281,15 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError) -> int:
-        """Restarts the failed ranks and goes back to the newest checkpoint; the other ranks stay alive.
+        """Restarts the lost ranks, and continues from the newest checkpoint or, if unharmed, from the current step. The other
+        ranks stay alive.
 
         Returns:
             The step to continue from.
 
         Raises:
-            RlhpcError: `error`, if no recovery is possible: no group is restartable, a stop was requested, nothing is saved
-                yet, or `max_recoveries` is exceeded.
+            RlhpcError: Recovery is impossible, so `error` is raised again: no group is restartable, a stop was requested, no
+                checkpoint exists, or `max_recoveries` is exceeded.
         """
         session = Session.running()
         is_stateless = error.group in self.stateless
@@ -324,7 +328,7 @@ class Runner(Generic[Cfg]):
     # -- when to stop ---------------------------------------------------------------------------------------------
 
     def _end(self) -> str:
-        """Returns the reason to stop after this step; "" to continue."""
+        """Returns the reason to stop after this step: the goal or `runner.patience`; "" to continue."""
         return self.goal() or (PATIENCE if self.best.is_over() else "")
 
     def _check_walltime(self) -> None:
@@ -344,10 +348,10 @@ class Runner(Generic[Cfg]):
         return save_interval > 0 and self.step % save_interval == 0
 
     def _save(self, logger: MetricLogger) -> None:
-        """Saves the current step: commits its metrics, then begins its checkpoint, complete once the ranks wrote it."""
+        """Commits the metrics of the current step, and begins its checkpoint; the ranks may complete the checkpoint later."""
         self._count_save(self.saves.finish)
         started_s = active_s()
-        current().registry.check_current()  # a driver that has been replaced by another commits nothing
+        current().registry.check_current()  # raises if another driver has replaced this driver
         state = {
             "step": self.step,
             **self.state(),
@@ -375,6 +379,6 @@ class Runner(Generic[Cfg]):
             self._pause_s += active_s() - started_s
 
     def _retained_steps(self) -> list[int]:
-        """Returns the steps that pruning keeps for evaluation and conversion: the best one and the last of each segment."""
+        """Returns the steps that pruning keeps for evaluation and conversion: the best step and the end of each segment."""
         planned_steps = segment_ends(self.cfg) if self.cfg.runner.segments > 1 else []
         return [*planned_steps, *self.folder.finished_segments(), *self.best.retained_steps(self.folder.paths)]

@@ -1,4 +1,4 @@
-"""Statistics over seeds: the part of a comparison about one score per run."""
+"""Statistics over seeds for the comparison of configurations by one score per run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, 
 from rlhpc.runs.headlines import RunMetrics
 from rlhpc.runs.task_type import TaskType
 
-#: Maximum number of configurations in one chart; more could not be distinguished.
+#: Maximum number of configurations in one chart; a reader could not distinguish more.
 MAX_DRAWN = 8
-#: Minimum number of seeds for the share of pairs: two seeds against two without overlap would give 100 %.
+#: Minimum number of seeds for the share of pairs: for two and two seeds without overlap, it would be 100 %.
 _ENOUGH_SEEDS = 5
 _METHOD = (
     "Intervals are 95 % intervals by Student's t over seeds, within each configuration, and wide where there are few "
@@ -32,8 +32,8 @@ class ConfigScores:
 
     Attributes:
         label: Label of the configuration.
-        scores: One number for each run with a score.
-        planned: Number of its runs, with and without a score.
+        scores: Scores of the runs that have a score.
+        planned: Number of runs of the configuration, with and without a score.
     """
 
     label: str
@@ -42,11 +42,11 @@ class ConfigScores:
 
     @property
     def seeds_text(self) -> str:
-        """Number of seeds with a score, and of all seeds if that is larger."""
+        """Number of seeds with a score, such as "3"; with the number of all seeds if some have no score: "3 of 5"."""
         return f"{len(self.scores)} of {self.planned}" if len(self.scores) < self.planned else str(self.planned)
 
 
-#: Words in the name of a metric for which smaller is better.
+#: Words in the name of a metric that is better if smaller.
 _LESS_IS_BETTER = frozenset(
     {
         "loss",
@@ -67,17 +67,17 @@ _LESS_IS_BETTER = frozenset(
 
 
 def goal_of(metric: str) -> str:
-    """Returns the direction in which a metric is better, by its name: `maximize` or `minimize`."""
+    """Returns the better direction of a metric, by its name: `maximize` or `minimize`."""
     name_words = metric.rpartition("/")[2].split("_")
     return "maximize" if _LESS_IS_BETTER.isdisjoint(name_words) or "per" in name_words else "minimize"
 
 
 def scores_at(runs: Sequence[RunMetrics], metric: str) -> tuple[int | None, list[float]]:
-    """Returns the scores of runs at the last step that all of them have, from one source: evaluations of checkpoints or, where
-    not all runs have an evaluation of the same step, the rows of training.
+    """Returns the scores of runs at their last common step. Reads evaluations of checkpoints or, if these have no common step,
+    the training metrics of all runs.
 
     Returns:
-        The step, None without a common one; and a score for each run.
+        The step, and a score for each run; (None, []) without a common step.
     """
     logged = [dict(zip(*series(run.rows, metric), strict=True)) for run in runs]
     for scores in ([_evaluated(run, metric) for run in runs], logged):
@@ -95,13 +95,13 @@ def _evaluated(run: RunMetrics, metric: str) -> dict[float, float]:
 
 
 def metric_of(task_type: TaskType[Any], runs: Sequence[RunMetrics]) -> str | None:
-    """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
+    """Returns the first comparison metric of the task type that all runs have at a common step; None without one."""
     names = list(dict.fromkeys(name for name, _, _ in task_type.reporting.compared))
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 
 def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
-    """Returns the configurations with scores, the best interquartile mean first."""
+    """Returns the configurations with scores, sorted by interquartile mean, the best first."""
     sign = -1 if goal == "maximize" else 1
     return sorted(
         (config_scores for config_scores in configurations if config_scores.scores),
@@ -110,10 +110,10 @@ def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScor
 
 
 def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
-    """Renders table and chart of the scores as HTML; the best configuration comes first.
+    """Renders a table and a chart of the scores as HTML, the best configuration first.
 
     Args:
-        configurations: Configurations in the order of their curves.
+        configurations: Configurations in the order of their curves, which determines their colors.
         title: Title of the scores.
         goal: `maximize` or `minimize`.
         metric: Name of the metric.
@@ -156,6 +156,6 @@ def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str,
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """Formats a number with its interval; without an interval of zero width, from one seed or from equal values."""
+    """Formats a number with its interval; omits an interval of zero width, which results from one seed or equal values."""
     value_text, low_text, high_text = map(number, estimate)
     return f"{value_text} ({low_text} … {high_text})" if estimate.low < estimate.high else value_text

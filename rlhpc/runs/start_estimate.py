@@ -28,9 +28,9 @@ from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.text import align_columns
 
-#: Ratio of walltime to predicted training time; covers evaluations, checkpoints, and the error of the prediction.
+#: Ratio of walltime to predicted training time, as a reserve for evaluations, checkpoints and errors of the prediction.
 _WALLTIME_MARGIN = 1.25
-#: Seconds below which two starts or ends count as equal: the scheduler plans in intervals of this length.
+#: Maximum difference in seconds of two times that count as equal: the scheduler plans in intervals of this length.
 SAME_S = 60.0
 
 
@@ -41,11 +41,11 @@ class JobShape:
     Attributes:
         nodes, accelerators: Total numbers of nodes and accelerators.
         partition: Partition in the job's directives; "" for the default partition, or if node groups name partitions.
-        walltime: Minutes; None for the partition's default.
+        walltime: Walltime in minutes; None for the partition's default.
         overrides: Overrides that make the configuration request this shape.
         configured: True for the shape that the configuration requests.
-        script: Job script that requests it.
-        train_s: Seconds that training takes; None if unknown.
+        script: Job script that requests the shape.
+        train_s: Seconds of training; None if unknown.
         usable_s: Seconds of a job that are available for training; None without a walltime.
         idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
     """
@@ -63,7 +63,7 @@ class JobShape:
 
     @property
     def jobs(self) -> int | None:
-        """Number of consecutive jobs that the run takes; None if it is unknown, or if a job has no time to train."""
+        """Number of consecutive jobs for the run; None if unknown, or if a job has no time to train."""
         if self.train_s is None or self.usable_s == 0:
             return None
         return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
@@ -76,7 +76,7 @@ class JobShape:
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """Estimated start and end of a run in a job shape, if every further job starts at once."""
+    """Estimated start and end of a run in a job shape. Assumes that every job after the first starts at once."""
 
     shape: JobShape
     start: Start
@@ -89,13 +89,13 @@ class StartTimes:
 
     @property
     def never_ends(self) -> bool:
-        """True if the walltime is shorter than the reserve at the end of a job, so that no job trains."""
+        """True if the walltime is not longer than the reserve at the end of a job, so that no job trains."""
         return self.shape.usable_s == 0
 
     @property
     def rank(self) -> tuple[bool, float, int, bool, bool]:
         """Sort key: earliest end, or earliest start if the end is unknown; then fewest jobs, no idle GPUs, and the configured
-        shape.
+        shape first.
         """
         ready_at = self.start.at if self.end is None else self.end
         return (
@@ -136,12 +136,12 @@ def estimate_starts(
 
     Args:
         request: Configuration and options.
-        nodes: Numbers of nodes besides the configured one; by default half and twice that.
-        partitions: Partitions besides the configured one; by default those of the site file.
-        query_start: Function that returns the start of a script's job.
+        nodes: Numbers of nodes in addition to the configured number; by default half and twice that number.
+        partitions: Partitions in addition to the configured partition; by default the partitions of the site file.
+        query_start: Function that returns the start estimate for a job script.
 
     Raises:
-        ConfigError: `nodes` or `partitions` are given, but the configuration has node groups, so it has one shape.
+        ConfigError: `nodes` or `partitions` are set, but the configuration has node groups and therefore only one shape.
     """
     cfg = load_config(request.config, request.overrides, site=request.site)
     if cfg.cluster.node_groups and (nodes or partitions):
@@ -190,7 +190,7 @@ def _site_partitions(site: str | None) -> list[str]:
 
 
 def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
-    """Returns the search space with the costs that `rlhpc tune` measured for this run, or None and the reason."""
+    """Returns (search space with the costs that `rlhpc tune` measured for this run, ""), or (None, reason)."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
     if record is None:
@@ -217,7 +217,7 @@ def _shapes(
     """Returns the job shapes of a number of nodes in a partition, one for each candidate walltime.
 
     Raises:
-        ConfigError, PlacementError: The configuration cannot be placed on them.
+        ConfigError, PlacementError: The configuration cannot be placed on these nodes.
     """
     is_configured_nodes, is_configured_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
     override_words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
@@ -266,13 +266,14 @@ def _reserve_s(cfg: RunConfig) -> float:
 
 
 def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
-    """Returns the candidate walltimes in minutes: the configured one, and shorter ones.
+    """Returns the candidate walltimes in minutes: the configured walltime, and shorter walltimes.
 
-    The shorter ones are the shortest that fits the run, and a quarter of the configured one, which can start by back-fill.
+    The shorter walltimes are the shortest that fits the run, and a quarter of the configured one, which back-fill can start
+    early.
     """
     configured_minutes = _walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):
-        return [configured_minutes]  # each node group has its own
+        return [configured_minutes]  # each node group has its own walltime
     candidates: list[int | None] = [configured_minutes]
     if train_s is not None:
         candidates.append(math.ceil((train_s * _WALLTIME_MARGIN + _reserve_s(cfg)) / 60))
@@ -315,7 +316,7 @@ def render(estimate: StartEstimate) -> str:
 
 
 def verdict(estimate: StartEstimate) -> list[str]:
-    """Returns lines about the best shape: the next shape that it beats, and the overrides that request it."""
+    """Returns lines about the best shape: a comparison with the next worse shape, and the overrides for the best shape."""
     startable = [answer for answer in estimate.answers if answer.start.at is not None]
     if not startable:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
@@ -352,7 +353,7 @@ def _describe(answer: StartTimes, now: float) -> str:
 
 
 def moment(at: float, now: float) -> str:
-    """Formats a Unix time: as "now", a time of today, a weekday with time, or a date with time."""
+    """Formats a Unix time as "now", as a time of today, as a weekday with time, or as a date with time."""
     if at - now < SAME_S:
         return "now"
     local_time, local_now = time.localtime(at), time.localtime(now)
@@ -362,7 +363,7 @@ def moment(at: float, now: float) -> str:
 
 
 def _account(estimate: StartEstimate) -> list[str]:
-    """Formats the remaining allowance of the account, and the shapes that need more."""
+    """Formats the remaining limits of the account, and the shapes that exceed them."""
     account_allowance = estimate.allowance
     if account_allowance is None:
         return ["what the account may use is not known: sshare does not tell"]

@@ -1,4 +1,4 @@
-"""Sweep of runs: each run has its own checked configuration, and shared preparations run once."""
+"""Sweep of runs: every run has a checked configuration, and runs share equal preparations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home, replace_durably, unwritable
 
-#: Sections that determine an expert's episodes.
+#: Configuration sections that determine an expert's episodes.
 _RECORDED = ("env",)
 
 
@@ -36,9 +36,9 @@ class SweepRun:
 
     Attributes:
         point: Name and values of the run.
-        overrides: Overrides that turn the file's configuration into that of the run, for `load_config` and every command.
+        overrides: Overrides of the sweep's file that result in the run's configuration, for `load_config` and commands.
         cfg: Configuration of the run.
-        prepares: Preparations (`sft`, `demos`) that this run makes, for itself and for other runs with the same ones.
+        prepares: Preparations (`sft`, `demos`) that this run makes for all runs with the same preparation.
     """
 
     point: Point
@@ -56,7 +56,7 @@ class Sweep:
     """Sweep with its runs.
 
     Attributes:
-        name: Name of its folder.
+        name: Name of the sweep's folder.
         paths: Files of the sweep.
         source: File that describes the sweep.
         section: Content of section `sweep`.
@@ -70,7 +70,7 @@ class Sweep:
     runs: tuple[SweepRun, ...]
 
     def facts(self) -> dict[str, Any]:
-        """Returns the content of `sweep.json`, without the time."""
+        """Returns the content of `sweep.json` without the time of writing."""
         return {
             "name": self.name,
             "config": str(Path(self.source).absolute()),
@@ -105,8 +105,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
 
     Args:
         path: YAML file.
-        overrides: `key=value` for all runs; `sweep=…` and `sweep.seeds=…` change the sweep itself.
-        site: As for `load_config`.
+        overrides: `key=value` for all runs; `sweep=…` and `sweep.seeds=…` change the sweep.
+        site: Name or file of the site file, as for `load_config`.
 
     Returns:
         The sweep; None if the file is the configuration of a single run.
@@ -159,10 +159,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
-    """Checks, before a run is started, that no run of the sweep has started with another configuration.
+    """Checks before the start of runs that no run of the sweep has already started with another configuration.
 
     Raises:
-        ConfigError: A run has; the message names the keys that differ.
+        ConfigError: A run has started with another configuration; the message names the keys that differ.
     """
     for run in sweep.runs:
         check_same_run(run.paths, run.cfg, resume_with=resume_with)
@@ -196,16 +196,17 @@ def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfi
 
 
 def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
-    """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless this run names
-    the folder of that run's last step.
+    """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless the RL run's
+    `actor.model.model_path` names the export of the SFT run's last step.
 
     Args:
-        source: File of this run.
-        cfg: Configuration of this run.
+        source: File of the RL run.
+        cfg: Configuration of the RL run.
         first: Result of `sft_of`.
 
     Raises:
-        ConfigError: This run names the folder of a step, and the SFT run may choose another step, or has several segments.
+        ConfigError: The RL run names the export of one step, but the SFT run may choose another step; or the SFT run has
+            several segments.
     """
     path, sft = first
     if sft.runner.segments > 1:
@@ -234,10 +235,10 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
 def _move_preparations(
     run: SweepRun, source: str, paths: SweepPaths, sweep_source: str, common: Sequence[str], site: str | None
 ) -> SweepRun:
-    """Returns the run with its preparations in folders named by their content, if they would be named after the run.
-    References to these folders in its configuration change with them.
+    """Returns the run with overrides that rename preparations with the run's name in their path.
 
-    What else of its configuration names such a folder names the new one.
+    The new names contain a digest of the content, so that runs with equal preparations share them. The overrides also change
+    all keys that refer to the old paths.
     """
     task_type, name = task_type_of(run.cfg), run.point.name
     moved_overrides: list[str] = []
@@ -270,7 +271,7 @@ def _move_preparations(
 
 
 def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
-    """Yields overrides that replace a path, and the paths below it, by another in all keys."""
+    """Yields overrides that replace path `old`, and paths below it, by `new` in all keys."""
     old_path = os.path.abspath(old)
     new_path = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
     for key, value in leaves(plain(cfg)):
@@ -281,7 +282,7 @@ def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]
 
 
 def _recording(cfg: RunConfig) -> Any:
-    """Returns the values that determine an expert's recorded episodes, except the seed."""
+    """Returns all values except the seed that determine an expert's recorded episodes."""
     content = plain(cfg)
     demos = task_type_of(cfg).offline.preparation(cfg).demos
     return [
@@ -292,8 +293,8 @@ def _recording(cfg: RunConfig) -> Any:
 
 
 def recording_key(cfg: RunConfig) -> str:
-    """Returns the fingerprint of an expert's recorded demonstrations, by which runs of a sweep share them; it excludes the
-    seed.
+    """Returns the fingerprint of an expert's recorded demonstrations, without the seed. Runs of a sweep with the same
+    fingerprint share the demonstrations.
     """
     return digest(_recording(cfg))
 
@@ -329,7 +330,7 @@ def _share_preparations(
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
-    """Returns the prefix of each run's rule names in the workflow: the run's name, in the characters of a rule."""
+    """Returns run name → unique prefix of the run's rules in the workflow, with only the characters of a rule's name."""
     prefixes: dict[str, str] = {}
     for name in names:
         prefix = "run_" + re.sub(r"\W", "_", name) + "_"
@@ -344,7 +345,7 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
     """Returns the content of `sweep.json`.
 
     Raises:
-        RlhpcError: The file was not written by a sweep.
+        RlhpcError: The file is missing or is not the record of a sweep.
     """
     record = read_json_file(paths.record)
     runs = (record or {}).get("runs")
@@ -356,6 +357,6 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
 
 
 def runs_of(paths: SweepPaths) -> list[RunPaths]:
-    """Returns the folders of all runs that a sweep currently names, started or not, and of their shared preparations."""
+    """Returns the paths of all runs in the sweep's record, started or not, and of their shared SFT runs."""
     run_paths = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
     return [*run_paths, *(RunPaths(folder) for folder in sorted(paths.root.glob("sft-*")) if folder.is_dir())]

@@ -1,4 +1,4 @@
-"""Sweep page: ranking of the values with statistics over seeds, and the state of each run."""
+"""Sweep page: ranking of the configurations with statistics over seeds, and the state of each run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class SweepRanking:
 
     Attributes:
         record: Content of `sweep.json`.
-        suite: Evaluation suite that is compared.
-        states: Name of a run → its state.
-        runs: Name of a run → its metrics; None for a run without a step.
-        metric: The metric that is compared; None if finished runs have no metric in common.
+        suite: Evaluation suite of the comparison.
+        states: Name of a run → state of the run.
+        runs: Name of a run → metrics of the run; None for a run without a step.
+        metric: Metric of the comparison; None if finished runs have no metric in common.
         goal: `maximize` or `minimize`.
-        step: The step of the scores; None without any.
-        scores: Name of a run → its score.
+        step: Step of the scores; None without scores.
+        scores: Name of a run → score of the run.
         configurations: Configurations with the scores of their seeds, in the order of the record.
     """
 
@@ -62,12 +62,12 @@ class SweepRanking:
 
 
 def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None = None) -> SweepRanking:
-    """Scores the finished runs of a sweep at one step.
+    """Scores the finished runs of a sweep at their last common step.
 
     Args:
-        sweep: Its files.
-        suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: The metric that is compared; None for the sweep's, or the first of its task type.
+        sweep: Files of the sweep.
+        suite: Evaluation suite of the comparison; None for the suite of the sweep.
+        metric: Metric of the comparison; None for the metric of the sweep or the first common metric of the task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read.
@@ -97,7 +97,7 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
 
 
 def render_ranking(ranking: SweepRanking) -> list[str]:
-    """Renders the configurations that have scores, the best first, as lines for a terminal."""
+    """Renders the configurations with scores as lines for a terminal, the best first."""
     best = ranked(ranking.configurations, ranking.goal)
     if not best:
         return []
@@ -112,13 +112,13 @@ def render_ranking(ranking: SweepRanking) -> list[str]:
 
 
 def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, metric: str | None = None) -> Path:
-    """Writes the page of the runs that a sweep currently names and that have metrics.
+    """Writes the page of a sweep; returns its path. Scores and curves cover the runs with metrics.
 
     Args:
-        sweep: Its files.
+        sweep: Files of the sweep.
         output: The HTML file.
-        suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: Metric that is compared; None for that of the sweep or of its task type.
+        suite: Evaluation suite of the comparison; None for the suite of the sweep.
+        metric: Metric of the comparison; None for the metric of the sweep or the first common metric of the task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
@@ -186,7 +186,7 @@ def _no_scores_text(ranking: SweepRanking) -> str:
 
 
 def _runs_table(sweep: SweepPaths, output: Path, ranking: SweepRanking) -> str:
-    """Renders every run with its state, as a table; runs with a report link to it."""
+    """Renders a table of all runs with their states; the name of a run links to its report, if the report exists."""
     head = ["run", "state", "step", ranking.metric or "score", "note"]
     lines = []
     for name, run_metrics in ranking.runs.items():

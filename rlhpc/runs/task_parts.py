@@ -1,4 +1,4 @@
-"""Parts of a task type: worker groups, rules of the configuration, offline work, reporting, planning; and their values."""
+"""Components of a task type: worker groups, configuration checks, offline work, reporting and planning; and their options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlhpc.runtime.policies import SessionPolicies
 
 @dataclass(frozen=True)
 class Preparation:
-    """Steps of the workflow before training.
+    """Preparation steps of the workflow before training.
 
     Attributes:
-        sft: Configuration file of the SFT run that comes first, relative to this run's file, and its overrides.
+        sft: Configuration file of the SFT run before this run, relative to this run's file, and overrides for the SFT run.
         demos: File for the expert's episodes, the expert, and the number of episodes to record.
-        evaluates_start: True if the model is also evaluated before training, as step 0.
+        evaluates_start: True if the workflow also evaluates the model before training, as step 0.
     """
 
     sft: tuple[str, list[str]] | None = None
@@ -39,12 +39,12 @@ class Exporting:
 
     Attributes:
         licence: SPDX identifier for the model card.
-        adapter_only: With LoRA: write only the adapter.
-        base: With LoRA: current path of the base model, if it has moved.
-        dtype: Dtype of the written weights; None keeps that of training.
-        critic: Write the critic rather than the policy.
-        released: Write the format in which the model's family is released, which the family's own code reads.
-        trust_code: Allow imports of `module:Class` names in the checkpoint.
+        adapter_only: With LoRA, True to write only the adapter.
+        base: With LoRA, the current path of a base model that has moved.
+        dtype: Dtype of the written weights; None keeps the dtype of training.
+        critic: True to write the critic rather than the policy.
+        released: True to write the format in which the model's family is released, which the family's code reads.
+        trust_code: True to allow imports of `module:Class` names in the checkpoint.
     """
 
     licence: str | None = None
@@ -61,7 +61,7 @@ class Headline:
     """Key metric of a task type: a column of tables and of `rlhpc status`.
 
     Attributes:
-        metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for the largest k.
+        metric: Name in metrics.jsonl; `eval/…` for an evaluation metric, `eval/pass_at_k` for the largest k.
         title: Title of the column.
         form: `share` (a percentage with its interval), `count`, or `number`.
     """
@@ -73,7 +73,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """Options of `rlhpc play`; None stands for the default.
+    """Options of `rlhpc play`; None selects the default.
 
     Attributes:
         film: Video file to write if no display is available.
@@ -81,7 +81,7 @@ class PlayOptions:
         seed: Seed of the environment, or of sampling.
         system: First message of a conversation.
         max_tokens: Maximum number of tokens of a reply.
-        trust_code: Allow imports of `module:Class` names in the checkpoint.
+        trust_code: True to allow imports of `module:Class` names in the checkpoint.
     """
 
     film: Path
@@ -94,15 +94,15 @@ class PlayOptions:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a report that depend on the task type, as HTML and SVG.
+    """Sections of a report that depend on the task type, as HTML and SVG.
 
     Attributes:
         subject: Model and task, for the subtitle.
-        cards: The key figures.
+        cards: Key figures of the run.
         curves: Learning curves, the most important first.
         evaluation: Plot and table of the evaluations.
-        times: Curves of time.
-        evaluated: Step → result of its first evaluation, for the table of checkpoints.
+        times: Curves of times per step.
+        evaluated: Step → result of the first evaluation of this step, for the table of checkpoints.
         trained: Training metric in the table of checkpoints, and its title.
     """
 
@@ -124,8 +124,8 @@ class GroupSpec(Generic[Cfg]):
     """Worker groups of a task type, with their placement and failure handling.
 
     Args:
-        roles: Group → its worker class, as `module:Class`.
-        preload: Modules that the fork server imports; by default those of the class.
+        roles: Group → worker class of the group, as `module:Class`.
+        preload: Modules that the fork server imports; by default the class attribute `preload`.
     """
 
     preload: tuple[str, ...] = ()
@@ -135,9 +135,7 @@ class GroupSpec(Generic[Cfg]):
         self.preload = tuple(preload) or self.preload
 
     def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
-        """Returns the groups of a run with this configuration and their worker classes: `roles`, and groups that the
-        configuration adds.
-        """
+        """Returns group → worker class for a run with this configuration: `roles`, and groups that the configuration adds."""
         return self.roles
 
     def components(self, cfg: Cfg) -> Sequence[str]:
@@ -145,7 +143,7 @@ class GroupSpec(Generic[Cfg]):
         return list(self.roles_of(cfg))
 
     def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the failure handling of each group of a run with this configuration; by default any failure ends the run.
+        """Returns the failure policies of the groups of a run with this configuration; by default any failure ends the run.
 
         Args:
             cfg: The configuration.
@@ -154,20 +152,20 @@ class GroupSpec(Generic[Cfg]):
         return SessionPolicies({}, max_recoveries)
 
     def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns the maximum number of ranks that each elastic group can use at a time.
+        """Returns elastic group → maximum number of ranks that the group can use at a time.
 
         Args:
             cfg: The configuration.
-            started: Number of ranks of each group at the start.
+            started: Group → number of ranks at the start.
         """
         return {}
 
     def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
-        """Returns the configuration with the values that follow from the placement.
+        """Returns the configuration with the values that the placement determines.
 
         Args:
             cfg: The configuration.
-            replicas: Number of neighbouring ranks that form one engine, by group.
+            replicas: Group → number of neighbouring ranks that form one engine.
         """
         return cfg
 
@@ -176,11 +174,11 @@ class GroupSpec(Generic[Cfg]):
 
         Args:
             cfg: The configuration.
-            processes: Number of processes of each group.
-            accelerators: Number of accelerators of each process of a group.
+            processes: Group → number of processes.
+            accelerators: Group → number of accelerators of each process.
 
         Raises:
-            ConfigError, PlacementError: They do not fit; the message names the component and the numbers.
+            ConfigError, PlacementError: The numbers do not fit; the message names the component and the numbers.
         """
 
 
@@ -188,12 +186,11 @@ class ConfigChecks(Generic[Cfg]):
     """Rules of a task type's configuration, and the checks before a start.
 
     Attributes:
-        ranges, choices: Key → the range of its number, or its allowed words, if the field's annotation does not declare
-            them.
-        conditions: Keys that a run reads only under a condition; it always reads the others.
+        ranges, choices: Key → range of its number, or allowed words, for fields without such an annotation.
+        conditions: Conditions of the keys that a run does not always read.
         evaluation, free: Keys, or sections (with a dot at the end), that affect only evaluations, and keys that are
-            changeable on resume, if the field's annotation does not declare it.
-        other_start: End of the message about a checkpoint from which a run cannot resume: another way to use it.
+            changeable on resume, for fields without such an annotation.
+        other_start: End of the message about a checkpoint that a run cannot resume from: another way to use the checkpoint.
     """
 
     ranges: Mapping[str, Range] = MappingProxyType({})
@@ -208,25 +205,25 @@ class ConfigChecks(Generic[Cfg]):
         return []
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Checks names and combinations of values; imports no torch and writes nothing.
+        """Checks names and combinations of values; does not import torch and writes nothing.
 
         Args:
             cfg: The configuration.
-            fail: Function that builds the error from a key and the rule that it breaks.
-            training: Also check values that only training needs.
+            fail: Function that builds the error from a key and the broken rule.
+            training: True to check also values that only training needs.
 
         Raises:
-            ConfigError: A rule is broken; the message states the first one.
+            ConfigError: A rule is broken; the message states the first broken rule.
         """
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
         """Yields the checks before a start that need more than the configuration, in the order of a start.
 
-        `rlhpc train` runs all of these checks; `rlhpc plan` and `submit` run those that need only files.
+        `rlhpc train` runs all of these checks; `rlhpc plan` and `rlhpc submit` run the checks that need only files.
 
         Args:
             cfg: The configuration from `prepare` or `trial`.
-            ranks: Number of processes of each group.
+            ranks: Group → number of processes.
         """
         return iter(())
 
@@ -249,16 +246,16 @@ class ConfigChecks(Generic[Cfg]):
         yield self.prepare(cfg, resumes=False)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Returns the keys in which a checkpoint of this task type differs from this run, with both values."""
+        """Returns a sentence for each key that differs between a checkpoint of this task type and the configuration."""
         return []
 
     def goal(self, cfg: Cfg) -> Any:
-        """Returns the settings that can end a segment before its planned step; None if there are none."""
+        """Returns the settings that can end a segment before its planned step; None without such settings."""
         return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the allowed values of `runner.keep_best`: the metrics of held-out data that the run measures during training
-        and that have a better direction. Empty if it does not evaluate.
+        """Returns the allowed values of `runner.keep_best`: metrics with a better direction that the run measures on held-out
+        data during training. Empty for a run that does not evaluate.
         """
         return ()
 
@@ -278,7 +275,7 @@ class Offline(Generic[Cfg]):
         return Preparation()
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """Returns the number of episodes to record of the last policy, and whether to record only successful ones."""
+        """Returns (number of episodes to record with the trained policy, whether to record only successful episodes)."""
         return 0, False
 
     def evaluate(
@@ -290,9 +287,9 @@ class Offline(Generic[Cfg]):
             cfg: The configuration.
             checkpoint: Folder of the checkpoint.
             suite: Name of the evaluation.
-            episodes: Number of episodes; None for that of the configuration.
-            output: File for the result; None writes nothing.
-            trust_code: Allow imports of `module:Class` names in the checkpoint.
+            episodes: Number of episodes; None for the number in the configuration.
+            output: File for the result; None writes no file.
+            trust_code: True to allow imports of `module:Class` names in the checkpoint.
 
         Returns:
             A one-line summary of the result.
@@ -309,7 +306,7 @@ class Offline(Generic[Cfg]):
         Args:
             cfg: The configuration.
             checkpoint: Folder of the checkpoint.
-            options: Options.
+            options: Options of `rlhpc play`.
 
         Returns:
             A one-line summary of the result; "" without a result.
@@ -321,11 +318,11 @@ class Offline(Generic[Cfg]):
 
         Args:
             checkpoint: Folder of the checkpoint.
-            output: Target; by default in the run of the checkpoint.
-            options: Options.
+            output: Target folder; by default a folder in the run of the checkpoint.
+            options: Options of `rlhpc convert`.
 
         Returns:
-            The folder.
+            The written folder.
         """
         raise ConfigError(f"runs of kind {self.name} have no export")
 
@@ -335,8 +332,8 @@ class Reporting:
 
     Args:
         curves: File name → title of the curves that every report has.
-        compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
-        headlines: Key metrics, the most important first; if empty, those of `compared`.
+        compared: Comparison metrics: (name, title, axis label); names of evaluation metrics begin with `eval/`.
+        headlines: Key metrics, the most important first; if empty, the metrics of `compared`.
     """
 
     def __init__(
@@ -353,24 +350,25 @@ class Reporting:
         return {}
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Returns the parts of the report that depend on the task type.
+        """Returns the sections of the report that depend on the task type.
 
         Args:
             paths: Files of the run.
             rows: Metrics of the run, one row per step.
-            linked: True if the page may link to other files of the run.
+            linked: True if the page may link to other files of the run folder.
         """
         return Parts("", "", [], "", [], {}, ("", ""))
 
 
 @dataclass(frozen=True)
 class Planning:
-    """Models of a task type's runs, which `rlhpc tune` and `rlhpc plan` read.
+    """Cost models of a task type's runs for `rlhpc tune` and `rlhpc plan`.
 
     Attributes:
-        workload: Workload of a step: a function as `module:function` that takes the configuration and the maximum staleness in
-            steps, and returns a `Workload`; "" if unknown.
-        account: Memory account of its ranks: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`; "" if unknown.
+        workload: Name (`module:function`) of a function that takes the configuration and the maximum staleness in steps, and
+            returns the `Workload` of a step; "" if unknown.
+        account: Name (`module:function`) of a function that returns the memory accounts of the ranks
+            (`rlhpc.runs.memory.plan.Accounting`); "" if unknown.
     """
 
     workload: str = ""

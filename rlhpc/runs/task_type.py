@@ -1,7 +1,7 @@
-"""Task type of a run: the object that the command line, the workflow, the report and the checks use.
+"""Task type of a run: the object that defines its worker groups, checks, training loop, reports and cost models.
 
-`runner.task_type` names it. The language and embodied packages have the built-in ones; others are entry points of group
-`rlhpc.kinds`, or `module:NAME`.
+`runner.task_type` names the task type. The language and embodied packages contain the built-in task types. Other task types
+are entry points of group `rlhpc.kinds`, or are named as `module:NAME`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ConfigKeys:
 
     @functools.cached_property
     def tree(self) -> Mapping[str, ConfigKey]:
-        """Keys and sections by path, each section before its keys."""
+        """Keys and sections by dotted path; each section comes before its keys."""
         config: type = self._config
         checks = self._checks
         return {
@@ -127,12 +127,12 @@ class ConfigKeys:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, ConfigKey]:
-        """Keys by path, without sections."""
+        """Keys by dotted path, without sections."""
         return {path: key for path, key in self.tree.items() if not key.is_section}
 
     def on_resume(self, key: str) -> OnResume:
-        """Returns whether a key may change when a run resumes. For a key that the user chose, or that an earlier version had,
-        returns the rule of the key or section that contains it.
+        """Returns whether a key may change when a run resumes. For a key that is not in the schema, such as a key of an open
+        mapping or of an earlier version, returns the rule of the nearest section that contains the key.
         """
         while key and key not in self.tree:
             key = key.rpartition(".")[0]
@@ -143,7 +143,7 @@ class ConfigKeys:
         return self._checks.missing(cfg)
 
     def explain_foreign_key(self, key: str) -> str:
-        """Returns the end of the error message for a key of other task types; empty if no task type has it."""
+        """Returns the end of the error message for a key of other task types; "" if no task type has the key."""
         owners = [
             task_type.name
             for task_type in all_task_types()
@@ -156,17 +156,17 @@ class ConfigKeys:
 
 
 class TaskType(Generic[Cfg]):
-    """Task type of runs, composed of parts. Construction is cheap, because the parts import their dependencies on use.
+    """Task type of runs. Construction is cheap, because the components import their dependencies on first use.
 
     Args:
-        name: Its name in `runner.task_type`.
-        config: Its configuration's dataclass.
-        groups: Its worker groups.
+        name: Name in `runner.task_type`.
+        config: Dataclass of the configuration.
+        groups: Worker groups.
         runner: Class of the training loop, as `module:Class`; called with the configuration and the groups by name.
-        checks: Rules of its configuration; by default there are none.
-        offline: Evaluation, export and other work outside training; by default they are refused.
-        reporting: Its pages and tables; by default they are empty.
-        planning: Its workload and memory models; by default they are unknown.
+        checks: Rules of the configuration; by default no rules.
+        offline: Evaluation, export and other work outside training; by default each such command raises an error.
+        reporting: Pages and tables; by default empty.
+        planning: Workload and memory models; by default unknown.
     """
 
     def __init__(
@@ -190,19 +190,19 @@ class TaskType(Generic[Cfg]):
 
     @property
     def schema(self) -> Schema:
-        """Schema of its configuration."""
+        """Schema of the configuration."""
         return self.keys.schema
 
 
 @dataclass(frozen=True)
 class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
-    """Deprecated task type: one object that implements all parts of a `TaskType`. Works for two releases, with a warning.
+    """Deprecated task type: one object that implements all components of a `TaskType`. Works for two releases, with a warning.
 
-    The fields are those of `TaskType` and its parts, besides:
+    All fields except the following have the meaning of the same fields in `TaskType` and its components.
 
     Attributes:
         expendable: Groups that may be lost and restarted in a submitted run.
-        independent: Expendable groups whose ranks have no collectives among themselves: a dead rank is restarted alone.
+        independent: Expendable groups without collectives among their ranks: a dead rank is restarted alone.
     """
 
     name: str
@@ -225,7 +225,7 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
     @functools.cached_property
     def task_type(self) -> TaskType[Cfg]:
-        """`TaskType` with this object as every part."""
+        """`TaskType` that uses this object for all components except planning."""
         warnings.warn(
             f"the task type {self.name!r} is a Kind, which works for two releases: make it a "
             "rlhpc.runs.task_type.TaskType of parts (docs/how-to/add-kind.md)",
@@ -245,7 +245,7 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
     @property
     def schema(self) -> Any:
-        """Schema of its configuration."""
+        """Schema of the configuration."""
         return ConfigKeys(self.name, self.config, self).schema
 
     # -- former methods ------------------------------------------------------------------------------------------
@@ -259,33 +259,33 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
         return self.expendable
 
     def independent_of(self, cfg: Cfg) -> frozenset[str]:
-        """Returns the restartable groups of independent ranks."""
+        """Returns the restartable groups with independent ranks."""
         return self.independent
 
     def elastic_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns the elastic groups and the minimum number of ranks of each."""
+        """Returns elastic group → minimum number of ranks."""
         return {}
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns the number of ranks per replica, by group."""
+        """Returns group → number of ranks per replica."""
         return {}
 
     def patience_of(self, cfg: Cfg) -> dict[str, float]:
-        """Returns the seconds of silence after which a rank is lost, for groups with their own lease."""
+        """Returns group → seconds of silence after which a rank counts as lost, for groups that set this time."""
         return {}
 
     def why_fixed(self, cfg: Cfg) -> str:
-        """Returns the reason why no group accepts ranks."""
+        """Returns the reason why no group admits ranks during the run."""
         return ""
 
     # -- methods with former names -------------------------------------------------------------------------
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of `checks`."""
+        """Yields the checks of the former method `checks`."""
         return self.checks(cfg, ranks)
 
     def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the policies that the former methods describe."""
+        """Returns the failure policies that the former methods describe."""
         restartable, independent = self.expendable_of(cfg), self.independent_of(cfg)
         min_ranks, sizes, leases = self.elastic_of(cfg), self.together_of(cfg), self.patience_of(cfg)
         groups = {
@@ -302,17 +302,17 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-    """Returns whether a key is in `names`, or lies in a section of `names`."""
+    """Returns whether `names` contains the key or a section of the key."""
     return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in names)
 
 
 def task_type_names() -> list[str]:
-    """Returns all names that `runner.task_type` may have, except `module:NAME`."""
+    """Returns all allowed values of `runner.task_type` except `module:NAME`."""
     return [*TASK_TYPES.built_in, *sorted(offered(TASK_TYPES.group))]
 
 
 def all_task_types() -> list[TaskType[Any]]:
-    """Returns all task types with a name: built-in ones and entry points."""
+    """Returns all named task types: built-in task types and entry points."""
     return [find_task_type(name) for name in task_type_names()]
 
 
@@ -351,7 +351,7 @@ def _checked(item: Any, name: str, source: str) -> TaskType[Any]:
 
 
 def task_type_of(cfg: Cfg) -> TaskType[Cfg]:
-    """Returns the task type that a configuration is for."""
+    """Returns the task type of a configuration."""
     return find_task_type(cfg.runner.task_type)
 
 

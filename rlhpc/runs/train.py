@@ -1,4 +1,4 @@
-"""Composition root of `rlhpc train`: checks everything first, then builds cluster, placement, groups and runner."""
+"""Composition root of `rlhpc train`: runs all checks, then builds cluster, placement, groups and runner."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
 
     Args:
         cfg: Configuration from `load_config`.
-        segment: Number of a segment, below `runner.segments`; it starts from the newest checkpoint and writes
-            `segments/<k>.json`. A finished segment is not trained again.
-        resume_with: Continue a started run even if its training configuration has changed.
+        segment: Number of a segment, below `runner.segments`; None for the complete run. A segment starts from the newest
+            checkpoint and writes `segments/<k>.json`. A finished segment is not trained again.
+        resume_with: True to continue a started run even if its training configuration has changed.
 
     Returns:
-        The result of the runner's `run`, and exit_code: 0, or that of a signal that ended the run early.
+        The result of the runner's `run`, and exit_code: 0, or the exit code for the signal that ended the run early.
 
     Raises:
         ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
-        WorkerFailed: A rank failed; the error is that of the first failed rank.
+        WorkerFailed: A rank failed; the message is the error of the first failed rank.
     """
     task_type, user_cfg = task_type_of(cfg), cfg
     require_live_allocation()
@@ -58,14 +58,14 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     if segment is not None and (segment_record := read_segment_done(run.paths, segment)) is not None:
         return {**segment_record, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
-        os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # of the ranks, too
-    Session.prewarm(task_type.groups.preload)  # it imports torch while this process checks the run
+        os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # the ranks inherit it
+    Session.prewarm(task_type.groups.preload)  # the fork server imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
     strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
-    if cluster.source == "machine":  # job steps say so themselves: this may be a login node
+    if cluster.source == "machine":  # in a job, the steps check their accelerators: this host may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
     cfg = task_type.checks.prepare(cfg, resumes=run.resume.path is not None)
     cfg = task_type.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})

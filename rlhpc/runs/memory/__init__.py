@@ -1,1 +1,1 @@
-"""Memory plan: the memory of each rank, term by term, before anything starts."""
+"""Memory plan: an estimate of each rank's memory before the start of a run, term by term."""

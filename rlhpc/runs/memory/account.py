@@ -1,4 +1,4 @@
-"""Memory account of one rank: its memory at each moment of a step, term by term. Pure numbers without imports."""
+"""Memory account of one rank: the memory at each moment of a step, term by term. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-#: Share of an accelerator's memory that stays free for unknown terms: fragmentation, kernels' work space.
+#: Share of an accelerator's memory that the plan leaves free for unknown terms: fragmentation, work space of kernels.
 SPARE = 0.08
 
 
@@ -17,8 +17,8 @@ class MemoryTerm:
 
     Attributes:
         name: Name of the term.
-        nbytes: Bytes.
-        note: Origin of the number, in a few words.
+        nbytes: Size in bytes.
+        note: Origin of the number, as a short text.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Moment:
     """Memory terms that exist at one moment of a step.
 
     Attributes:
-        name: Phase of the step.
-        terms: Terms at that moment.
+        name: Name of the phase of the step.
+        terms: Memory terms at this moment.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class SuggestedChange:
-    """Configuration change that would fit.
+    """Configuration change after which the run would fit.
 
     Attributes:
         overrides: Overrides to set.
-        nbytes: Maximum bytes of a rank with them.
+        nbytes: Maximum bytes of a rank with these overrides.
     """
 
     overrides: tuple[str, ...]
@@ -67,21 +67,21 @@ class Account:
     """Memory account of a rank of a group.
 
     Attributes:
-        group: The group.
-        description: Model or environment of the rank, in a line.
+        group: Name of the group.
+        description: Model or environment of the rank, as one line.
         moments: Memory of the device where the rank computes: its accelerator, or the host without one.
         host: Additional host memory of a rank that computes on an accelerator.
         pinned: Additional host memory with locked pages.
-        shm: Bytes that it writes to its host's /dev/shm.
-        optional: Optional host memory, which it uses only if enough is free.
-        colocated: True if it offloads its accelerator memory while a colocated group works.
+        shm: Memory terms in the host's /dev/shm.
+        optional: Optional host memory, which the rank uses only if enough is free.
+        colocated: True if the rank offloads its accelerator memory while a colocated group works.
         unknown: Reason for a missing account; the account then has no moments.
         remarks: Further remarks, such as the number of sequences that fit.
-        refusals: Reasons why it could not start, independent of the other groups on its accelerator.
+        refusals: Reasons why the rank cannot start, independent of the other groups on its accelerator.
         changes: Returns the nearest configurations that fit into a number of bytes per accelerator or rank, best first.
-        measured: Lets PyTorch trace a step without data, and returns the result in a line, for `rlhpc plan --measure`; None if
-            that is not possible.
-        max_fitting: Returns the largest values of keys that fit into a number of bytes: key → value and unit.
+        measured: Lets PyTorch trace a step without data, and returns the result as one line, for `rlhpc plan --measure`;
+            None if such a trace is not possible.
+        max_fitting: Returns key → largest value (with unit) that fits into a number of bytes.
     """
 
     group: str
@@ -131,7 +131,7 @@ class GroupRanks:
 
     Attributes:
         number: Number of ranks of the group.
-        accelerated: True if they compute on accelerators.
+        accelerated: True if the ranks compute on accelerators.
         capacity: Bytes of an accelerator, or of a host without accelerators; None if unknown.
         per_node: Maximum number of ranks of the group on one node.
     """
@@ -143,21 +143,21 @@ class GroupRanks:
 
 
 def gib(nbytes: float) -> str:
-    """Formats a number of bytes: `12.3 GiB`, or MiB below 0.1 GiB."""
+    """Formats a number of bytes in GiB, such as `12.3 GiB`; in MiB below 0.1 GiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.0f} MiB"
 
 
 def terms(**nbytes_by_name: float) -> tuple[MemoryTerm, ...]:
-    """Returns terms by name (underscores become blanks), without terms of 0 bytes."""
+    """Returns memory terms with these names and sizes. Underscores in names become blanks; terms of 0 bytes are omitted."""
     return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in nbytes_by_name.items() if nbytes > 0)
 
 
-#: Work space of libraries; on an accelerator, its context and the buffers of collectives.
+#: Fixed bytes of a process: work space of libraries on a host; context and buffers of collectives on an accelerator.
 _HOST_BYTES, _ACCELERATOR_BYTES = 24 * MIB, 1.5 * GIB
 
 
 def process(accelerated: bool) -> MemoryTerm:
-    """Returns the fixed memory of a process on its device."""
+    """Returns the memory term for the fixed memory of a process on its device."""
     return (
         MemoryTerm("context and collectives", _ACCELERATOR_BYTES)
         if accelerated

@@ -1,4 +1,4 @@
-"""Memory plan: the accounts of all groups, summed by accelerator and by node, compared with the available memory."""
+"""Memory plan: compares the accounts of all groups, summed per accelerator and per node, with the available memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _TIMEOUT_S = 10.0
 
 
 def parse_bytes(text: str) -> float | None:
-    """Parses a size in Slurm's form to bytes: `80G`, `512M`; a bare number is in MiB.
+    """Parses a size in Slurm's form, such as `80G` or `512M`, to bytes. A number without a unit is in MiB.
 
-    Returns None for other forms, and for 0, which means all memory.
+    Returns None for other forms, and for 0, which stands for all memory.
     """
     match = _SIZE.fullmatch(text.strip())
     return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
 
 
 def accelerator_capacity(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
-    """Returns the bytes of an accelerator of a node, and the source of the number.
+    """Returns (bytes of an accelerator of a node, source of the number); (None, "") if unknown.
 
     Args:
         cfg: The configuration.
@@ -55,7 +55,7 @@ def accelerator_capacity(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[f
 def _configured_memory(
     cfg: RunConfig, cluster: Cluster, node: int, key: Literal["accelerator_memory", "mem"], *, groups_only: bool = False
 ) -> tuple[float | None, str] | None:
-    """Returns the bytes that a key of the node's group, or of `cluster`, sets, and the key; None if neither sets it."""
+    """Returns (bytes, key) from a memory key of the node's group or of `cluster`; None if neither section sets the key."""
     for group_section in read_key(cfg.cluster, "node_groups", ()):
         label = str(read_key(group_section, "label"))
         memory_size = read_key(group_section, key)
@@ -67,7 +67,7 @@ def _configured_memory(
 
 @functools.cache
 def _detect_memory() -> float | None:
-    """Returns the bytes of this machine's smallest accelerator, from its driver; None without an accelerator."""
+    """Returns the bytes of this machine's smallest accelerator, from nvidia-smi; None without an answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -80,7 +80,7 @@ def _detect_memory() -> float | None:
 
 
 def host_capacity(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
-    """Returns the bytes of a node that the run may use, and the source of the number.
+    """Returns (bytes of host memory of a node that the run may use, source of the number); (None, "") if unknown.
 
     Args:
         cfg: The configuration.
@@ -96,7 +96,7 @@ def host_capacity(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) ->
 log = logging.getLogger(__name__)
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
-#: Default share of a node's memory that /dev/shm has.
+#: Default size of /dev/shm, as a share of the node's memory.
 _SHM = 0.5
 
 
@@ -109,8 +109,8 @@ class Accounting(Protocol):
         Args:
             cfg: The configuration.
             ranks: Ranks of each group.
-            build: Allow building models without their weights for inspection; that imports torch.
-            measure: Also allow slower measurements, such as the creation of an environment.
+            build: True to allow building models without weights for inspection, which imports torch.
+            measure: True to allow also slower measurements, such as the creation of an environment.
         """
 
 
@@ -120,12 +120,13 @@ class MemoryPool:
 
     Attributes:
         name: `node0, accelerators 0-7` or `node0, host memory`.
-        bytes_by_group: Group → bytes of all its ranks in the pool.
+        bytes_by_group: Group → bytes of all ranks of the group in the pool.
         capacity: Available bytes; None if unknown.
-        source: Source of that number.
+        source: Source of `capacity`.
         usable: Share of `capacity` that may be used.
-        colocated: Colocated groups, of which only one is in the pool at a time.
-        certain_nbytes: Bytes that are used for any size of micro-batches; on an accelerator, which cannot swap, all bytes.
+        colocated: Colocated groups. Only one of them is in the pool at a time.
+        certain_nbytes: Bytes that the groups use with any size of micro-batches; None to count all bytes, as for an
+            accelerator, which cannot swap.
     """
 
     name: str
@@ -138,7 +139,7 @@ class MemoryPool:
 
     @property
     def nbytes(self) -> float:
-        """Maximum use in bytes."""
+        """Maximum memory use in bytes."""
         resident_bytes = math.fsum(n for group, n in self.bytes_by_group.items() if group not in self.colocated)
         return resident_bytes + max(
             (n for group, n in self.bytes_by_group.items() if group in self.colocated), default=0.0
@@ -146,17 +147,17 @@ class MemoryPool:
 
     @property
     def fits(self) -> bool | None:
-        """True if the groups fit; None if `capacity` is unknown."""
+        """True if the groups fit into the pool; None if `capacity` is unknown."""
         return None if self.capacity is None else self.nbytes <= self.usable * self.capacity
 
     @property
     def is_refused(self) -> bool:
-        """True if the groups certainly do not fit."""
+        """True if the groups certainly do not fit into the pool."""
         nbytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
         return self.capacity is not None and nbytes > self.usable * self.capacity
 
     def max_bytes_for(self, group: str) -> float | None:
-        """Returns the bytes that the other groups leave to a group."""
+        """Returns the bytes that the other groups leave free for a group; None if `capacity` is unknown."""
         if self.capacity is None:
             return None
         return self.usable * self.capacity - math.fsum(
@@ -171,8 +172,8 @@ class MemoryPlan:
     Attributes:
         accounts: Memory accounts of the groups.
         pools: Memory pools; neighbouring equal pools are merged into one.
-        available: Group → bytes that one of its ranks may use; None if unknown.
-        accelerated: Group → True if its ranks compute on accelerators.
+        available: Group → bytes that one rank of the group may use; None if unknown.
+        accelerated: Group → True if the ranks of the group compute on accelerators.
     """
 
     accounts: Sequence[Account]
@@ -195,7 +196,7 @@ class MemoryPlan:
         ]
 
     def warnings(self) -> list[str]:
-        """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
+        """Returns a text for each pool that may overflow. Only host memory can do so, if micro-batches reach their limit."""
         return [_describe_overflow(self, pool) for pool in self.pools if pool.fits is False and not pool.is_refused]
 
 
@@ -205,8 +206,8 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
     Args:
         cfg: The configuration.
         plan: Placement of all ranks.
-        build: Allow building models for inspection if their family is not known by its configuration.
-        measure: Also allow slower measurements.
+        build: True to allow building models of unknown families for inspection.
+        measure: True to allow also slower measurements.
     """
     cluster = Cluster.planned(cfg.cluster)
     ranks_by_group: dict[str, GroupRanks] = {}
@@ -242,7 +243,8 @@ def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, meas
 
 
 def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
-    """Returns the memory plan that a start of the run checks; None if it checks none.
+    """Returns the memory plan for the check at a start of the run; None if `cluster.memory_check` is off, or if only a job can
+    determine the placement.
 
     Args:
         cfg: The configuration.
@@ -252,14 +254,14 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
         return None
     try:
         plan = build_plan(cfg, launcher=launcher)
-    except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
+    except PlacementError:  # the configuration leaves the accelerators open, so that only a job knows them
         return None
-    # Only `rlhpc plan` builds models of unknown families: that takes too long for a submission.
+    # Does not build models of unknown families, which takes too long for a submission; `rlhpc plan` does.
     return memory_plan(cfg, plan, build=False)
 
 
 def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
-    """Raises an error for a run whose ranks cannot fit, before anything is started or submitted.
+    """Checks that the ranks of a run fit into memory, before the run is started or submitted.
 
     Args:
         cfg: The configuration; `cluster.memory_check` selects an error, a warning, or no check.
@@ -287,7 +289,7 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     )
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
+# -- memory pools -----------------------------------------------------------------------------------------------------
 
 
 def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
@@ -333,7 +335,7 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
         if not group_bytes:
             continue
         available_bytes, source = host_capacity(cfg, cluster, node, here=plan.launcher == "local")
-        in_memory = max(shared.values())  # those who write and those who read share it
+        in_memory = max(shared.values())  # the maximum, because writers and readers share the same segments
         host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": in_memory}.items() if n}
         if host_terms:
             pools.append(
@@ -358,7 +360,7 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
 
 
 def _free_bytes(group: str, ranks: GroupRanks, pools: Sequence[MemoryPool]) -> float | None:
-    """Returns the bytes that one of a group's ranks may use where it computes, in the fullest pool."""
+    """Returns the bytes that one rank of a group may use on its device, in the fullest pool; None if unknown."""
     resource_name = "accelerator" if ranks.accelerated else "host memory"
     free_bytes = [
         pool.max_bytes_for(group) for pool in pools if resource_name in pool.name and group in pool.bytes_by_group
@@ -368,7 +370,7 @@ def _free_bytes(group: str, ranks: GroupRanks, pools: Sequence[MemoryPool]) -> f
 
 
 def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
-    """Merges neighbouring pools with equal contents under one name."""
+    """Merges neighbouring pools with equal contents into one pool with a common name."""
 
     def without_numbers(pool: MemoryPool) -> MemoryPool:
         return dataclasses.replace(pool, name=pool.name.split(" ", 1)[1].rstrip("0123456789 "))
@@ -381,11 +383,11 @@ def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
     return merged
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def _describe_overflow(plan: MemoryPlan, pool: MemoryPool) -> str:
-    """Formats the excess of a pool, the groups in it, and changes that would fit."""
+    """Formats the use of an overfull pool, the groups in the pool, and changes after which the groups would fit."""
     assert pool.capacity is not None
     reserve = f", of which {1 - pool.usable:.0%} is left free" if pool.usable < 1 else ""
     message = (
@@ -417,7 +419,7 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
 
     Args:
         plan: The memory plan.
-        measure: Also let PyTorch trace a step of the trained groups.
+        measure: True to let PyTorch also trace a step of the trained groups.
     """
     if not plan.accounts:
         return ""

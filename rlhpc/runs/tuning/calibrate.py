@@ -1,4 +1,4 @@
-"""Calibration of the cost model: short runs, and the costs computed from each of them."""
+"""Calibration of the cost model: makes short runs and computes costs from their measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlhpc.runs.tuning.workload import Knob, Workload
 from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
 from rlhpc.runtime.host import node_name
 
-#: Numbers of steps of a short run that are not measured: the first ones, which include set-up, and the last one.
+#: Numbers of unmeasured steps at the beginning of a short run, which include set-up, and at its end.
 _FIRST, _LAST = 2, 1
 _POLL_S, _GRACE_S = 0.1, 30.0
 #: Python program that restricts its process to some cores and then executes a command.
@@ -42,8 +42,8 @@ class MeasuredCosts:
 
     Attributes:
         step_s: Median of the seconds from the end of a step to the end of the next.
-        metrics: Metric → its median over the steps.
-        memory: Group → maximum bytes of host memory of a rank on this machine, shared pages in proportion.
+        metrics: Metric → median over the steps.
+        memory: Group → maximum bytes of host memory of a rank on this machine (proportional set size).
         device_memory: Group → maximum bytes of accelerator memory of a rank on this machine.
     """
 
@@ -55,14 +55,14 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Short runs of a configuration, a few steps each.
+    """Short runs of a configuration, with a few steps each.
 
     Attributes:
         config: File of the configuration, with all values resolved.
-        folder: Parent of the short runs' folders, which are removed after each run, and of `logs`, which stays.
+        folder: Parent of `logs` and of the runs' folders. Each run's folder is removed after the run.
         always: Overrides of every run.
         steps: Number of measured steps.
-        deadline_s: Seconds that a run may take.
+        deadline_s: Maximum seconds of a run.
     """
 
     config: Path
@@ -139,8 +139,8 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run that is still running, by SIGTERM and then SIGKILL; it need not save."""
-    for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
+    """Ends a run that is still running, by SIGTERM and then SIGKILL. The run need not save."""
+    for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second SIGTERM ends the run at once
         if process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _sample_memory(paths: RunPaths, observation: _Watched) -> None:
-    """Updates the maximum memory of a rank, by group."""
+    """Samples the memory of the run's ranks on this machine, and updates the maximum per group."""
     local_node, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -167,7 +167,7 @@ def _sample_memory(paths: RunPaths, observation: _Watched) -> None:
 
 
 def _device_memory() -> dict[int, float]:
-    """Returns the bytes of accelerator memory of each process that computes on one."""
+    """Returns pid → bytes of accelerator memory, for each process that computes on an accelerator."""
     nbytes_by_pid: dict[int, float] = {}
     for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, used_mib = line.partition(",")
@@ -199,7 +199,7 @@ def _nvidia_smi(query: str) -> list[str]:
 
 
 def _failure(name: str, code: int, log: Path) -> RlhpcError:
-    """Returns the error of a failed run, with the run's last message."""
+    """Builds the error for a failed run, with the last error message in the run's log."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     error_line = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
     message = "\n".join(lines[-1:] if error_line is None else lines[error_line:]).removeprefix("rlhpc: error: ")
@@ -227,8 +227,8 @@ def _summed_up(rows: Sequence[Mapping[str, Any]], observation: _Watched) -> Meas
 #: Function that makes a short run, given its name, overrides and cores.
 Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
 
-#: Relative spread of plain runs above which the machine counts as disturbed by other work; a plain run then follows every
-#: other run.
+#: Relative spread of unchanged runs above which the machine counts as disturbed by other work. Calibration then repeats an
+#: unchanged run after every other run.
 _STEADY = 0.1
 
 
@@ -237,7 +237,7 @@ class Calibration:
     """Measurement of the costs of a workload's phases on this machine.
 
     Attributes:
-        workload: Phases of a step.
+        workload: Workload with the phases of a step.
         shape: Cluster that the configuration requests.
         configured: Placement and settings of the configuration.
         runs: Short runs.
@@ -285,12 +285,12 @@ class Calibration:
         return dataclasses.replace(costs.times(median_step_s / self.first[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
-        """Returns the relative spread of equal runs, from the beginning to the end of the calibration."""
+        """Returns the relative spread of the step times of all unchanged runs."""
         steps = [short_run.step_s for short_run in self.first]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
-        """Returns the keys, each without the values whose short runs failed."""
+        """Returns the variable keys without the values that failed in a short run."""
         return tuple(
             Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.failed_overrides))
             for knob in self.workload.knobs
@@ -304,12 +304,12 @@ class Calibration:
         return short_run
 
     def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
-        """Makes a short run, corrected for drift on a disturbed machine; returns None if the run fails."""
+        """Makes a short run, and corrects its measurements for drift on a disturbed machine. Returns None if the run fails."""
         try:
             short_run = self._run(name, words, cores)
             if self._spread() <= _STEADY:
                 return short_run
-            # Other work disturbs the machine: the runs before and after show how much.
+            # Other work disturbs the machine; the unchanged runs before and after this run measure the drift.
             step_s_before = self.first[-1].step_s
             return self._level(short_run, (step_s_before + self._plain("plain").step_s) / 2)
         except Stopped:
@@ -325,8 +325,10 @@ class Calibration:
         return self.first[-1]
 
     def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
-        """Returns a run's measurements without the machine's drift, which is `now` (seconds of an unchanged step at that time)
-        relative to the first unchanged run.
+        """Returns a run's measurements without the drift of the machine.
+
+        The drift is the ratio of `now`, the step time of an unchanged run at that time in seconds, to the step time of the
+        first unchanged run.
         """
         drift = now / self.first[0].step_s
         metrics = {
@@ -342,7 +344,7 @@ class Calibration:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
-        """Returns the costs without scaling and factors: curves, overheads, threads, memory and spread."""
+        """Returns costs with curves, overheads, threads, memory and spread, but without scaling and factors."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
         levelled_runs = [self._level(short_run, short_run.step_s) for short_run in self.first]
         turn_phases = [phase for phase in self.workload.phases if phase.turn]
@@ -366,7 +368,7 @@ class Calibration:
         return QueueingModel(self.workload, costs, self.shape)
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
-        """Returns phase → exponent of its speed-up with threads, from one run in which each rank has one thread."""
+        """Returns phase → exponent of the speed-up with threads, from one short run with one thread per rank."""
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
         ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
@@ -382,9 +384,9 @@ class Calibration:
         return scaling
 
     def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
-        """Returns phase → extra seconds on two ranks, compared with one rank that has half of the work.
+        """Returns phase → extra seconds of two ranks, compared with one rank that has half of the work.
 
-        Makes one run with twice as many ranks; the result is empty if they do not fit.
+        Makes one short run with twice as many ranks; returns {} if the machines have too few resources.
         """
         placements = {}
         for group, placement in self.plain.placements.items():
@@ -410,7 +412,7 @@ class Calibration:
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
-        """Makes a short run with another value of a key; returns the costs with that value's factors and extra seconds."""
+        """Makes a short run with another value of a key; returns the costs with this value's factors and extra seconds."""
         override_word = word_of(knob.key, value)
         if (short_run := self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
             return costs
@@ -421,7 +423,7 @@ class Calibration:
             for phase in self.workload.phases
             if expected_s[phase.name] > 0
             and short_run.metrics.get(phase.metric, 0.0) > 0
-            # Where steps overlap, waits do not measure the work of their group.
+            # If steps overlap, a wait does not measure the work of the phase's group.
             and (knob.key != self.workload.staleness or not phase.waits)
         }
         costs = dataclasses.replace(costs, factors={**costs.factors, override_word: factors})
@@ -430,5 +432,5 @@ class Calibration:
 
 
 def _maximum_by_group(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the maximum number of bytes over all runs, by group."""
+    """Returns group → maximum bytes over all runs."""
     return {group: max(run.get(group, 0.0) for run in runs) for run in runs for group in run}

@@ -1,4 +1,4 @@
-"""Costs of the phases of a step, from measurements."""
+"""Measured costs of the phases of a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 class Curve:
     """Seconds per step of a rank as a function of its share of the step's work: linear interpolation of the measured points.
 
-    Outside the points it extrapolates the line through the outermost two, but never below 0 seconds, nor downwards.
+    Outside the points, the curve extrapolates the line through the two outermost points, but not below 0 seconds.
 
     Attributes:
-        points: (share, seconds), by share; at least one.
+        points: Pairs (share, seconds), sorted by share; at least one.
     """
 
     points: tuple[tuple[float, float], ...]
 
     @classmethod
     def through(cls, samples: Sequence[tuple[float, float]]) -> Curve:
-        """Returns the curve through the medians of the measurements at each share, made monotone: more work takes no less
-        time.
+        """Returns the curve through the medians of the measurements at each share. The curve is monotone: a larger share never
+        takes less time.
         """
         fractions = sorted({fraction for fraction, _ in samples})
         points: list[tuple[float, float]] = []
@@ -35,7 +35,7 @@ class Curve:
 
     def at(self, share: float) -> float:
         """Returns the seconds for a share of the work."""
-        if len(self.points) == 1:  # the saving of a smaller share is not measured: assume proportional
+        if len(self.points) == 1:  # with one measured share, the time is assumed to be proportional to the share
             return self.points[0][1] * share / self.points[0][0]
         upper = next(
             (i for i, (point_share, _) in enumerate(self.points) if point_share >= share), len(self.points) - 1
@@ -49,14 +49,14 @@ class Costs:
     """Measured costs of a workload.
 
     Attributes:
-        curves: Phase → seconds over the share of the work.
-        overhead_s: Seconds of a step outside all phases: the driver's.
-        hop_s: Seconds of a step for the messages between phases that alternate.
-        together_s: Phase → extra seconds on two ranks over one rank with half the work.
+        curves: Phase → seconds as a function of the share of the work.
+        overhead_s: Seconds of a step outside all phases, in the driver.
+        hop_s: Seconds of a step for the messages between alternating phases.
+        together_s: Phase → extra seconds of two ranks, compared with one rank that has half of the work.
         threads: Threads of a rank during the measurement, by group.
         scaling: Phase → exponent of the speed-up with threads: 0 for none, 1 for linear.
-        factors: `key=value` → phase → ratio of its time with that value to its time without.
-        extra_s: `key=value` → further extra seconds of the step; negative if it is shorter.
+        factors: `key=value` → phase → ratio of the phase's time with this value to its time with the configured value.
+        extra_s: `key=value` → additional seconds of the step, which no phase explains; negative for a shorter step.
         memory: Group → bytes of host memory of a rank.
         device_memory: Group → bytes of accelerator memory of a rank.
         spread: Difference of two medians of equal runs, relative to their mean.
@@ -98,7 +98,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Costs:
-        """Restores the costs that `to_json` returned.
+        """Restores costs from the result of `to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: The content has another form.

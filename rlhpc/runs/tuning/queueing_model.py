@@ -1,10 +1,10 @@
-"""Predicted step time of a placement: a closed queueing network with the bounds of Denning and Buzen (1978).
+"""Prediction of the step time of a placement by a closed queueing network with the bounds of Denning and Buzen (1978).
 
-Stations are the groups, and the machines that they share. `K` customers circulate: the stages of a rollout between policy and
-simulators, and the concurrent steps (staleness + 1) between rollout and training. A round then takes at least
-`max(D / K, D_max)`, where `D` is the demand of one customer at all stations and `D_max` the demand of all customers at the
-busiest station; with steady service times as here, it takes about that long. An all-reduce among `n` ranks takes
-`2 (n - 1) / n` times as long as among two (Patarasuk and Yuan 2009).
+The stations are the groups and the machines that they share. `K` customers circulate: the stages of a rollout between policy
+and simulators, and the concurrent steps (staleness + 1) between rollout and training. A round takes at least
+`max(D / K, D_max)`, where `D` is the demand of one customer at all stations and `D_max` is the demand of all customers at the
+busiest station. The model uses this bound as the prediction, because service times are steady. An all-reduce among `n` ranks
+takes `2 (n - 1) / n` times as long as among two ranks (Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Prediction:
         idle: Idle share of the accelerators' time, or of the cores' time without accelerators.
         memory: Bytes of host memory on the fullest node.
         device_memory: Bytes on the fullest accelerator.
-        phases: Phase → seconds a step.
+        phases: Phase → seconds per step.
     """
 
     step_s: float
@@ -43,9 +43,9 @@ class QueueingModel:
     """Model of the step time of a workload.
 
     Attributes:
-        workload: Phases of a step.
+        workload: Workload with the phases of a step.
         costs: Measured costs.
-        shape: Machines.
+        shape: Machines of the run.
     """
 
     workload: Workload
@@ -53,7 +53,7 @@ class QueueingModel:
     shape: ClusterShape
 
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """Returns a lower bound of the seconds of a step for the candidate's numbers of ranks, wherever they are placed."""
+        """Returns a lower bound of the seconds of a step, for any location of the candidate's ranks."""
         cores, placements = max(self.shape.cores), candidate.placements
         ranks_per_resource = {
             group: len(placement.processes) // max(1, len(placement.resources))
@@ -63,7 +63,7 @@ class QueueingModel:
         return self._period(candidate, self._seconds(candidate, threads), {})
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """Returns the prediction for a candidate."""
+        """Predicts step time, idle share and memory of a candidate."""
         threads = self.threads(candidate)
         phase_s = self._seconds(candidate, threads)
         loads = self._loads(candidate, phase_s, threads)
@@ -75,7 +75,7 @@ class QueueingModel:
         return Prediction(step, self._idle(loads, step), host, device, seconds)
 
     def threads(self, candidate: Candidate) -> dict[str, int]:
-        """Returns the threads of a rank of each group, as the runtime assigns them."""
+        """Returns group → number of threads of a rank, as the runtime assigns them."""
         ranks_by_node = self._on_nodes(candidate, tuple(candidate.placements))
         return {
             group: min(
@@ -87,7 +87,7 @@ class QueueingModel:
     # -- seconds of the phases ------------------------------------------------------------------------------------
 
     def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
-        """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
+        """Returns phase → seconds per step, if each thread of a rank has a core that no other group uses."""
         costs = self.costs
         factors = [costs.factors.get(word_of(key, value), {}) for key, value in candidate.settings.items()]
         seconds_by_phase = {}
@@ -102,7 +102,7 @@ class QueueingModel:
         return seconds_by_phase
 
     def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
-        """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
+        """Returns the slow-down of a phase if its ranks on a node have more threads than the node has cores; 1 otherwise."""
         if not self._by_cores(candidate, phase):
             return 1.0
         ranks_by_node = self._on_nodes(candidate, (phase.group,))
@@ -143,12 +143,12 @@ class QueueingModel:
             chain_s += phase_s
             previous_s = seconds[phase.name]
         overhead_s = self.costs.overhead_s
-        last_group = self.workload.phases[-1].group  # the driver starts its next step after it has ended one
+        last_group = self.workload.phases[-1].group  # the driver's work delays the last group's next step
         busy_by_station[last_group] += overhead_s
         concurrent_steps = self.staleness(candidate) + 1
         extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
         period_s = max((chain_s + overhead_s) / concurrent_steps, *busy_by_station.values(), *loads.values())
-        return max(period_s + extra, period_s / 2)  # measurements elsewhere correct the period, but do not determine it
+        return max(period_s + extra, period_s / 2)  # limits the correction by measurements of another placement
 
     # -- machines -------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class QueueingModel:
         return phase.on_cores or self.shape.pools[candidate.placements[phase.group].label].by_node
 
     def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
-        """Returns the number of ranks of these groups on each node."""
+        """Returns node → number of ranks of these groups."""
         return collections.Counter(
             node for group in groups for node in self.shape.nodes_of(candidate.placements[group])
         )
@@ -164,7 +164,7 @@ class QueueingModel:
     def _loads(
         self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
     ) -> dict[object, float]:
-        """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
+        """Returns the busy seconds per step: accelerator → seconds, and node → seconds of all its cores."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
             by_cores = self._by_cores(candidate, phase)
@@ -185,7 +185,7 @@ class QueueingModel:
         return max(0.0, 1.0 - busy_s / (step * sum(cores)))
 
     def _memory(self, candidate: Candidate) -> tuple[float, float]:
-        """Returns the bytes on the fullest node, and on the fullest accelerator."""
+        """Returns (bytes on the fullest node, bytes on the fullest accelerator)."""
         host: dict[int, float] = collections.defaultdict(float)
         device: dict[tuple[int, int], float] = collections.defaultdict(float)
         for group, placement in candidate.placements.items():
@@ -196,7 +196,7 @@ class QueueingModel:
         return max(host.values(), default=0.0), max(device.values(), default=0.0)
 
     def fits(self, prediction: Prediction) -> bool:
-        """Returns whether the memory suffices, as far as demand and size are known."""
+        """Returns whether the predicted memory fits the machines; memory of unknown size counts as sufficient."""
         return (not self.shape.memory or prediction.memory <= self.shape.memory) and (
             not self.shape.device_memory or prediction.device_memory <= self.shape.device_memory
         )

@@ -1,7 +1,8 @@
 """Exact search for the best placement and settings: best-first, by a bound that does not depend on the location of ranks.
 
-The search first fixes the numbers of ranks and the settings. The bound is the shortest step of these in any layout. In its
-order, the search predicts all layouts of the groups on the machines, until no bound is below the best prediction.
+The search first enumerates the numbers of ranks and the settings. For each combination, the model gives a lower bound of the
+step time over all layouts on the machines. The search visits the combinations in ascending order of their bounds and predicts
+all layouts of each. It stops when the bound exceeds the best predictions.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 from rlhpc.runs.tuning.queueing_model import Prediction, QueueingModel
 from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement, Pool
 
-#: Pools up to this size are searched at every offset and number; larger ones at multiples and at the ends of other groups.
+#: Maximum size of a pool in which the search tries every number of resources and every offset. In larger pools, it tries
+#: divisors and powers of two, and offsets at the ends of other groups.
 _SMALL = 8
-#: (resources, ranks on each)
+#: Size of a group: (number of resources, ranks on each resource).
 Size = tuple[int, int]
 
 
@@ -34,8 +36,8 @@ class Space:
     """Search space of candidates.
 
     Attributes:
-        model: Workload, costs and machines.
-        configured: Candidate of the configuration; groups without a phase keep its placement.
+        model: Model with workload, costs and machines.
+        configured: Placement and settings of the configuration. Groups without a phase keep this placement.
     """
 
     model: QueueingModel
@@ -48,7 +50,7 @@ class Space:
             yield {knob.key: value for knob, value in zip(knobs, values, strict=True)}
 
     def sizes(self, group: str) -> list[Size]:
-        """Returns all numbers of resources, with the ranks on each, that a group may have."""
+        """Returns all allowed sizes of a group."""
         pool = self.pool(group)
         total = len(pool.resources)
         counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
@@ -66,11 +68,11 @@ class Space:
         return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
 
     def pool(self, group: str) -> Pool:
-        """Returns the resources in which a group's placement is counted."""
+        """Returns the pool of resources on which a group is placed."""
         return self.model.shape.pools[self.configured.placements[group].label]
 
     def iter_sizes(self) -> Iterator[Candidate]:
-        """Yields every number of ranks with all settings; each group lies at the beginning of its pool."""
+        """Yields a candidate for every combination of sizes and settings; each group lies at the beginning of its pool."""
         groups = self.model.workload.groups
         settings = list(self.settings())
         for sizes in itertools.product(*(self.sizes(group) for group in groups)):
@@ -100,8 +102,8 @@ class Space:
             yield Candidate({**base.placements, **placements}, base.settings)
 
     def _offsets(self, base: Candidate, group: str) -> set[int]:
-        """Returns the offsets at which a group may start in a large pool: at its beginning, after other groups, and at its
-        end.
+        """Returns the offsets to try for a group in a large pool: the beginning of the pool, after any other groups, and the
+        last possible offset.
         """
         label = base.placements[group].label
         other_counts = [
@@ -118,7 +120,7 @@ class Space:
 
 
 def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
-    """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
+    """Returns the sort key of a candidate: shortest step first, then least memory, fewest ranks and fewest changes."""
     candidate, prediction = ranked.candidate, ranked.prediction
     ranks = sum(len(placement.processes) for placement in candidate.placements.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
@@ -133,7 +135,7 @@ def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float,
 
 
 def _equivalence_key(ranked: RankedCandidate) -> object:
-    """Returns a key that is equal for candidates that a user would not distinguish."""
+    """Returns a key that is equal for equivalent candidates: the same sizes, mode and predicted step time."""
     sizes = tuple(
         (group, len(placement.resources), len(placement.processes))
         for group, placement in ranked.candidate.placements.items()
@@ -146,11 +148,13 @@ def search(
 ) -> list[RankedCandidate]:
     """Returns the best candidates, the best first.
 
+    Among candidates that differ only in the location of ranks, returns the best of each mode. Among candidates that differ
+    only in settings without an effect, returns the candidate with the fewest changes.
+
     Args:
-        space: All candidates.
-        count: Number of candidates; of several that differ only in the location of ranks, the best of each mode counts, and of
-            several that differ only in settings without an effect, the one with the fewest changes.
-        is_allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
+        space: Search space.
+        count: Maximum number of candidates to return.
+        is_allowed: Returns whether a candidate is allowed. It may be slow, so it is called only for candidates to return.
     """
     model, best = space.model, dict[object, RankedCandidate]()
     forbidden_keys: set[object] = set()

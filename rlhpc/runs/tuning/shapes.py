@@ -1,4 +1,4 @@
-"""Shapes of a cluster: pools of resources, and placements of groups on them."""
+"""Cluster shapes: pools of resources, and placements of groups on the resources."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhpc.runtime.placement import HybridComponentPlacement
 
 @dataclass(frozen=True)
 class Pool:
-    """Pool of resources that placements count: the accelerators of a node group, or its nodes without accelerators.
+    """Pool of resources for placements: the accelerators of a node group, or the nodes of a group without accelerators.
 
     Attributes:
-        label: Node group.
-        resources: Node, and index of the accelerator on it; -1 for the node itself.
+        label: Label of the node group.
+        resources: Pairs (node, index of the accelerator on the node); the index is -1 if the resource is the node.
     """
 
     label: str
@@ -35,9 +35,9 @@ class GroupPlacement:
     """Placement of the ranks of a group.
 
     Attributes:
-        label: Node group.
+        label: Label of the node group.
         text: Placement as written in a configuration.
-        processes: Resources of each rank.
+        processes: Resources of each rank, as indices into the pool.
     """
 
     label: str
@@ -46,7 +46,7 @@ class GroupPlacement:
 
     @classmethod
     def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
-        """Returns the placement on `count` resources from `first` on, with `per` ranks each."""
+        """Returns the placement on `count` consecutive resources, beginning with `first`, with `per` ranks on each."""
         last_resource = first + count - 1
         resources = str(first) if count == 1 else f"{first}-{last_resource}"
         ranks = count * per
@@ -63,11 +63,11 @@ class ClusterShape:
     """Machines of a run.
 
     Attributes:
-        pools: Pools by label.
+        pools: Label of a node group → pool of its resources.
         cores: Number of cores of each node.
-        accelerators: Number of accelerators of all nodes.
+        accelerators: Total number of accelerators.
         memory: Bytes of host memory of a node; 0 if unknown.
-        device_memory: Bytes of an accelerator; 0 if unknown.
+        device_memory: Bytes of memory of an accelerator; 0 if unknown.
     """
 
     pools: Mapping[str, Pool]
@@ -78,7 +78,7 @@ class ClusterShape:
 
     @classmethod
     def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> ClusterShape:
-        """Returns the machines that a configuration requests, with the resources of these node groups."""
+        """Returns the machines that a configuration requests, with pools for these node groups."""
         cluster = Cluster.planned(cfg.cluster)
         pools = {}
         for label in labels:
@@ -90,7 +90,7 @@ class ClusterShape:
         return cls(pools, cores, cluster.num_accelerators, memory, device_memory)
 
     def resources_of(self, placement: GroupPlacement) -> list[list[tuple[int, int]]]:
-        """Returns the resources of each rank: node, and index of the accelerator on it."""
+        """Returns the resources of each rank, as pairs (node, index of the accelerator on the node)."""
         pool = self.pools[placement.label]
         return [[pool.resources[index] for index in indices] for indices in placement.processes]
 
@@ -101,7 +101,7 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Placement of each group, and value of each key that varies."""
+    """Candidate of the search: the placement of each group, and the value of each variable key."""
 
     placements: Mapping[str, GroupPlacement]
     settings: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""`rlhpc tune`: measures the costs of a step, searches placements, verifies the best ones, and writes a configuration."""
+"""Command `rlhpc tune`: measures the costs of a step, searches placements, verifies the best, and writes a configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rlhpc.runtime.text import align_columns, format_bytes
 
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
-#: Key → its value in short runs, for task types that have the key; without evaluations and early stopping.
+#: Key → value in short runs, for task types with the key. The values turn off evaluations and early stopping.
 NOT_IN_SHORT_RUNS = {
     "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
 }  # fmt: skip
@@ -53,12 +53,12 @@ class TuneRequest:
         config: File of the configuration.
         overrides: Overrides of the configuration.
         site: Site file.
-        nodes, accelerators: Number of nodes, and of accelerators per node; None for the configured ones.
+        nodes, accelerators: Number of nodes, and of accelerators per node; None for the configured numbers.
         verify: Number of best candidates to verify by short runs.
-        max_staleness: Largest `algorithm.max_staleness` to consider; None for the configured one.
-        samples: Number of samples for which hours are computed; None for those of the complete run.
+        max_staleness: Largest `algorithm.max_staleness` to consider; None for the configured value.
+        samples: Number of samples for the computation of hours; None for the samples of the complete run.
         steps: Number of measured steps of a short run.
-        deadline_s: Seconds that a short run may take.
+        deadline_s: Maximum seconds of a short run.
     """
 
     config: str
@@ -98,7 +98,7 @@ def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
 
 
 def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
-    """Returns the search space on the requested machines. With `here` this machine's memory is the limit."""
+    """Returns the search space on the requested machines. If `here` is true, the memory of this machine is the limit."""
     target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {placement.label for placement in configured.placements.values()}
@@ -125,8 +125,8 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         The content of tune.json.
 
     Raises:
-        ConfigError, PlacementError: A check failed; nothing ran.
-        RlhpcError: The unchanged configuration fails.
+        ConfigError, PlacementError: A check failed before the first short run, or no placement is allowed.
+        RlhpcError: The short run of the unchanged configuration failed.
     """
     cfg = load_config(request.config, request.overrides, site=request.site)
     if request.machines() and cfg.cluster.node_groups:
@@ -187,14 +187,14 @@ def _tune(
 
 
 def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
-    """Returns whether a candidate passes the checks of the configuration and the memory check before a start.
+    """Returns whether a candidate passes the checks of the configuration and the memory check of a start.
 
-    The memory check is estimated: memory measured in short runs is valid only for their number of ranks.
+    The memory check uses estimates, because measurements of short runs are valid only for their number of ranks.
 
     Args:
         request: Configuration, options and machines.
         candidate: Placement and settings.
-        here: True if the machines are like this machine.
+        here: True if the candidate runs on machines like this machine.
     """
     override_words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
@@ -275,7 +275,7 @@ def _is_same_candidate(first: Candidate, second: Candidate) -> bool:
 def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
     """Runs the best candidates and the unchanged configuration for a few steps; records the measurements and the winner.
 
-    The winner is the fastest candidate, unless the configured one is slower by no more than the spread of equal runs.
+    The winner is the fastest candidate, unless the configured candidate is slower by at most the spread of equal runs.
     """
     if not request.verify:
         return
@@ -303,7 +303,7 @@ def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: 
 
 
 def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
-    """Writes tune.json, and a configuration that includes the original one and applies the changes of the winner."""
+    """Writes tune.json, and a configuration that includes the original file and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
     original_config = find_config(request.config).absolute()
     base = (
@@ -337,7 +337,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     Args:
         record: Content of tune.json.
         tuned: Path of the winner's configuration.
-        command: Command that runs it.
+        command: Command that runs the winner's configuration.
     """
     has_accelerators = record["hours_of"] == "accelerators"
     is_verified = any(row["measured_step_s"] is not None for row in record["rows"])
@@ -381,7 +381,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
 
 
 def _placement(placement: Mapping[str, Any]) -> str:
-    """Formats a placement; groups with equal placements are listed in one entry."""
+    """Formats a placement, with one entry for all groups with the same placement."""
     groups_by_placement: dict[str, list[str]] = {}
     for group, placement_section in placement.items():
         placement_text = (

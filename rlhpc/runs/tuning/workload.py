@@ -1,4 +1,4 @@
-"""Workload of a step: its phases and the keys that may vary, as each task type describes them for `rlhpc tune`."""
+"""Workload of a step: its phases and variable keys, which each task type describes for `rlhpc tune`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a step: work of one group, whose ranks work at the same time and with equal shares.
+    """Phase of a step: work of one group. The group's ranks work at the same time with equal shares.
 
     Attributes:
         name: Name in tables.
         group: Group that does the work.
-        metric: Metric with its seconds per step: those of the slowest working rank.
+        metric: Metric with the phase's seconds per step on the slowest rank.
         turn: True for phases that alternate throughout the step: policy and simulators.
-        streams: True if it starts with the first pieces that the preceding phase has finished.
-        on_cores: True if it computes on cores even where its group has accelerators.
-        waits: True if its metric is the driver's wait, which measures no work where steps overlap.
+        streams: True if the phase starts with the first results of the preceding phase.
+        on_cores: True if the phase computes on CPU cores even if the group has accelerators.
+        waits: True if the metric is the driver's wait, which does not measure work if steps overlap.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Knob:
-    """Key whose value may vary.
+    """Variable key of the configuration.
 
     Attributes:
-        key: The key.
-        values: Candidate values, including the configured one.
+        key: Dotted path of the key.
+        values: Candidate values, including the configured value.
     """
 
     key: str
@@ -48,18 +48,18 @@ class Workload:
     """Workload of a step of a run.
 
     Attributes:
-        phases: Phases in their order.
+        phases: Phases in the order of the step.
         samples: Number of samples of a step.
-        unit: Unit of these samples.
-        knobs: Keys that may vary besides the placement.
+        unit: Unit of `samples`.
+        knobs: Variable keys in addition to the placement.
         stages: Key of the number of stages in which alternating phases overlap; "" without one.
         turns: Metric with the seconds per step of all alternating phases; "" without one.
         staleness: Key of the maximum staleness in steps of rollout relative to training; "" without one.
         measured_with: Overrides under which no phase overlaps another.
-        smaller: Divisor → overrides under which a step has that share of the work, in as many pieces.
-        divides: Group → a number that the number of its ranks must divide; 0 for any.
+        smaller: Divisor → overrides under which a step has this fraction of the work, in the same number of pieces.
+        divides: Group → number that must be divisible by the group's number of ranks; 0 for any number of ranks.
         several: Groups that may have several ranks on one accelerator.
-        pieces: Number of batches in which one rank makes a step's samples; for phases that stream.
+        pieces: Number of batches in which one rank makes a step's samples, for phases that stream.
     """
 
     phases: tuple[Phase, ...]
@@ -77,5 +77,5 @@ class Workload:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Groups that phases belong to, in the order of the phases."""
+        """Groups of the phases, in the order of the phases."""
         return tuple(dict.fromkeys(phase.group for phase in self.phases))
