@@ -70,7 +70,7 @@ def measured(env: Any, steps: int) -> dict[str, float]:
     env.reset()
     for _ in range(steps):
         env.step(np.zeros((1, 7), np.float32))
-    return timing_row(env.timing.news())
+    return timing_row(env.timing.pop_measurements())
 
 
 def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:

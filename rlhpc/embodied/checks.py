@@ -17,7 +17,7 @@ from rlhpc.embodied.config import (
     SacConfig,
     minibatch_size,
 )
-from rlhpc.embodied.envs.wrappers import entry
+from rlhpc.embodied.envs.wrappers import parse_entry
 from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
@@ -101,10 +101,10 @@ def _wrappers(key: str, wrappers: Sequence[object]) -> None:
     """Checks the wrappers' names; `module:Class` is imported only when the environment is built."""
     if not wrappers:
         return
-    from rlhpc.embodied.envs.wrappers import WRAPPERS, entry
+    from rlhpc.embodied.envs.wrappers import WRAPPERS, parse_entry
 
     for i, wrapper in enumerate(wrappers):
-        name, _ = entry(wrapper, f"{key}[{i}]")
+        name, _ = parse_entry(wrapper, f"{key}[{i}]")
         if WRAPPERS.path(name) is None:
             WRAPPERS.find(name, f"{key}[{i}]")
 
@@ -134,7 +134,7 @@ def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
     """
     for key in ("env.train.wrappers", "env.eval.wrappers"):
         for wrapper_index, wrapper in enumerate(select(cfg, key) or ()):
-            if entry(wrapper, key)[0] in ("normalize", "gymnasium.wrappers:NormalizeObservation"):
+            if parse_entry(wrapper, key)[0] in ("normalize", "gymnasium.wrappers:NormalizeObservation"):
                 raise fail(
                     f"{key}[{wrapper_index}]",
                     "its running statistics are each slot's own, neither saved nor used by evaluations: take it out and, in "

@@ -16,9 +16,9 @@ from rlhpc.embodied.envs.observations import Obs, boxes_of
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-#: Counts that an env rank with robots reports with each rollout (`Timing.news`).
+#: Counts that an env rank with robots reports with each rollout (`Timing.pop_measurements`).
 _COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
-TIMED = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
+TIMING_NAMES = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
 
 
 class Timing:
@@ -77,9 +77,9 @@ class Timing:
         counts = ", ".join(f"{getattr(self, f'num_{name}')} {name}" for name in _COUNTS[:-1])
         return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
-    def news(self) -> dict[str, np.ndarray]:
-        """Returns the measurements since the last call by name, one entry for each of `TIMED`: latencies `[k]`, counts
-        `[1]`.
+    def pop_measurements(self) -> dict[str, np.ndarray]:
+        """Returns the measurements since the last call by name, one entry for each of `TIMING_NAMES`: latencies `[k]`,
+        counts `[1]`.
         """
         latency_lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
         counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
@@ -91,28 +91,28 @@ class Timing:
         }
         return latencies_ms | {name: np.array([count - reported_before.get(name, 0)]) for name, count in counts.items()}
 
-    def add(self, news: dict[str, np.ndarray]) -> None:
-        """Adds the measurements that `news` of another `Timing` returned."""
-        self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
-        self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
+    def add(self, measurements: dict[str, np.ndarray]) -> None:
+        """Adds the measurements that `pop_measurements` of another `Timing` returned."""
+        self.latency_s += (measurements["robot_latency_ms"] / 1000.0).tolist()
+        self.link_s += (measurements["robot_link_ms"] / 1000.0).tolist()
         for name in _COUNTS:
             attribute = f"num_{name}"
-            setattr(self, attribute, getattr(self, attribute) + int(news[f"robot_{name}"].sum()))
+            setattr(self, attribute, getattr(self, attribute) + int(measurements[f"robot_{name}"].sum()))
 
 
-def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
-    """Returns the concatenated `news` of several robots; arrays of length 0 without robots."""
-    robot_measurements = [timing.news() for timing in timings if timing is not None]
+def concat_timings(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
+    """Returns the concatenated `pop_measurements` of several robots; arrays of length 0 without robots."""
+    robot_measurements = [timing.pop_measurements() for timing in timings if timing is not None]
     return {
         name: np.concatenate([measurements[name] for measurements in robot_measurements] or [np.zeros(0)])
-        for name in TIMED
+        for name in TIMING_NAMES
     }
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns the timing metrics of a step by metric name; {} without a robot, or if the robot was idle."""
     row: dict[str, float] = {}
-    for name in TIMED:
+    for name in TIMING_NAMES:
         measurements = columns.get(name, np.zeros(0))
         if name.endswith("_ms") and measurements.size:
             p50, p95 = np.quantile(measurements, (0.5, 0.95))
@@ -196,7 +196,7 @@ class VectorEnv(ABC):
         if cls.__module__.partition(".")[0] != "rlhpc":
             for name, check in (("reset", check_reset), ("step", check_step), ("chunk_step", check_step)):
                 if name in cls.__dict__:
-                    setattr(cls, name, _checked(cls.__dict__[name], check))
+                    setattr(cls, name, _with_check(cls.__dict__[name], check))
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
@@ -307,7 +307,7 @@ class VectorEnv(ABC):
         """Frees the simulators."""
 
 
-def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
+def _with_check(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
     @functools.wraps(method)
     def call(env: VectorEnv, *args: Any, **options: Any) -> Any:
         result = method(env, *args, **options)
@@ -317,34 +317,34 @@ def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
     return call
 
 
-def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
+def check_reset(env: VectorEnv, name: str, result: Any) -> None:
     """Checks that the result of a user's `reset` is (observations, infos).
 
     Raises:
         InterfaceError: The result has another form; the message describes it.
     """
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
-        raise _refusal(env, f"{name}() returned {describe(answer)}")
-    _check_observations(env, name, answer[0])
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        raise _interface_error(env, f"{name}() returned {describe(result)}")
+    _check_observations(env, name, result[0])
 
 
-def check_step(env: VectorEnv, name: str, answer: Any) -> None:
+def check_step(env: VectorEnv, name: str, result: Any) -> None:
     """Checks that the result of a user's `step` or `chunk_step` is a `Step`.
 
     Raises:
         InterfaceError: The result has another form; the message describes it.
     """
-    if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[4], dict):
-        raise _refusal(env, f"{name}() returned {describe(answer)}")
-    obs, rewards, terminations, truncations, infos = answer
+    if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
+        raise _interface_error(env, f"{name}() returned {describe(result)}")
+    obs, rewards, terminations, truncations, infos = result
     _check_observations(env, name, obs)
     arrays = {"rewards": (rewards, "fiu"), "terminations": (terminations, "b"), "truncations": (truncations, "b")}
     for label, (values, dtype_kinds) in arrays.items():
         is_array = isinstance(values, np.ndarray) and values.dtype.kind in dtype_kinds
         if not is_array or values.shape != (env.num_envs,):
-            raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
+            raise _interface_error(env, f"{name}() returned {describe(values)} as {label}")
     if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):
-        raise _refusal(env, f"{name}() ended episodes, and its infos have no final_obs")
+        raise _interface_error(env, f"{name}() ended episodes, and its infos have no final_obs")
 
 
 def _check_observations(env: VectorEnv, name: str, obs: Any) -> None:
@@ -352,10 +352,10 @@ def _check_observations(env: VectorEnv, name: str, obs: Any) -> None:
         array = obs.get(key) if key and isinstance(obs, dict) else obs
         if tuple(getattr(array, "shape", ())) != (env.num_envs, *box.shape):
             label = f"observation {key}" if key else "observations"
-            raise _refusal(env, f"{name}() returned {describe(array)} as {label}; the space is {box}")
+            raise _interface_error(env, f"{name}() returned {describe(array)} as {label}; the space is {box}")
 
 
-def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
+def _interface_error(env: VectorEnv, problem: str) -> InterfaceError:
     return InterfaceError(
         f"{type(env).__module__}:{type(env).__name__}: {problem}; a vector environment of N = {env.num_envs} slots returns "
         "(observations [N, …], infos) from reset(), and (observations [N, …], rewards [N], terminations bool [N], "
@@ -371,16 +371,16 @@ def similar_ids_hint(env_id: str, ids: Iterable[str], otherwise: str) -> str:
 
 def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
     """Returns a mask (bool `[N]`) of the slots whose simulator or robot failed in this step."""
-    failed = infos.get("lost")
-    return np.zeros(num_envs, bool) if failed is None else np.array(failed, bool)
+    failed_mask = infos.get("lost")
+    return np.zeros(num_envs, bool) if failed_mask is None else np.array(failed_mask, bool)
 
 
-def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
+def merge_infos(target_infos: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
     """Copies the rows of a step's infos that `mask` selects into the infos of earlier steps."""
     for name, array in info.items():
         if isinstance(array, dict):
-            merge_infos(into.setdefault(name, {}), array, mask)
-        elif name not in into:
-            into[name] = np.array(array)
+            merge_infos(target_infos.setdefault(name, {}), array, mask)
+        elif name not in target_infos:
+            target_infos[name] = np.array(array)
         else:
-            into[name][mask] = array[mask]
+            target_infos[name][mask] = array[mask]

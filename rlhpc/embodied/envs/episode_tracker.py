@@ -30,15 +30,15 @@ class EpisodeTracker:
         self._repeats_first_state = cfg.use_fixed_reset_state_ids
         self._uses_relative_reward = cfg.use_rel_reward
         self._ignore_terminations = cfg.ignore_terminations
-        self._scale = cfg.reward_scale
+        self._reward_scale = cfg.reward_scale
         #: Number of episodes that each slot has begun.
         self.num_begun = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int64)
         self.returns = np.zeros(num_envs, np.float64)
         self._succeeded = np.zeros(num_envs, bool)
-        self._succeeds_now = np.zeros(num_envs, bool)
+        self._is_successful = np.zeros(num_envs, bool)
         self._previous_rewards = np.zeros(num_envs, np.float32)
-        self._knows_success = False
+        self._reports_success = False
 
     def reseed(self, seed: int) -> None:
         """Restarts the slots' series of episodes from a seed."""
@@ -60,7 +60,7 @@ class EpisodeTracker:
             Seeds of the episodes' first states, from (seed, group of slots, number of the episode). Slots of a group
             get the same seed.
         """
-        for statistic in (self.elapsed, self.returns, self._succeeded, self._succeeds_now, self._previous_rewards):
+        for statistic in (self.elapsed, self.returns, self._succeeded, self._is_successful, self._previous_rewards):
             statistic[slots] = 0
         seeds = [self._episode_seed(slot) for slot in slots.tolist()]
         self.num_begun[slots] += 1
@@ -90,9 +90,9 @@ class EpisodeTracker:
         self.returns += rewards
         terminated = failed & active
         if success is not None:
-            self._knows_success = True
+            self._reports_success = True
             succeeded_now = success & active
-            self._succeeds_now = np.where(active, success, self._succeeds_now)
+            self._is_successful = np.where(active, success, self._is_successful)
             self._succeeded |= succeeded_now
             terminated = terminated | succeeded_now
         if self._ignore_terminations:
@@ -103,12 +103,12 @@ class EpisodeTracker:
                 rewards - np.where(active, self._previous_rewards, 0),
                 np.where(active, rewards, self._previous_rewards),
             )
-        return rewards * np.float32(self._scale), terminated, truncated
+        return rewards * np.float32(self._reward_scale), terminated, truncated
 
-    def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns `infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
-        episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": done.copy()}
-        if self._knows_success:
+    def report(self, is_done: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `infos["episode"]` of a step in which the slots `is_done` (bool `[N]`) ended."""
+        episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": is_done.copy()}
+        if self._reports_success:
             episode["success_once"] = self._succeeded.astype(np.float64)
-            episode["success_at_end"] = self._succeeds_now.astype(np.float64)
+            episode["success_at_end"] = self._is_successful.astype(np.float64)
         return episode

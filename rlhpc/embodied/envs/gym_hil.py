@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 
 #: Centre of the cube's start area, in metres.
-_MIDDLE = np.array([0.4, 0.0, 0.1])
-_APART, _FROM_MIDDLE = 20.0, 10.0
+_CENTER = np.array([0.4, 0.0, 0.1])
+_OFFSET_SCALE, _POSITION_SCALE = 20.0, 10.0
 #: Command of a closed gripper; 0 opens it.
 _CLOSED = 255.0
 #: Distance in metres of an action of 1.
@@ -36,12 +36,12 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.np_random = np.random.default_rng(seed)
         np.random.seed(int(self.np_random.integers(1 << 31)))
         obs, info = self.env.reset(options=options)
-        return _numbers(obs), info
+        return _state_vector(obs), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the simulator."""
         obs, reward, terminated, truncated, info = self.env.step(action)
-        return _numbers(obs), reward, terminated, truncated, {**info, "success": bool(info["succeed"])}
+        return _state_vector(obs), reward, terminated, truncated, {**info, "success": bool(info["succeed"])}
 
     def render(self) -> Any:
         """Renders both cameras, side by side."""
@@ -49,11 +49,16 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
         return np.concatenate(cameras, axis=1)
 
 
-def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
+def _state_vector(obs: dict[str, np.ndarray]) -> np.ndarray:
     arm, cube = obs["agent_pos"], obs["environment_state"]
-    tcp, closed = arm[-3:], arm[-4] / _CLOSED
-    parts = ([closed], _FROM_MIDDLE * (tcp - _MIDDLE), _FROM_MIDDLE * (cube - _MIDDLE), _APART * (cube - tcp))
-    return np.concatenate(parts).astype(np.float32)
+    tcp, closure = arm[-3:], arm[-4] / _CLOSED
+    state_parts = (
+        [closure],
+        _POSITION_SCALE * (tcp - _CENTER),
+        _POSITION_SCALE * (cube - _CENTER),
+        _OFFSET_SCALE * (cube - tcp),
+    )
+    return np.concatenate(state_parts).astype(np.float32)
 
 
 def pick(obs: np.ndarray) -> np.ndarray:
@@ -61,11 +66,11 @@ def pick(obs: np.ndarray) -> np.ndarray:
     between
     -1 and 1; observations `[N, 10]` are those of `PandaState`.
     """
-    closed, offset = obs[:, 0], obs[:, 7:10] / _APART
+    closure, offset = obs[:, 0], obs[:, 7:10] / _OFFSET_SCALE
     horizontal_distance, height = np.linalg.norm(offset[:, :2], axis=1), np.abs(offset[:, 2])
     is_above = horizontal_distance < 0.015
     is_at_cube = is_above & (height < 0.015)
-    is_holding = (closed > 0.9) & (horizontal_distance < 0.03) & (height < 0.03)
+    is_holding = (closure > 0.9) & (horizontal_distance < 0.03) & (height < 0.03)
     move = offset.copy()
     move[:, 2] += np.where(is_above, 0.0, 0.08)
     actions = np.empty((len(obs), 4), np.float32)

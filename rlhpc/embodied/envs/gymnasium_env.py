@@ -36,9 +36,9 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
-_STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
+_REMOVED_WRAPPERS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 #: Errors that numpy and dicts raise for an observation that does not fit its buffer.
-_MISFITS = (ValueError, TypeError, KeyError)
+_MISFIT_ERRORS = (ValueError, TypeError, KeyError)
 
 
 def choose_renderer() -> None:
@@ -77,14 +77,14 @@ def make_single_env(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
         raise ConfigError(f"env_id {env_id!r} refuses kwargs {kwargs}: {error}") from None
     registered_limit = env.spec.max_episode_steps if env.spec is not None else None
     limit = registered_limit if cfg.max_episode_steps is None else cfg.max_episode_steps
-    while isinstance(env, _STRIPPED):
+    while isinstance(env, _REMOVED_WRAPPERS):
         env = env.env
     if env.unwrapped.spec is not None:
         env.unwrapped.spec.max_episode_steps = limit or None  # wrappers such as `time` read it
     return wrap(env, cfg.wrappers), int(limit or 0)
 
 
-def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
+def _statistics_wrapper(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
     """Returns the wrapper that counts returns, or None. The counted returns exclude reward changes by outer wrappers."""
     return next((layer for layer in _layers(env) if isinstance(layer, RecordEpisodeStatistics)), None)
 
@@ -109,22 +109,22 @@ def _unsupported_space(env_id: str, space: Any) -> ConfigError:
     )
 
 
-def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
+def write_row(rows: np.ndarray, i: int, obs: Any) -> None:
     """Writes an observation into row `i`.
 
     Raises:
         ValueError, TypeError: The observation does not fit the row's shape, or the row's type cannot represent its numbers.
     """
-    observed = np.asarray(observed)
-    converts = observed.dtype == rows.dtype or observed.dtype.kind == rows.dtype.kind == "f"
-    if not converts or observed.shape != rows.shape[1:]:
-        if observed.dtype.kind not in "biuf":
-            raise TypeError(f"no numbers: {observed.dtype}")
-        if observed.size != rows[i].size:
-            raise ValueError(f"{observed.size} numbers in place of {rows[i].size}")
-        if rows.dtype.kind != "f" and (observed.astype(rows.dtype) != observed).any():
+    obs = np.asarray(obs)
+    has_same_kind = obs.dtype == rows.dtype or obs.dtype.kind == rows.dtype.kind == "f"
+    if not has_same_kind or obs.shape != rows.shape[1:]:
+        if obs.dtype.kind not in "biuf":
+            raise TypeError(f"no numbers: {obs.dtype}")
+        if obs.size != rows[i].size:
+            raise ValueError(f"{obs.size} numbers in place of {rows[i].size}")
+        if rows.dtype.kind != "f" and (obs.astype(rows.dtype) != obs).any():
             raise ValueError(f"numbers that {rows.dtype} cannot represent")
-    rows[i] = observed
+    rows[i] = obs
 
 
 def _row_spec(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
@@ -150,21 +150,21 @@ class GymnasiumVectorEnv(VectorEnv):
         self._env_id = cfg.env_id
         envs_and_limits = [make_single_env(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in envs_and_limits]
-        self._statistics = [_statistics(env) for env in self.envs]
-        self._limit = self.max_episode_steps = envs_and_limits[0][1]
+        self._statistics_wrappers = [_statistics_wrapper(env) for env in self.envs]
+        self._step_limit = self.max_episode_steps = envs_and_limits[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.control_hz = _control_hz(self.envs[0])
-        self._has_dict = isinstance(self.observation_space, spaces.Dict)
-        self._texts: dict[str, int] = {}
-        if self._has_dict:
-            self.observation_space = self._boxes(cfg.env_id)
+        self._has_dict_obs = isinstance(self.observation_space, spaces.Dict)
+        self._text_sizes: dict[str, int] = {}
+        if self._has_dict_obs:
+            self.observation_space = self._box_space(cfg.env_id)
         elif not isinstance(self.observation_space, spaces.Box):
             raise _unsupported_space(cfg.env_id, self.observation_space)
         self._row_specs = {key: _row_spec(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
-        self._discrete = isinstance(self.action_space, spaces.Discrete)
+        self._is_discrete = isinstance(self.action_space, spaces.Discrete)
         # Policies number actions from 0.
-        self._start: Any = getattr(self.action_space, "start", 0)
-        self._box = isinstance(self.action_space, spaces.Box)
+        self._first_action: Any = getattr(self.action_space, "start", 0)
+        self._is_box = isinstance(self.action_space, spaces.Box)
         self._ignore_terminations = cfg.ignore_terminations
         self._reward_scale = cfg.reward_scale
         self._group_size = max(1, cfg.group_size)
@@ -172,9 +172,9 @@ class GymnasiumVectorEnv(VectorEnv):
         self._uses_relative_reward = cfg.use_rel_reward
         self._previous_rewards = [0.0] * num_envs
         self._succeeded = [False] * num_envs
-        self._elapsed = [0] * num_envs
+        self._elapsed_steps = [0] * num_envs
         self._returns = [0.0] * num_envs
-        self._episodes = [0] * num_envs
+        self._num_episodes = [0] * num_envs
         self._seed = seed
         self._seeds_reset = True
         #: For simulators that are saved as replays: for each slot, the seed or generator state at the start of its episode,
@@ -184,53 +184,53 @@ class GymnasiumVectorEnv(VectorEnv):
             self._replay_logs = [(None, []) for _ in range(num_envs)]
         self.supports_state = can_save(self.envs[0], self._replay_log(0))
 
-    def _boxes(self, env_id: str) -> spaces.Dict:
+    def _box_space(self, env_id: str) -> spaces.Dict:
         """Returns the Dict observation space with a box for each text, and records the sizes of the encoded texts."""
         boxes: dict[str, spaces.Space[Any]] = {}
         for key, space in self.observation_space.spaces.items():
             if is_text(space):
                 boxes[key] = text_space(space)
-                self._texts[key] = boxes[key].shape[0]  # type: ignore[index]
+                self._text_sizes[key] = boxes[key].shape[0]  # type: ignore[index]
             elif isinstance(space, spaces.Box):
                 boxes[key] = space
             else:
                 raise _unsupported_space(env_id, self.observation_space)
         return spaces.Dict(boxes)
 
-    def _rows(self) -> Any:
+    def _allocate_rows(self) -> Any:
         """Allocates a buffer for the observations of all slots."""
-        if self._has_dict:
+        if self._has_dict_obs:
             return {key: np.zeros(*spec) for key, spec in self._row_specs.items()}
         return np.zeros(*self._row_specs[""])
 
-    def _write(self, rows: Any, i: int, observed: Any) -> None:
+    def _write_obs(self, rows: Any, i: int, obs: Any) -> None:
         """Writes the observation of slot `i` into its row of each buffer.
 
         Raises:
             ConfigError: The observation is outside the environment's observation space.
         """
         try:
-            if not self._has_dict:
-                write_row(rows, i, observed)
+            if not self._has_dict_obs:
+                write_row(rows, i, obs)
                 return
             for key, column in rows.items():
-                value = observed[key]
-                write_row(column, i, encode_text(value, self._texts[key]) if key in self._texts else value)
-        except _MISFITS as error:
-            raise self._misfit(observed, i) from error
+                value = obs[key]
+                write_row(column, i, encode_text(value, self._text_sizes[key]) if key in self._text_sizes else value)
+        except _MISFIT_ERRORS as error:
+            raise self._misfit_error(obs, i) from error
 
-    def _misfit(self, observed: Any, i: int) -> ConfigError:
+    def _misfit_error(self, obs: Any, i: int) -> ConfigError:
         """Returns the error for an observation outside the environment's observation space."""
 
-        def form(value: Any) -> str:
+        def describe_value(value: Any) -> str:
             if isinstance(value, dict):
-                return "{" + ", ".join(f"{key}: {form(item)}" for key, item in value.items()) + "}"
+                return "{" + ", ".join(f"{key}: {describe_value(item)}" for key, item in value.items()) + "}"
             if hasattr(value, "shape") and hasattr(value, "dtype"):
                 return f"shape {tuple(value.shape)}, type {value.dtype}"
             return f"type {type(value).__name__}"
 
         return ConfigError(
-            f"{self._env_id}: slot {i} gave an observation of {form(observed)}, and its observation_space is "
+            f"{self._env_id}: slot {i} gave an observation of {describe_value(obs)}, and its observation_space is "
             f"{self.envs[i].observation_space}; mend the environment, or wrap it (env.train.wrappers)"
         )
 
@@ -243,15 +243,15 @@ class GymnasiumVectorEnv(VectorEnv):
         if seed is not None:
             self._seed = seed
             self._seeds_reset = True
-        obs = self._rows()
+        obs = self._allocate_rows()
         for i in range(self.num_envs):
-            self._write(obs, i, self._reset(i, self._seeds_reset))
-            self._elapsed[i], self._returns[i], self._previous_rewards[i], self._succeeded[i] = 0, 0.0, 0.0, False
+            self._write_obs(obs, i, self._reset(i, self._seeds_reset))
+            self._elapsed_steps[i], self._returns[i], self._previous_rewards[i], self._succeeded[i] = 0, 0.0, 0.0, False
         self._seeds_reset = False
         return obs, {}
 
-    def _reset(self, i: int, fresh: bool = False) -> Any:
-        seed = self._slot_seed(i) if fresh or self._repeats_first_state else None
+    def _reset(self, i: int, reseeds: bool = False) -> Any:
+        seed = self._slot_seed(i) if reseeds or self._repeats_first_state else None
         if self._replay_logs is not None:
             self._replay_logs[i] = (seed if seed is not None else generator_state(self.envs[i]), [])
         return reset_env(self.envs[i], self._env_id, seed=seed)[0]
@@ -287,21 +287,21 @@ class GymnasiumVectorEnv(VectorEnv):
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
         """Steps the slots in `slots`; other slots keep their row of `obs` and get reward 0."""
         n = self.num_envs
-        if self._discrete:
-            env_actions: Any = (actions.reshape(-1) + int(self._start)).tolist()
-        elif self._box:
+        if self._is_discrete:
+            env_actions: Any = (actions.reshape(-1) + int(self._first_action)).tolist()
+        elif self._is_box:
             reshaped_actions = actions.reshape(n, *self.action_space.shape)
             env_actions = np.clip(reshaped_actions, self.action_space.low, self.action_space.high).astype(
                 self.action_space.dtype
             )
         else:
-            env_actions = actions.reshape(n, *self.action_space.shape) + self._start
+            env_actions = actions.reshape(n, *self.action_space.shape) + self._first_action
         if obs is None:
-            obs = self._rows()
+            obs = self._allocate_rows()
         rewards = np.zeros(n, np.float32)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
-        limit, elapsed, returns, write = self._limit, self._elapsed, self._returns, self._write
+        limit, elapsed, returns, write = self._step_limit, self._elapsed_steps, self._returns, self._write_obs
         replay_logs = self._replay_logs
         for i in slots:
             env = self.envs[i]
@@ -323,7 +323,7 @@ class GymnasiumVectorEnv(VectorEnv):
             if terminated or truncated:
                 terminations[i], truncations[i] = terminated, truncated and not terminated
                 is_life_lost = terminated and "life_lost" in info
-                self._end(i, slot_obs, info, infos, counts=not is_life_lost)
+                self._end_episode(i, slot_obs, info, infos, is_counted=not is_life_lost)
                 slot_obs = self._reset(i)
                 self._previous_rewards[i] = 0.0
                 if not is_life_lost:
@@ -333,24 +333,26 @@ class GymnasiumVectorEnv(VectorEnv):
             rewards *= self._reward_scale
         return obs, rewards, terminations, truncations, infos
 
-    def _end(self, i: int, final: Any, info: Mapping[str, Any], infos: dict[str, Any], counts: bool) -> None:
+    def _end_episode(
+        self, i: int, final_obs: Any, info: Mapping[str, Any], infos: dict[str, Any], is_counted: bool
+    ) -> None:
         if "final_obs" not in infos:
             n = self.num_envs
-            infos["final_obs"] = self._rows()
+            infos["final_obs"] = self._allocate_rows()
             infos["episode"] = {
                 "return": np.zeros(n, np.float64),
                 "length": np.zeros(n, np.int64),
                 "mask": np.zeros(n, bool),
             }
-        self._write(infos["final_obs"], i, final)
-        episode, wrapper_statistics = infos["episode"], self._statistics[i]
+        self._write_obs(infos["final_obs"], i, final_obs)
+        episode, wrapper_statistics = infos["episode"], self._statistics_wrappers[i]
         episode_return = self._returns[i] if wrapper_statistics is None else wrapper_statistics.episode_returns
         episode["return"][i] = np.asarray(episode_return).item()  # some rewards are arrays with one number
-        episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
+        episode["length"][i], episode["mask"][i] = self._elapsed_steps[i], is_counted
         if (success := success_of(self._env_id, info)) is not None:
             for key, is_success in (("success_once", self._succeeded[i]), ("success_at_end", success)):
                 episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(is_success)
-        self._episodes[i] += 1
+        self._num_episodes[i] += 1
 
     def _replay_log(self, i: int) -> tuple[Any, list[Any]] | None:
         return None if self._replay_logs is None else self._replay_logs[i]
@@ -363,9 +365,9 @@ class GymnasiumVectorEnv(VectorEnv):
             "slots": [
                 {
                     "simulator": save_simulator(env, self._replay_log(i)),
-                    "elapsed": self._elapsed[i],
+                    "elapsed": self._elapsed_steps[i],
                     "return": self._returns[i],
-                    "episodes": self._episodes[i],
+                    "episodes": self._num_episodes[i],
                     "before": self._previous_rewards[i],
                     "once": self._succeeded[i],
                 }
@@ -380,8 +382,8 @@ class GymnasiumVectorEnv(VectorEnv):
             replay_log = restore_simulator(self.envs[i], slot["simulator"])
             if self._replay_logs is not None and replay_log is not None:
                 self._replay_logs[i] = replay_log
-            self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
-            self._episodes[i] = int(slot["episodes"])
+            self._elapsed_steps[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
+            self._num_episodes[i] = int(slot["episodes"])
             self._previous_rewards[i], self._succeeded[i] = (
                 float(slot.get("before", 0.0)),
                 bool(slot.get("once", False)),
@@ -408,13 +410,13 @@ _MUJOCO = ("model", "data", "mujoco_renderer")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 #: Classes and packages of simulators whose state cannot be read or is large, but whose resets clear all earlier state, so
 #: that a replay is exact. (BipedalWalker is not in the list, because its Box2D world outlives resets.)
-_REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
+_REPLAYED_SIMULATORS = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
 
 
 def is_replayed(env: Any) -> bool:
     """Returns whether a resume restores the environment by replaying its current episode."""
     env_class = type(env.unwrapped)
-    return env_class.__name__ in _REPLAYED or env_class.__module__.partition(".")[0] in _REPLAYED
+    return env_class.__name__ in _REPLAYED_SIMULATORS or env_class.__module__.partition(".")[0] in _REPLAYED_SIMULATORS
 
 
 def generator_state(env: Any) -> Any:
@@ -449,11 +451,11 @@ def can_save(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bool:
     return True
 
 
-def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
+def restore_simulator(env: Any, content: bytes) -> tuple[Any, list[Any]] | None:
     """Restores an environment from the bytes of `save_simulator`; returns its replay log, or None if it is not replayed."""
-    state = pickle.loads(saved)
+    state = pickle.loads(content)
     if isinstance(state, list):
-        _take_over(env, state)
+        _restore_attributes(env, state)
         return None
     start, actions, *wrappers = state
     seed = start if isinstance(start, int) else None
@@ -467,7 +469,7 @@ def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
     reset_env(env, name, seed=seed)
     for action in actions:
         step_env(env, name, action)
-    _take_over(env, wrappers[0] if wrappers else [])
+    _restore_attributes(env, wrappers[0] if wrappers else [])
     return start, actions
 
 
@@ -498,8 +500,8 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, ModuleType) or (isinstance(value, FunctionType) and "<" in value.__qualname__)
 
 
-def _take_over(env: Any, saved: list[dict[str, Any]]) -> None:
-    for layer, attributes in zip(_layers(env), saved, strict=False):
+def _restore_attributes(env: Any, layer_attributes: list[dict[str, Any]]) -> None:
+    for layer, attributes in zip(_layers(env), layer_attributes, strict=False):
         if "mujoco_renderer" in vars(layer):
             for name, attribute in attributes.pop("data").items():
                 _set_mujoco(layer.data, name, attribute)

@@ -41,9 +41,9 @@ class LiberoOptions:
 
 
 #: Step limits as in OpenVLA's evaluation: length of a suite's longest demonstration, rounded up, without the settling steps.
-_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+_STEP_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Number of idle steps after a reset, with the gripper open, in which objects come to rest.
-_SETTLING = 10
+_NUM_SETTLING_STEPS = 10
 _IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
 
@@ -73,9 +73,9 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
     control_hz = 20.0
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
-        super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
+        super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _step_limit(cfg.env_id))
         options = read_options(LiberoOptions, cfg.kwargs, "env.train.kwargs", "env_type libero")
-        self._suite = suite = _suite(cfg.env_id)
+        self._suite = suite = _load_suite(cfg.env_id)
         task_ids = list(range(suite.n_tasks)) if options.task_ids is None else options.task_ids
         if not task_ids or not all(0 <= i < suite.n_tasks for i in task_ids):
             raise ConfigError(
@@ -83,23 +83,23 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
             )
         self._cameras, self._size = options.cameras, (options.height, options.width)
         self._orientation = options.image_orientation
-        self._states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(task_ids)}
-        self._pairs = task_state_pairs({task: len(states) for task, states in self._states.items()})
-        instructions = {task: str(suite.get_task(task).language) for task in self._states}
+        self._initial_states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(task_ids)}
+        self._pairs = task_state_pairs({task: len(states) for task, states in self._initial_states.items()})
+        instructions = {task: str(suite.get_task(task).language) for task in self._initial_states}
         size = text_bytes(instructions.values())
-        self._texts = {task: encode_text(instruction, size) for task, instruction in instructions.items()}
+        self._instructions = {task: encode_text(instruction, size) for task, instruction in instructions.items()}
         self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
         self._stride = cfg.num_envs
         self._slot_offset = slot_offset
         #: Task of each slot's episode.
-        self._tasks = [task_ids[0]] * num_envs
+        self._slot_tasks = [task_ids[0]] * num_envs
         rgb = spaces.Box(0, 255, (*self._size, 3 * len(self._cameras)), np.uint8)
         state = spaces.Box(-np.inf, np.inf, (8,), np.float32)
         text_box = spaces.Box(0, 255, (size,), np.uint8)
         self.observation_space = spaces.Dict({"state": state, "rgb": rgb, "instruction": text_box})
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
 
-    def _build(self, task: Any) -> Any:
+    def _build_simulator(self, task: Any) -> Any:
         from libero.libero import get_libero_path
         from libero.libero.envs import OffScreenRenderEnv
 
@@ -133,27 +133,27 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         task, state = self.pair_of(slot, seed)
         if self._envs[slot] is not None:
             self._envs[slot].close()
-        self._tasks[slot] = task
-        env = self._envs[slot] = self._build(self._suite.get_task(task))
-        env.set_init_state(self._states[task][state])
-        for _ in range(_SETTLING):
+        self._slot_tasks[slot] = task
+        env = self._envs[slot] = self._build_simulator(self._suite.get_task(task))
+        env.set_init_state(self._initial_states[task][state])
+        for _ in range(_NUM_SETTLING_STEPS):
             obs = env.step(_IDLE_ACTION)[0]
-        return self._observe(slot, obs)
+        return self._convert_obs(slot, obs)
 
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
         """Steps a slot by one action (`SlotwiseVectorEnv.step_slot`)."""
         obs, _, _, _ = self._envs[slot].step(action)
         success = bool(self._envs[slot].check_success())
-        return SlotStep(self._observe(slot, obs), float(success), success)
+        return SlotStep(self._convert_obs(slot, obs), float(success), success)
 
-    def _observe(self, slot: int, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _convert_obs(self, slot: int, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         end_effector_state = [obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"]]
         views = [oriented(obs[f"{camera}_image"], self._orientation) for camera in self._cameras]
         rgb = np.concatenate(views, -1)
         return {
             "state": np.concatenate(end_effector_state).astype(np.float32),
             "rgb": rgb,
-            "instruction": self._texts[self._tasks[slot]],
+            "instruction": self._instructions[self._slot_tasks[slot]],
         }
 
     def picture(self, slot: int) -> np.ndarray:
@@ -168,12 +168,12 @@ def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
     return [(task, i) for i in range(max(counts.values())) for task, count in counts.items() if i < count]
 
 
-def _limit(suite: str) -> int:
+def _step_limit(suite: str) -> int:
     """Returns the step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have the limit of the
     original suite.
     """
-    names = [name for name in _LIMITS if suite == name or suite.startswith(f"{name}_")]
-    return _LIMITS[names[0]] if names else max(_LIMITS.values())
+    names = [name for name in _STEP_LIMITS if suite == name or suite.startswith(f"{name}_")]
+    return _STEP_LIMITS[names[0]] if names else max(_STEP_LIMITS.values())
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     return np.zeros(3) if length < 1e-9 else axis / length * (2 * np.arctan2(length, cos_half_angle))
 
 
-def _suite(name: str) -> Any:
+def _load_suite(name: str) -> Any:
     os.environ.setdefault("MUJOCO_GL", "egl")
     try:
         from libero.libero import benchmark

@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.envs.base import Step, VectorEnv, similar_ids_hint
 from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.envs.maniskill_data import (
-    convert,
-    flat,
+    convert_obs,
     join_states,
     joint_action_space,
     picture,
     row_of,
     select,
     space_of,
+    to_rows,
 )
 from rlhpc.embodied.envs.observations import join
 from rlhpc.runtime.devices import accelerator
@@ -46,17 +46,17 @@ class ActionLog:
 
     def __init__(self, num_envs: int, width: int) -> None:
         self._steps: list[np.ndarray] = []
-        self._dropped = 0
+        self._num_dropped = 0
         #: First step of each slot's episode, counted from the creation of the log.
-        self._since = np.zeros(num_envs, np.int64)
-        self._none = np.zeros((0, width), np.float32)
+        self._episode_starts = np.zeros(num_envs, np.int64)
+        self._no_actions = np.zeros((0, width), np.float32)
 
     def begin(self, slots: np.ndarray) -> None:
         """Starts new episodes of these slots and drops their earlier actions."""
-        self._since[slots] = self._dropped + len(self._steps)
-        num_expired = int(self._since.min()) - self._dropped
+        self._episode_starts[slots] = self._num_dropped + len(self._steps)
+        num_expired = int(self._episode_starts.min()) - self._num_dropped
         del self._steps[:num_expired]
-        self._dropped += num_expired
+        self._num_dropped += num_expired
 
     def add(self, actions: np.ndarray) -> None:
         """Adds a step's actions of all slots, `[N, width]`. Actions between the end of a slot's episode and its next
@@ -64,19 +64,19 @@ class ActionLog:
         """
         self._steps.append(np.array(actions, np.float32))
 
-    def of(self, slot: int) -> np.ndarray:
+    def actions_of(self, slot: int) -> np.ndarray:
         """Returns a slot's actions since its reset, float32 `[steps, width]`."""
-        steps = self._steps[self._since[slot] - self._dropped :]
-        return np.stack([step[slot] for step in steps]) if steps else self._none
+        steps = self._steps[self._episode_starts[slot] - self._num_dropped :]
+        return np.stack([step[slot] for step in steps]) if steps else self._no_actions
 
 
 log = logging.getLogger(__name__)
 _RESERVED_KWARGS = ("num_envs", "max_episode_steps", "render_mode")
 #: Names of simulation and render backends without a GPU.
-_ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
+_CPU_BACKENDS = ("cpu", "physx_cpu", "sapien_cpu")
 
 
-class _NoMaterial:
+class _StubMaterial:
     """Substitute for SAPIEN's render material on machines without a renderer, where nothing reads the material."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ def load_maniskill() -> bool:
     required("sapien.render", *_REQUIREMENT)
     import sapien
 
-    if sapien.render.RenderMaterial is not _NoMaterial:
+    if sapien.render.RenderMaterial is not _StubMaterial:
         try:
             sapien.render.RenderMaterial()
         except RuntimeError:
@@ -106,9 +106,9 @@ def load_maniskill() -> bool:
             for module in list(sys.modules.values()):
                 # Replaces the class also in modules that have already imported it, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is material_class:
-                    vars(module)["RenderMaterial"] = _NoMaterial
+                    vars(module)["RenderMaterial"] = _StubMaterial
     required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
-    return sapien.render.RenderMaterial is not _NoMaterial
+    return sapien.render.RenderMaterial is not _StubMaterial
 
 
 def find_task(env_id: str) -> Any:
@@ -170,7 +170,7 @@ class ManiSkillVectorEnv(VectorEnv):
         sim_backend, render_backend = _backends(
             kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs.get("obs_mode", "state")
         )
-        return sim_backend not in _ON_CPU or render_backend not in (*_ON_CPU, "none", None)
+        return sim_backend not in _CPU_BACKENDS or render_backend not in (*_CPU_BACKENDS, "none", None)
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         self.num_envs = num_envs
@@ -178,26 +178,26 @@ class ManiSkillVectorEnv(VectorEnv):
         if cfg.wrappers:
             raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
         spec = find_task(self._env_id)
-        self._kwargs = {**spec.default_kwargs, **_arguments(cfg, spec)}
-        self._gpu = self._kwargs["sim_backend"] not in _ON_CPU
-        has_images = _visual(self._kwargs["obs_mode"])
+        self._kwargs = {**spec.default_kwargs, **_task_kwargs(cfg, spec)}
+        self._uses_gpu = self._kwargs["sim_backend"] not in _CPU_BACKENDS
+        has_images = _has_images(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
-        draws_jointly = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
+        draws_jointly = self._uses_gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # On the CPU, image observations and scenes that are rebuilt for every episode need a simulation per slot.
-        self._is_separate = not self._gpu and (has_images or bool(self._kwargs.get("reconfiguration_freq")))
+        self._is_separate = not self._uses_gpu and (has_images or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
         self._simulations = self._build(spec, seeded=not draws_jointly)
         self._spec = spec
         self._camera: Any = None
         #: Arguments of `gym.make` that rebuild the task, for recordings.
-        self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
+        self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._uses_gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
         first_simulation = self._simulations[0]
         self.control_hz = float(first_simulation.control_freq)
         self.action_space, self._robot_widths = joint_action_space(first_simulation.single_action_space)
-        row = convert(first_simulation.get_obs())
-        self.can_stay_on_device = self._gpu and len(self._simulations) == 1
+        row = convert_obs(first_simulation.get_obs())
+        self.can_stay_on_device = self._uses_gpu and len(self._simulations) == 1
         self.observation_space = space_of(row)
         self._action_log = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
@@ -205,7 +205,7 @@ class ManiSkillVectorEnv(VectorEnv):
         """Builds one simulation per slot (`_is_separate`), or one for all slots."""
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
 
-        is_batched, simulations = not self._gpu and not self._is_separate, []
+        is_batched, simulations = not self._uses_gpu and not self._is_separate, []
         size = 1 if self._is_separate else self.num_envs
         kwargs = {**self._kwargs, "render_backend": "none"} if is_batched else self._kwargs
         try:
@@ -224,22 +224,22 @@ class ManiSkillVectorEnv(VectorEnv):
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
-        return self._begin(np.arange(self.num_envs)), {}
+        return self._begin_episodes(np.arange(self.num_envs)), {}
 
-    def _begin(self, slots: np.ndarray) -> Any:
+    def _begin_episodes(self, slots: np.ndarray) -> Any:
         """Resets these slots; returns the observations of all slots."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
         self._action_log.begin(slots)
         observations = []
-        for start, simulation in self._starts():
+        for start, simulation in self._slot_starts():
             local_seeds = {
                 slot - start: seeds[slot] for slot in range(start, start + simulation.num_envs) if slot in seeds
             }
             obs = simulation.reset_slots(local_seeds) if local_seeds else simulation._last_obs
-            observations.append(convert(obs, self.on_device))
+            observations.append(convert_obs(obs, self.on_device))
         return join(observations)
 
-    def _starts(self) -> Iterator[tuple[int, Any]]:
+    def _slot_starts(self) -> Iterator[tuple[int, Any]]:
         """Yields the first slot of each simulation, and the simulation."""
         first_slots = itertools.accumulate((simulation.num_envs for simulation in self._simulations), initial=0)
         return zip(first_slots, self._simulations, strict=False)
@@ -247,16 +247,16 @@ class ManiSkillVectorEnv(VectorEnv):
     @torch.inference_mode()
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`). ManiSkill clips actions to the space's bounds."""
-        return self._chunk(actions.reshape(self.num_envs, 1, -1))
+        return self._execute_chunk(actions.reshape(self.num_envs, 1, -1))
 
     @torch.inference_mode()
     def chunk_step(self, actions: np.ndarray) -> Step:
         """Executes a chunk (`VectorEnv.chunk_step`); a slot whose episode ends within the chunk is reset after the
         chunk.
         """
-        return self._chunk(actions.reshape(self.num_envs, actions.shape[1], -1))
+        return self._execute_chunk(actions.reshape(self.num_envs, actions.shape[1], -1))
 
-    def _chunk(self, actions: np.ndarray) -> Step:
+    def _execute_chunk(self, actions: np.ndarray) -> Step:
         n, chunk = self.num_envs, actions.shape[1]
         chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
@@ -283,7 +283,7 @@ class ManiSkillVectorEnv(VectorEnv):
             infos |= {"final_obs": final_obs, "episode": self.episodes.report(is_done)}
             if self.keep_states:
                 infos["final_env_states"] = self.env_states()
-            obs = self._begin(np.flatnonzero(is_done))
+            obs = self._begin_episodes(np.flatnonzero(is_done))
         if chunk > 1:
             infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
         return obs, chunk_rewards.sum(1), terminations, truncations, infos
@@ -293,16 +293,16 @@ class ManiSkillVectorEnv(VectorEnv):
         does not report it, None.
         """
         obs, rewards, failed, success = [], [], [], []
-        for start, simulation in self._starts():
+        for start, simulation in self._slot_starts():
             rows = np.ascontiguousarray(actions[start : start + simulation.num_envs], np.float32)
             joint_actions: Any = torch.from_numpy(rows).to(simulation.device)
             if self._robot_widths is not None:
                 robot_actions = joint_actions.split([*self._robot_widths.values()], 1)
                 joint_actions = dict(zip(self._robot_widths, robot_actions, strict=True))
             simulation_obs, reward, _, _, info = simulation.step(joint_actions)
-            obs.append(convert(simulation_obs, self.on_device))
+            obs.append(convert_obs(simulation_obs, self.on_device))
             flag_names = [name for name in ("fail", "success") if name in info]
-            reward_row, *flag_rows = flat([reward, *(info[name] for name in flag_names)], simulation.num_envs)
+            reward_row, *flag_rows = to_rows([reward, *(info[name] for name in flag_names)], simulation.num_envs)
             flags = dict(zip(flag_names, flag_rows, strict=True))
             rewards.append(reward_row)
             failed.append(flags.get("fail", np.zeros(simulation.num_envs, bool)))
@@ -320,7 +320,9 @@ class ManiSkillVectorEnv(VectorEnv):
     def state_dict(self) -> dict[str, Any]:
         """Returns for each slot the number of its episode and the actions since its reset."""
         slots = range(self.num_envs)
-        return {"slots": [{**self.episodes.position(slot), "actions": self._action_log.of(slot)} for slot in slots]}
+        return {
+            "slots": [{**self.episodes.position(slot), "actions": self._action_log.actions_of(slot)} for slot in slots]
+        }
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
@@ -328,7 +330,7 @@ class ManiSkillVectorEnv(VectorEnv):
         same step.
         """
         slots = self.slots_of(state)
-        if self._gpu:
+        if self._uses_gpu:
             log.warning(
                 "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id
             )
@@ -340,7 +342,7 @@ class ManiSkillVectorEnv(VectorEnv):
         for remaining in range(int(lengths.max()), -1, -1):
             starting_slots = np.flatnonzero(lengths == remaining)
             if starting_slots.size:
-                self._begin(starting_slots)
+                self._begin_episodes(starting_slots)
             if not remaining:
                 return
             active = lengths >= remaining
@@ -364,7 +366,7 @@ class ManiSkillVectorEnv(VectorEnv):
         rendered_slots = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._is_separate and self._kwargs["render_backend"] != "none":
             return np.concatenate([picture(self._simulations[slot]) for slot in rendered_slots])
-        if self._gpu and self._kwargs["render_backend"] != "none":
+        if self._uses_gpu and self._kwargs["render_backend"] != "none":
             return picture(self._simulations[0])[rendered_slots]
         if self._camera is None and not self._open_camera():
             return None
@@ -403,7 +405,7 @@ def build_seed(seed: int, group: int) -> int:
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
-def _visual(obs_mode: str) -> bool:
+def _has_images(obs_mode: str) -> bool:
     return obs_mode not in ("state", "state_dict", "none")
 
 
@@ -413,11 +415,11 @@ def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str |
     if sim == "auto":
         sim = "physx_cuda" if use_gpu else "physx_cpu"
     if render == "auto":
-        render = ("gpu" if use_gpu else "cpu") if _visual(obs_mode) else "none"
+        render = ("gpu" if use_gpu else "cpu") if _has_images(obs_mode) else "none"
     return sim, render
 
 
-def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
+def _task_kwargs(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     """Returns `cfg.kwargs` with this adapter's defaults, checked as far as possible without building the task."""
     # A copy, because ManiSkill changes nested values.
     user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
@@ -440,7 +442,7 @@ def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     kwargs["sim_backend"], kwargs["render_backend"] = _backends(
         kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs["obs_mode"]
     )
-    if _visual(kwargs["obs_mode"]) and (kwargs["render_backend"] in ("none", None) or not load_maniskill()):
+    if _has_images(kwargs["obs_mode"]) and (kwargs["render_backend"] in ("none", None) or not load_maniskill()):
         raise ConfigError(
             f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}, which needs a renderer: a GPU's Vulkan driver, or "
             f"Mesa 23 or newer (mesa-vulkan-drivers, libvulkan1); obs_mode=state needs none"

@@ -25,18 +25,18 @@ def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
     }
 
 
-def convert(obs: Any, on_device: bool = False) -> Any:
+def convert_obs(obs: Any, on_device: bool = False) -> Any:
     """Converts ManiSkill's observation to `[n, D]`, or a dict of `state`, `rgb` and `depth`.
 
     Args:
         obs: Observation from ManiSkill.
         on_device: True returns tensors on their device; False returns arrays with the same numbers.
     """
-    tensors = _tensors(obs)
+    tensors = _obs_tensors(obs)
     return tensors if on_device else as_arrays(tensors)
 
 
-def _tensors(obs: Any) -> Any:
+def _obs_tensors(obs: Any) -> Any:
     if isinstance(obs, torch.Tensor):
         return obs.float()
     if "sensor_data" not in obs:
@@ -68,13 +68,15 @@ def space_of(obs: Any) -> Any:
     return spaces.Box(-np.inf, np.inf, obs.shape[1:], np.float32)
 
 
-def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    """Selects rows from `yes` where `mask [n]` is true, and from `no` elsewhere. Accepts arrays and tensors."""
-    if isinstance(yes, dict):
-        return {name: select(mask, yes[name], no[name]) for name in yes}
-    if isinstance(yes, torch.Tensor):
-        return torch.where(torch.from_numpy(mask).to(yes.device).reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
-    return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
+def select(mask: np.ndarray, if_true: Any, if_false: Any) -> Any:
+    """Selects rows from `if_true` where `mask [n]` is true, and from `if_false` elsewhere. Accepts arrays and tensors."""
+    if isinstance(if_true, dict):
+        return {name: select(mask, if_true[name], if_false[name]) for name in if_true}
+    if isinstance(if_true, torch.Tensor):
+        return torch.where(
+            torch.from_numpy(mask).to(if_true.device).reshape(-1, *[1] * (if_true.ndim - 1)), if_true, if_false
+        )
+    return np.where(mask.reshape(-1, *[1] * (if_true.ndim - 1)), if_true, if_false)
 
 
 def join_states(states: list[Any]) -> Any:
@@ -91,7 +93,7 @@ def row_of(state: Any, slot: int) -> Any:
     return state[slot : slot + 1].cpu()
 
 
-def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
+def to_rows(values: Sequence[Any], n: int) -> list[np.ndarray]:
     """Converts each value to an array `[n]`, float32 or bool; a single copy fetches all values from an accelerator."""
     tensors = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
     stacked = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()

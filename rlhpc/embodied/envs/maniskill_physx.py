@@ -40,14 +40,14 @@ class _PhysxBuffer:
     def torch(self) -> torch.Tensor:
         return self.tensor
 
-    def changed(self, columns: slice = slice(None)) -> list[int]:
+    def pop_changed_rows(self, columns: slice = slice(None)) -> list[int]:
         """Returns the rows that were written since they were last read or applied."""
         rows = np.flatnonzero((self.array[:, columns] != self.synced[:, columns]).any(1))
         self.synced[:, columns] = self.array[:, columns]
         changed_rows: list[int] = rows.tolist()
         return changed_rows
 
-    def agree(self) -> None:
+    def mark_synced(self) -> None:
         self.synced[...] = self.array
 
 
@@ -67,7 +67,7 @@ class BatchedPhysx:
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.systems = [scene.physx_system for scene in scenes]
         self.cuda_rigid_body_data = _PhysxBuffer(0, 13)
-        self._queried: set[int] = set()
+        self._queried_pointers: set[int] = set()
         self._impulses: dict[int, list[tuple[int, int, np.ndarray]]] = {}
 
     @property  # type: ignore[misc]
@@ -91,51 +91,51 @@ class BatchedPhysx:
         self._slots: dict[int, int] = {}
         self._bodies: list[Any] = []
         self._links: list[tuple[int, Any]] = []
-        self._dynamics: list[tuple[int, Any]] = []
+        self._dynamic_bodies: list[tuple[int, Any]] = []
         self._articulations: list[Any] = []
-        self._numbers: dict[str, int] = {}
+        self._articulation_rows: dict[str, int] = {}
         self._roots: list[tuple[int, Any]] = []
         for slot, system in enumerate(self.systems):
             for body in system.rigid_static_components:
                 self._slots[body._physx_pointer] = slot
             for body in system.rigid_dynamic_components:
-                self._dynamics.append((self._enter(slot, body), body))
+                self._dynamic_bodies.append((self._add_body(slot, body), body))
             for link in system.articulation_link_components:
-                row = self._enter(slot, link)
+                row = self._add_body(slot, link)
                 self._links.append((row, link))
                 if link.is_root:
-                    self._numbers[link.articulation.links[0]._physx_pointer] = len(self._articulations)
+                    self._articulation_rows[link.articulation.links[0]._physx_pointer] = len(self._articulations)
                     self._roots.append((row, link.articulation))
                     self._articulations.append(link.articulation)
-        self._free = np.ones(len(self._bodies), bool)  # bodies that are not links
-        self._free[[row for row, _ in self._links]] = False
+        self._is_free = np.ones(len(self._bodies), bool)  # bodies that are not links
+        self._is_free[[row for row, _ in self._links]] = False
         self._joints = [art.active_joints for art in self._articulations]
         self._dofs = [art.dof for art in self._articulations]
         widest = max(self._dofs, default=0)
         self.cuda_rigid_body_data = _PhysxBuffer(len(self._bodies), 13)
         names = ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel")
-        self._q = {name: _PhysxBuffer(len(self._articulations), widest) for name in names}
+        self._joint_buffers = {name: _PhysxBuffer(len(self._articulations), widest) for name in names}
         for articulation_row, joints in enumerate(self._joints):
             for column, joint in enumerate(joints):
-                self._q["target_qpos"].array[articulation_row, column] = joint.drive_target[0]
-                self._q["target_qvel"].array[articulation_row, column] = joint.drive_velocity_target[0]
-        for name, buffer in self._q.items():
+                self._joint_buffers["target_qpos"].array[articulation_row, column] = joint.drive_target[0]
+                self._joint_buffers["target_qvel"].array[articulation_row, column] = joint.drive_velocity_target[0]
+        for name, buffer in self._joint_buffers.items():
             setattr(self, f"cuda_articulation_{name}", buffer)
-            buffer.agree()
+            buffer.mark_synced()
 
-    def _enter(self, slot: int, body: Any) -> int:
+    def _add_body(self, slot: int, body: Any) -> int:
         row = len(self._bodies)
         self._bodies.append(body)
         self._rows[body._physx_pointer], self._slots[body._physx_pointer] = row, slot
         return row
 
-    def row(self, body: Any) -> int:
+    def body_row(self, body: Any) -> int:
         """Returns the row of a body in `cuda_rigid_body_data`."""
         return self._rows[body._physx_pointer]
 
-    def number(self, articulation: Any) -> int:
+    def articulation_row(self, articulation: Any) -> int:
         """Returns the row of an articulation in the `cuda_articulation_…` buffers."""
-        return self._numbers[articulation.links[0]._physx_pointer]
+        return self._articulation_rows[articulation.links[0]._physx_pointer]
 
     def step(self) -> None:
         """Applies the current drive targets and steps all scenes."""
@@ -157,7 +157,7 @@ class BatchedPhysx:
         synced_rows[rows] = body_data[rows]
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
-        self._fetch_bodies(self._dynamics)
+        self._fetch_bodies(self._dynamic_bodies)
 
     def gpu_fetch_articulation_link_pose(self) -> None:
         self._fetch_bodies(self._links)
@@ -166,10 +166,10 @@ class BatchedPhysx:
         """Does nothing: velocities are fetched with the poses."""
 
     def _fetch(self, name: str) -> None:
-        buffer = self._q[name]
+        buffer = self._joint_buffers[name]
         for row, (articulation, dof) in enumerate(zip(self._articulations, self._dofs, strict=True)):
             buffer.array[row, :dof] = getattr(articulation, name)
-        buffer.agree()
+        buffer.mark_synced()
 
     gpu_fetch_articulation_qpos = partialmethod(_fetch, "qpos")
     gpu_fetch_articulation_qvel = partialmethod(_fetch, "qvel")
@@ -191,7 +191,7 @@ class BatchedPhysx:
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
         body_data, bodies = self.cuda_rigid_body_data, self._bodies
-        for row in np.flatnonzero((body_data.array != body_data.synced).any(1) & self._free).tolist():
+        for row in np.flatnonzero((body_data.array != body_data.synced).any(1) & self._is_free).tolist():
             new_row, synced_row, body = body_data.array[row], body_data.synced[row], bodies[row]
             if (new_row[:7] != synced_row[:7]).any():
                 body.entity.pose = sapien.Pose(new_row[:3], new_row[3:7])
@@ -217,8 +217,8 @@ class BatchedPhysx:
                 synced_velocity[:] = new_velocity
 
     def _apply(self, name: str) -> None:
-        buffer = self._q[name]
-        for row in buffer.changed():
+        buffer = self._joint_buffers[name]
+        for row in buffer.pop_changed_rows():
             setattr(self._articulations[row], name, buffer.array[row, : self._dofs[row]])
 
     gpu_apply_articulation_qpos = partialmethod(_apply, "qpos")
@@ -226,8 +226,8 @@ class BatchedPhysx:
     gpu_apply_articulation_qf = partialmethod(_apply, "qf")
 
     def _apply_targets(self, name: str, setter: str) -> None:
-        buffer = self._q[name]
-        for row in buffer.changed():
+        buffer = self._joint_buffers[name]
+        for row in buffer.pop_changed_rows():
             for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
                 getattr(joint, setter)(target)
 
@@ -249,7 +249,7 @@ class BatchedPhysx:
             impulses = []
             for contact in self.systems[slot].get_contacts():
                 first_body, second_body = (contact_body._physx_pointer for contact_body in contact.bodies)
-                if first_body in self._queried or second_body in self._queried:
+                if first_body in self._queried_pointers or second_body in self._queried_pointers:
                     impulses.append(
                         (first_body, second_body, np.sum([point.impulse for point in contact.points], axis=0))
                     )
@@ -257,16 +257,16 @@ class BatchedPhysx:
             self._impulses[slot] = impulses
         return self._impulses[slot]
 
-    def _query(self, bodies: list[Any], queried_bodies: Iterable[Any]) -> _ContactQuery:
-        self._queried.update(body._physx_pointer for body in queried_bodies)
+    def _create_query(self, bodies: list[Any], queried_bodies: Iterable[Any]) -> _ContactQuery:
+        self._queried_pointers.update(body._physx_pointer for body in queried_bodies)
         self._impulses = {}
         return _ContactQuery(bodies)
 
     def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> _ContactQuery:
-        return self._query(pairs, (first_body for first_body, _ in pairs))
+        return self._create_query(pairs, (first_body for first_body, _ in pairs))
 
     def gpu_create_contact_body_impulse_query(self, bodies: list[Any]) -> _ContactQuery:
-        return self._query(bodies, bodies)
+        return self._create_query(bodies, bodies)
 
     def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
         for row, (first_body, second_body) in enumerate(query.bodies):
@@ -301,19 +301,19 @@ class BatchedScene(ManiSkillScene):
         self.px.step()
 
 
-def _indices(cls: Any, name: str, index_of: Any) -> None:
+def _replace_index(cls: Any, name: str, index_of: Any) -> None:
     """Replaces a cached index of a ManiSkill struct by the index in `BatchedPhysx`, for structs in a `BatchedScene`."""
-    original = vars(cls)[name].func
+    original_index = vars(cls)[name].func
 
     def look_up(self: Any) -> torch.Tensor:
         if isinstance(self.scene, BatchedScene):
             return torch.tensor(index_of(self, self.scene.px), dtype=torch.int32)
-        index: torch.Tensor = original(self)
+        index: torch.Tensor = original_index(self)
         return index
 
-    cached = cached_property(look_up)
-    cached.__set_name__(cls, name)
-    setattr(cls, name, cached)
+    cached_index = cached_property(look_up)
+    cached_index.__set_name__(cls, name)
+    setattr(cls, name, cached_index)
 
 
 _compute_ik = Kinematics.compute_ik
@@ -350,9 +350,13 @@ def _inverse_kinematics(
 
 
 Kinematics.compute_ik = _inverse_kinematics
-_indices(PhysxRigidBodyComponentStruct, "_body_data_index", lambda s, px: [px.row(body) for body in s._bodies])
-_indices(Articulation, "_data_index", lambda s, px: [px.number(art) for art in s._objs])
-_indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art in s._physx_articulations])
+_replace_index(
+    PhysxRigidBodyComponentStruct, "_body_data_index", lambda s, px: [px.body_row(body) for body in s._bodies]
+)
+_replace_index(Articulation, "_data_index", lambda s, px: [px.articulation_row(art) for art in s._objs])
+_replace_index(
+    ArticulationJoint, "_data_index", lambda s, px: [px.articulation_row(art) for art in s._physx_articulations]
+)
 
 
 def clear_contacts(system: Any) -> None:

@@ -133,7 +133,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
                 super()._initialize_episode(torch.tensor([slot], device=self.device), options)
             self.scene._reset_mask = mask
 
-    class Batched(SeededTask):
+    class BatchedTask(SeededTask):
         @property
         def backend(self) -> Any:
             return self._backend
@@ -156,6 +156,6 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             )
             self.scene.px.timestep = 1.0 / self._sim_freq
 
-    task_class = Batched if batched else SeededTask
+    task_class = BatchedTask if batched else SeededTask
     task_class.__name__ = task_class.__qualname__ = task.__name__
     return task_class

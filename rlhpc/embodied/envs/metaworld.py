@@ -39,7 +39,7 @@ class MetaWorldOptions:
 
 
 #: Step limit of MetaWorld's environments, which refuse longer episodes.
-_LONGEST = 500
+_MAX_STEPS = 500
 
 
 class MetaWorldVectorEnv(SlotwiseVectorEnv):
@@ -56,17 +56,17 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
+        limit = min(cfg.max_episode_steps or _MAX_STEPS, _MAX_STEPS)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
         options = read_options(MetaWorldOptions, cfg.kwargs, "env.train.kwargs", "env_type metaworld")
-        self._orientation, self._sparse = options.image_orientation, options.reward_mode == "sparse"
+        self._orientation, self._has_sparse_reward = options.image_orientation, options.reward_mode == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")
-        tasks = _tasks()
+        tasks = _load_tasks()
         name = cfg.env_id
         if name not in tasks:
             hint = similar_ids_hint(name, tasks, "tasks are named as reach-v3")
             raise ConfigError(f"env_id is {name!r}, which MetaWorld does not know; {hint}")
-        self._envs = [_build(tasks[name], options) for _ in range(num_envs)]
+        self._envs = [_build_task(tasks[name], options) for _ in range(num_envs)]
         self.control_hz = 1.0 / float(self._envs[0].dt)
         space = self._envs[0].sawyer_observation_space
         self.observation_space = spaces.Box(np.float32(space.low), np.float32(space.high), dtype=np.float32)
@@ -82,7 +82,9 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         """Steps a slot by one action (`SlotwiseVectorEnv.step_slot`)."""
         obs, reward, _, _, info = self._envs[slot].step(action)
         success = bool(info["success"])
-        return SlotStep(np.asarray(obs, np.float32), float(success) if self._sparse else float(reward), success)
+        return SlotStep(
+            np.asarray(obs, np.float32), float(success) if self._has_sparse_reward else float(reward), success
+        )
 
     def picture(self, slot: int) -> np.ndarray:
         """Renders a slot (`SlotwiseVectorEnv.picture`)."""
@@ -90,7 +92,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         return oriented(frame, self._orientation)
 
 
-def _tasks() -> Any:
+def _load_tasks() -> Any:
     try:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
     except ImportError as error:
@@ -101,12 +103,12 @@ def _tasks() -> Any:
     return ALL_V3_ENVIRONMENTS
 
 
-def _build(task: Any, options: MetaWorldOptions) -> Any:
+def _build_task(task: Any, options: MetaWorldOptions) -> Any:
     """Builds a task with a visible goal. The task draws objects and goal of each episode from its random generator."""
-    picture = {"camera_name": options.camera_name, "width": options.width, "height": options.height}
-    env = task(render_mode="rgb_array", **picture)
+    camera_options = {"camera_name": options.camera_name, "width": options.width, "height": options.height}
+    env = task(render_mode="rgb_array", **camera_options)
     env._partially_observable = False
     env._freeze_rand_vec, env.seeded_rand_vec, env._set_task_called = False, True, True
     del env.sawyer_observation_space  # the cached space lacks the goal
-    env.max_path_length = _LONGEST + 1  # `SlotwiseVectorEnv` counts the limit
+    env.max_path_length = _MAX_STEPS + 1  # `SlotwiseVectorEnv` counts the limit
     return env

@@ -218,7 +218,7 @@ def is_channel_last(shape: Sequence[int]) -> bool:
     return dim_2 <= dim_0
 
 
-def _numbers(array: np.ndarray) -> Any:
+def _to_number_list(array: np.ndarray) -> Any:
     """Returns a list of the numbers, or a single number if all are equal. JSON has no infinity, so the result contains
     the word `inf` or `-inf` instead, which numpy reads.
     """
@@ -248,8 +248,8 @@ def space_to_json(space: Any) -> dict[str, Any]:
             "type": "Box",
             "shape": list(space.shape),
             "dtype": str(space.dtype),
-            "low": _numbers(space.low),
-            "high": _numbers(space.high),
+            "low": _to_number_list(space.low),
+            "high": _to_number_list(space.high),
         }
     if isinstance(space, spaces.Discrete):
         return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import EnvFactory, Step, Timing, VectorEnv
 from rlhpc.embodied.envs.observations import join
-from rlhpc.embodied.envs.subprocess_main import CLOSE_S, FACTS, receive, send
+from rlhpc.embodied.envs.subprocess_main import CLOSE_S, ENV_PROPERTIES, receive, send
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
@@ -35,7 +35,7 @@ _START_S = 600.0
 #: Maximum seconds from the closing of a process's hardware to the end of the process.
 _EXIT_S = 3.0
 #: Maximum number of consecutive failures of a simulator, without a step in between.
-_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 class SimulatorFailed(Exception):
@@ -45,8 +45,8 @@ class SimulatorFailed(Exception):
 class _Simulator:
     """Simulator process of a range of slots."""
 
-    def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
-        self.share = share
+    def __init__(self, slots: range, on_wait: Callable[[str], None]) -> None:
+        self.slots = slots
         self._on_wait = on_wait
         self.failures = 0
         self.holds_hardware = False
@@ -70,7 +70,7 @@ class _Simulator:
         except OSError as error:
             sock.close()
             os.close(self._lifeline)
-            raise _no_start(python, error.strerror) from None
+            raise _start_error(python, error.strerror) from None
         finally:
             child_sock.close()
             os.close(lifeline_end)
@@ -157,9 +157,9 @@ class ProcessVectorEnv(VectorEnv):
         processes: int,
         stage: str | None = None,
     ) -> None:
-        self._stage = {} if stage is None else {"stage": stage}
+        self._stage_kwargs = {} if stage is None else {"stage": stage}
         #: Number of reported episodes of each slot.
-        self._reported = np.zeros(num_envs, np.int64)
+        self._num_reported = np.zeros(num_envs, np.int64)
         self.num_envs = num_envs
         self._offset = slot_offset
         self._seed = seed
@@ -169,36 +169,36 @@ class ProcessVectorEnv(VectorEnv):
         self._factory = factory
         self._cfg = cfg
         self._timeout_s = cfg.simulator_timeout_s
-        self._waits_because = ""
+        self._wait_reason = ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
-        self._simulators = [_Simulator(range(start, stop), self._wait) for start, stop in pairwise(bounds)]
+        self._simulators = [_Simulator(range(start, stop), self._on_robot_wait) for start, stop in pairwise(bounds)]
         #: First observations of simulators that were restarted between steps, by index.
         self._restarted_obs: dict[int, Any] = {}
         try:
             for simulator in self._simulators:
                 self._start(simulator)
-            env_facts = [self._first_answer(simulator) for simulator in self._simulators]
+            env_properties = [self._receive_properties(simulator) for simulator in self._simulators]
         except BaseException:
             self.close()
             raise
-        for name in FACTS:
-            setattr(self, name, env_facts[0][name])
-        if env_facts[0]["timed"]:
+        for name in ENV_PROPERTIES:
+            setattr(self, name, env_properties[0][name])
+        if env_properties[0]["timed"]:
             self.timing = Timing()
 
     def _start(self, simulator: _Simulator) -> None:
         # A restarted simulator gets new episodes, because the same episode could make it fail again.
         seed = self._seed
         if self.restarts:
-            seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([seed, simulator.slots.start, self.restarts]).generate_state(1)[0])
         env_arguments = {
-            "num_envs": len(simulator.share),
-            "slot_offset": self._offset + simulator.share.start,
+            "num_envs": len(simulator.slots),
+            "slot_offset": self._offset + simulator.slots.start,
             "seed": seed,
         }
-        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, env_arguments | self._stage)
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, env_arguments | self._stage_kwargs)
 
-    def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
+    def _receive_properties(self, simulator: _Simulator) -> dict[str, Any]:
         try:
             properties: dict[str, Any] = simulator.answer()
             simulator.holds_hardware = properties["holds_hardware"]
@@ -206,10 +206,10 @@ class ProcessVectorEnv(VectorEnv):
         except SimulatorFailed as failure:
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
 
-    def _wait(self, reason: str) -> None:
+    def _on_robot_wait(self, reason: str) -> None:
         """Logs once per reason that a robot waits for a person; then checks the run. Simulators call it repeatedly."""
-        if reason != self._waits_because:
-            self._waits_because = reason
+        if reason != self._wait_reason:
+            self._wait_reason = reason
             log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
         (self.on_wait or check_run)(reason)
 
@@ -220,29 +220,29 @@ class ProcessVectorEnv(VectorEnv):
         if seed is not None:
             self._seed = seed
         self._restarted_obs.clear()
-        answers = self._ask("reset", lambda share: (seed,), recover=lambda obs: (obs, {}))
+        answers = self._call_all("reset", lambda slots: (seed,), recover=lambda obs: (obs, {}))
         self._last_obs = [obs for obs, _ in answers]
         return join(self._last_obs), {}
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`)."""
-        return self._advance("step", actions)
+        return self._step_all("step", actions)
 
     def chunk_step(self, actions: np.ndarray) -> Step:
         """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
-        return self._advance("chunk_step", actions)
+        return self._step_all("chunk_step", actions)
 
-    def _advance(self, name: str, actions: np.ndarray) -> Step:
-        answers: list[Any] = self._ask(
-            name, lambda share: (actions[share.start : share.stop],), recover=lambda obs: obs
+    def _step_all(self, name: str, actions: np.ndarray) -> Step:
+        answers: list[Any] = self._call_all(
+            name, lambda slots: (actions[slots.start : slots.stop],), recover=lambda obs: obs
         )
         failed_slots = np.zeros(self.num_envs, bool)
         for i, simulator in enumerate(self._simulators):
             if isinstance(answers[i], tuple):
                 simulator.failures = 0
-                self._count_reported(simulator.share, answers[i][4])
+                self._count_reported(simulator.slots, answers[i][4])
                 continue
-            num_slots, env_slots = len(simulator.share), simulator.share
+            num_slots, env_slots = len(simulator.slots), simulator.slots
             failed_slots[env_slots.start : env_slots.stop] = True
             infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
             if actions.shape[1:2] != (1,) and name == "chunk_step":
@@ -259,7 +259,7 @@ class ProcessVectorEnv(VectorEnv):
         for answer in answers:
             if (timing := answer[4].pop("timing", None)) is not None and self.timing is not None:
                 self.timing.add(timing)
-        infos = _merge([answer[4] for answer in answers], [len(sim.share) for sim in self._simulators])
+        infos = _merge_infos([answer[4] for answer in answers], [len(sim.slots) for sim in self._simulators])
         if failed_slots.any():
             infos["lost"] = failed_slots
             infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
@@ -273,7 +273,7 @@ class ProcessVectorEnv(VectorEnv):
         """Returns the current observations of hardware, or None for simulators (`VectorEnv.refresh`)."""
         if not self.holds_hardware:
             return None
-        self._last_obs = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
+        self._last_obs = self._call_all("refresh", lambda slots: (), recover=lambda obs: obs)
         return join(self._last_obs)
 
     @property
@@ -281,14 +281,14 @@ class ProcessVectorEnv(VectorEnv):
         """True in an evaluation that enumerates its episodes: a restarted simulator repeats the failed episodes, so
         that every episode is played.
         """
-        return self._stage.get("stage") == "eval"
+        return self._stage_kwargs.get("stage") == "eval"
 
-    def _count_reported(self, share: range, infos: dict[str, Any]) -> None:
+    def _count_reported(self, slots: range, infos: dict[str, Any]) -> None:
         """Counts the episodes that a step reported for a share of the slots."""
         if "mask" in infos.get("episode", {}):
-            self._reported[share.start : share.stop] += np.asarray(infos["episode"]["mask"], bool)
+            self._num_reported[slots.start : slots.stop] += np.asarray(infos["episode"]["mask"], bool)
 
-    def _ask(self, name: str, args: Any, recover: Any) -> list[Any]:
+    def _call_all(self, name: str, args: Any, recover: Any) -> list[Any]:
         """Calls a method of all simulators in parallel, restarts those that fail, and returns their answers.
 
         Args:
@@ -300,7 +300,7 @@ class ProcessVectorEnv(VectorEnv):
         for i, simulator in enumerate(self._simulators):
             if i not in self._restarted_obs:
                 try:
-                    simulator.call(name, *args(simulator.share), timeout_s=self._timeout_s)
+                    simulator.call(name, *args(simulator.slots), timeout_s=self._timeout_s)
                 except SimulatorFailed as failure:
                     failures[i] = failure
         answers: list[Any] = []
@@ -324,10 +324,12 @@ class ProcessVectorEnv(VectorEnv):
         """
         while True:
             simulator.failures += 1
-            env_slots = simulator.share
+            env_slots = simulator.slots
             slots = f"{self._offset + env_slots.start}-{self._offset + env_slots.stop - 1}"
-            if simulator.failures > _FAILURES:
-                raise RlhpcError(f"the simulator of slots {slots} failed {_FAILURES + 1} times in a row: it {failure}")
+            if simulator.failures > _MAX_FAILURES:
+                raise RlhpcError(
+                    f"the simulator of slots {slots} failed {_MAX_FAILURES + 1} times in a row: it {failure}"
+                )
             log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots, failure)
             self.restarts += 1
             simulator.stop()
@@ -335,7 +337,7 @@ class ProcessVectorEnv(VectorEnv):
                 self._start(simulator)
                 simulator.answer()
                 if self._repeats_episodes:
-                    counts = self._reported[env_slots.start : env_slots.stop]
+                    counts = self._num_reported[env_slots.start : env_slots.stop]
                     simulator.call("continue_episodes", counts, timeout_s=self._timeout_s)
                     simulator.answer()
                 simulator.call("reset", timeout_s=self._timeout_s)
@@ -351,11 +353,11 @@ class ProcessVectorEnv(VectorEnv):
         """
         while True:
             restarted_before = set(self._restarted_obs)
-            states = [self._call_between(i, "save") for i in range(len(self._simulators))]
+            states = [self._call_between_steps(i, "save") for i in range(len(self._simulators))]
             if set(self._restarted_obs) == restarted_before:
                 return {"slots": [slot for simulator_state in states for slot in simulator_state]}
 
-    def _call_between(self, index: int, name: str, *args: Any) -> Any:
+    def _call_between_steps(self, index: int, name: str, *args: Any) -> Any:
         """Calls a simulator between steps and returns its answer. If the simulator fails, restarts it and returns None;
         its episodes then end in the next step.
         """
@@ -372,7 +374,7 @@ class ProcessVectorEnv(VectorEnv):
         slots = self.slots_of(state)
         for simulator in self._simulators:
             # The replay of an episode takes as long as the episode.
-            slot_states = slots[simulator.share.start : simulator.share.stop]
+            slot_states = slots[simulator.slots.start : simulator.slots.stop]
             simulator.call("load", slot_states, timeout_s=max(self._timeout_s, _START_S))
         for simulator in self._simulators:
             try:
@@ -384,8 +386,8 @@ class ProcessVectorEnv(VectorEnv):
         """Renders slots (`VectorEnv.render`)."""
         frames = []
         for slot in range(self.num_envs) if slots is None else slots:
-            index = next(i for i, simulator in enumerate(self._simulators) if slot in simulator.share)
-            frames.append(self._call_between(index, "render", [slot - self._simulators[index].share.start]))
+            index = next(i for i, simulator in enumerate(self._simulators) if slot in simulator.slots)
+            frames.append(self._call_between_steps(index, "render", [slot - self._simulators[index].slots.start]))
         return np.concatenate(frames) if all(frame is not None for frame in frames) else None
 
     def close(self) -> None:
@@ -394,7 +396,7 @@ class ProcessVectorEnv(VectorEnv):
             simulator.stop()
 
 
-def _no_start(python: str | None, reason: str | None) -> ConfigError:
+def _start_error(python: str | None, reason: str | None) -> ConfigError:
     return ConfigError(f"env.train.simulator_python is {python!r}, which cannot be started: {reason}")
 
 
@@ -406,7 +408,7 @@ def require_python(python: str) -> None:
     """
     if shutil.which(python) is None:
         is_file = Path(python).exists()
-        raise _no_start(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
+        raise _start_error(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
 
 
 def moves_hardware(factory: Any) -> bool:
@@ -432,14 +434,14 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     return min(processes, num_envs)
 
 
-def _merge(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+def _merge_infos(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Concatenates the infos of the simulators. If a simulator's infos lack a key, its rows are 0."""
     merged: dict[str, Any] = {}
     for name in {name: None for infos in infos_by_simulator for name in infos}:
         values = [infos.get(name) for infos in infos_by_simulator]
         first_value = next(value for value in values if value is not None)
         if isinstance(first_value, dict):
-            merged[name] = _merge([value or {} for value in values], sizes)
+            merged[name] = _merge_infos([value or {} for value in values], sizes)
         else:
             zero_arrays = [np.zeros((n, *np.shape(first_value)[1:]), np.asarray(first_value).dtype) for n in sizes]
             merged[name] = np.concatenate(

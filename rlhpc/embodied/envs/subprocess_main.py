@@ -31,7 +31,7 @@ def send(sock: socket.socket, message: Any, deadline: float | None = None) -> No
         OSError: The other end has closed.
     """
     content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    _limit(sock, deadline)
+    _set_timeout(sock, deadline)
     sock.sendall(_HEADER.pack(len(content)) + content)
 
 
@@ -42,16 +42,16 @@ def receive(sock: socket.socket, deadline: float | None = None) -> Any:
         TimeoutError: The message did not arrive in time.
         EOFError, OSError: The other end has closed.
     """
-    (size,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
-    return pickle.loads(_read(sock, size, deadline))
+    (size,) = _HEADER.unpack(_receive_bytes(sock, _HEADER.size, deadline))
+    return pickle.loads(_receive_bytes(sock, size, deadline))
 
 
-def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
+def _receive_bytes(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
     content = bytearray(size)
     view, num_received = memoryview(content), 0
     while num_received < size:
         # The deadline applies to the complete message: a process may be stopped in the middle of it.
-        _limit(sock, deadline)
+        _set_timeout(sock, deadline)
         num_bytes = sock.recv_into(view[num_received:])
         if not num_bytes:
             raise EOFError("the other end has closed")
@@ -59,24 +59,24 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
     return content
 
 
-def _limit(sock: socket.socket, deadline: float | None) -> None:
+def _set_timeout(sock: socket.socket, deadline: float | None) -> None:
     # The timeout stays positive after the deadline, so that data that has arrived is still read: the process may have waited
     # for another simulator until the deadline.
     sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.05))
 
 
-def die_with(lifeline: int) -> None:
+def kill_on_close(lifeline: int) -> None:
     """Makes the kernel kill this process when the other end of a pipe closes, even while the process hangs or is
     stopped.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if _end_of(lifeline).poll(0):
+    if _close_poller(lifeline).poll(0):
         os._exit(1)
 
 
-def _end_of(lifeline: int) -> select.poll:
+def _close_poller(lifeline: int) -> select.poll:
     """Returns a poll object that reports when a pipe's other end closes. `select.select` refuses descriptors above
     1023.
     """
@@ -89,14 +89,14 @@ def _end_of(lifeline: int) -> select.poll:
 CLOSE_S = 5.0
 
 
-def close_with(lifeline: int, env: Any) -> None:
+def close_hardware_on_close(lifeline: int, env: Any) -> None:
     """Starts a thread that closes the hardware and ends this process when the other end of a pipe closes. The thread
-    works even while a call hangs. It replaces `die_with`, which kills the process before the hardware is stopped.
+    works even while a call hangs. It replaces `kill_on_close`, which kills the process before the hardware is stopped.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
     def watch() -> None:
-        _end_of(lifeline).poll()
+        _close_poller(lifeline).poll()
         close_thread = threading.Thread(target=env.close, name="close-hardware", daemon=True)
         close_thread.start()
         close_thread.join(CLOSE_S)
@@ -105,7 +105,7 @@ def close_with(lifeline: int, env: Any) -> None:
     threading.Thread(target=watch, name="simulator-lifeline", daemon=True).start()
 
 
-class _Slots:
+class _SlotCalls:
     """Slots of the process, and the methods that the parent calls on them.
 
     Args:
@@ -120,15 +120,15 @@ class _Slots:
 
     def step(self, actions: Any) -> Any:
         """Steps the slots, and adds a robot's timing to the infos."""
-        return self._timed(self.env.step(actions))
+        return self._add_timing(self.env.step(actions))
 
     def chunk_step(self, actions: Any) -> Any:
         """Executes an action chunk, and adds a robot's timing to the infos."""
-        return self._timed(self.env.chunk_step(actions))
+        return self._add_timing(self.env.chunk_step(actions))
 
-    def _timed(self, step: Any) -> Any:
+    def _add_timing(self, step: Any) -> Any:
         if self.env.timing is not None:
-            step[4]["timing"] = self.env.timing.news()
+            step[4]["timing"] = self.env.timing.pop_measurements()
         return step
 
     def save(self) -> list[Any]:
@@ -142,7 +142,7 @@ class _Slots:
 
 
 #: Attributes of an environment that the parent's `ProcessVectorEnv` copies.
-FACTS = (
+ENV_PROPERTIES = (
     "observation_space", "action_space", "supports_state", "max_episode_steps", "record_kwargs", "holds_hardware",
     "control_hz",
 )  # fmt: skip
@@ -164,20 +164,20 @@ def serve(sock: socket.socket, lifeline: int) -> None:
         send(sock, ("raised", traceback.format_exc()))
         return
     if env.holds_hardware:
-        close_with(lifeline, env)
-    env_facts = {name: getattr(env, name) for name in FACTS}
-    send(sock, ("done", {**env_facts, "timed": env.timing is not None}))
+        close_hardware_on_close(lifeline, env)
+    env_properties = {name: getattr(env, name) for name in ENV_PROPERTIES}
+    send(sock, ("done", {**env_properties, "timed": env.timing is not None}))
     try:
-        _answer(sock, env)
+        _execute_calls(sock, env)
     finally:
         if env.holds_hardware:
             env.close()
 
 
-def _answer(sock: socket.socket, env: Any) -> None:
+def _execute_calls(sock: socket.socket, env: Any) -> None:
     from rlhpc.runtime.errors import ConfigError
 
-    slots = _Slots(env, sock)
+    slots = _SlotCalls(env, sock)
     while True:
         try:
             name, args = receive(sock)
@@ -197,7 +197,7 @@ def _answer(sock: socket.socket, env: Any) -> None:
 def main() -> None:
     """Runs the simulator process."""
     sock, lifeline = (int(arg) for arg in sys.argv[1:3])
-    die_with(lifeline)
+    kill_on_close(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     serve(socket.socket(fileno=sock), lifeline)
     os._exit(0)  # simulators' destructors may hang

@@ -46,7 +46,7 @@ class SlotwiseVectorEnv(VectorEnv):
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
         #: Simulator of each slot; None before the slot's first episode if every episode builds a new simulator.
         self._envs: list[Any] = [None] * num_envs
-        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self._actions: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._last_obs: list[Any] = [None] * num_envs
 
     @abstractmethod
@@ -62,11 +62,11 @@ class SlotwiseVectorEnv(VectorEnv):
         if seed is not None:
             self.episodes.reseed(seed)
         self._begin(np.arange(self.num_envs))
-        return _stack(self._last_obs), {}
+        return _stack_obs(self._last_obs), {}
 
     def _begin(self, slots: np.ndarray) -> None:
         for slot, seed in zip(slots.tolist(), self.episodes.begin(slots), strict=True):
-            self._history[slot] = []
+            self._actions[slot] = []
             self._last_obs[slot] = self.begin_slot(slot, seed)
 
     def step(self, actions: np.ndarray) -> Step:
@@ -82,27 +82,27 @@ class SlotwiseVectorEnv(VectorEnv):
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         for i in range(chunk):
             active = ~(terminations | truncations)
-            (chunk_rewards[:, i], terminated, truncated), success = self._move(clipped_actions[:, i], active)
+            (chunk_rewards[:, i], terminated, truncated), success = self._step_slots(clipped_actions[:, i], active)
             executed[:, i] = active
             terminations |= terminated
             truncations |= truncated
         is_done = terminations | truncations
         infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
         if is_done.any():
-            infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(is_done)}
+            infos |= {"final_obs": _stack_obs(self._last_obs), "episode": self.episodes.report(is_done)}
             self._begin(np.flatnonzero(is_done))
         if chunk > 1:
             infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
-        return _stack(self._last_obs), chunk_rewards.sum(1), terminations, truncations, infos
+        return _stack_obs(self._last_obs), chunk_rewards.sum(1), terminations, truncations, infos
 
-    def _move(
+    def _step_slots(
         self, actions: np.ndarray, active: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
         """Steps the active slots; returns rewards and ends for training (`EpisodeTracker.add`), and successes."""
         n = self.num_envs
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():
-            self._history[slot].append(actions[slot].copy())
+            self._actions[slot].append(actions[slot].copy())
             slot_step = self.step_slot(slot, actions[slot])
             self._last_obs[slot], rewards[slot], success[slot], failed[slot] = slot_step
         return self.episodes.add(rewards, failed, success, active), success
@@ -113,7 +113,7 @@ class SlotwiseVectorEnv(VectorEnv):
         return {
             "slots": [
                 {**self.episodes.position(slot), "actions": np.stack(actions) if actions else no_actions}
-                for slot, actions in enumerate(self._history)
+                for slot, actions in enumerate(self._actions)
             ]
         }
 
@@ -124,7 +124,7 @@ class SlotwiseVectorEnv(VectorEnv):
             self._begin(np.array([slot]))
             is_slot = np.arange(self.num_envs) == slot
             for action in slot_state["actions"]:
-                self._move(np.broadcast_to(action, (self.num_envs, *np.shape(action))), is_slot)
+                self._step_slots(np.broadcast_to(action, (self.num_envs, *np.shape(action))), is_slot)
 
     @abstractmethod
     def picture(self, slot: int) -> np.ndarray | None:
@@ -143,7 +143,7 @@ class SlotwiseVectorEnv(VectorEnv):
                 env.close()
 
 
-def _stack(rows: list[Any]) -> Any:
+def _stack_obs(rows: list[Any]) -> Any:
     if isinstance(rows[0], dict):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return np.stack(rows)

@@ -14,7 +14,7 @@ from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
-_GYMNASIUM = {
+_GYMNASIUM_WRAPPERS = {
     "atari": "AtariPreprocessing", "clip_action": "ClipAction", "clip_reward": "ClipReward", "dtype": "DtypeObservation",
     "filter": "FilterObservation", "flatten": "FlattenObservation", "frame_skip": "MaxAndSkipObservation",
     "frame_stack": "FrameStackObservation", "grayscale": "GrayscaleObservation", "normalize": "NormalizeObservation",
@@ -26,7 +26,7 @@ _GYMNASIUM = {
 #: Wrappers that need no registration. The wrapper modules of rlhpc import no other module of rlhpc, because exported policies
 #: contain them.
 BUILT_IN = {
-    **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
+    **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM_WRAPPERS.items()},
     "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
     "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
     "panda_state": "rlhpc.embodied.envs.gym_hil:PandaState",
@@ -36,7 +36,7 @@ BUILT_IN = {
 WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
 
 
-def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
+def parse_entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
     """Returns the name and the settings of an entry.
 
     Raises:
@@ -47,14 +47,16 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
     if isinstance(item, Mapping) and len(item) == 1:
         ((name, settings),) = item.items()
         if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
-            return name, {str(setting_name): _value(setting) for setting_name, setting in (settings or {}).items()}
+            return name, {
+                str(setting_name): _plain_setting(setting) for setting_name, setting in (settings or {}).items()
+            }
     raise ConfigError(
         f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
         "{frame_stack: {stack_size: 4}}"
     )
 
 
-def _value(value: Any) -> Any:
+def _plain_setting(value: Any) -> Any:
     """Converts a setting to plain values. Lists become tuples, because wrappers need tuples as shapes."""
     value = plain(value)
     return tuple(value) if isinstance(value, list) else value
@@ -71,13 +73,13 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
 
     for i, wrapper_entry in enumerate(wrappers or []):
         entry_key = f"{key}[{i}]"
-        name, settings = entry(wrapper_entry, entry_key)
+        name, settings = parse_entry(wrapper_entry, entry_key)
         wrapper = WRAPPERS.find(name, entry_key)
         try:
             env = wrapper(env, **settings)
         except (DependencyNotInstalled, ImportError) as error:
-            missing = f"{entry_key} is {name!r}, which needs a package that is not installed ({error})"
-            raise ConfigError(f"{missing}; those of simulators come with pip install 'rlhpc[embodied]'") from None
+            problem = f"{entry_key} is {name!r}, which needs a package that is not installed ({error})"
+            raise ConfigError(f"{problem}; those of simulators come with pip install 'rlhpc[embodied]'") from None
         except (TypeError, ValueError, AssertionError, KeyError) as error:
             raise ConfigError(
                 f"{entry_key} is {name!r}, which refuses {settings or 'the environment'}: {error}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.base import TIMED, Step, Timing
+from rlhpc.embodied.envs.base import TIMING_NAMES, Step, Timing
 from rlhpc.embodied.envs.observations import rows_of
 from rlhpc.embodied.robots.joining import RobotListener
 from rlhpc.embodied.robots.protocol import (
@@ -200,7 +200,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _stepped(self, answer: Message) -> Step:
         fields, arrays = answer
-        self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMED})
+        self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMING_NAMES})
         self._obs = self._observation_from(answer, "obs")
         rewards = np.array([fields["reward"]], np.float32)
         terminations, truncations = np.array([fields["ended"] is True]), np.array([fields["cut"] is True])

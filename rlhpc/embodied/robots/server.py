@@ -281,7 +281,7 @@ class RobotServer:
             "cut": bool(truncations[0]),
             "lost": "lost" in infos,
         }
-        arrays = columns_of("obs", take(obs, 0)) | env.timing.news()
+        arrays = columns_of("obs", take(obs, 0)) | env.timing.pop_measurements()
         if "episode" in infos:
             answer["episode"] = {
                 name: float(statistic[0]) for name, statistic in infos["episode"].items() if name != "mask"

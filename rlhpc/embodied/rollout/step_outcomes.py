@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.base import TIMED, Timing, env_failed, timed
+from rlhpc.embodied.envs.base import TIMING_NAMES, Timing, concat_timings, env_failed
 from rlhpc.embodied.envs.observations import (
     all_finite,
     bad_rows,
@@ -353,7 +353,7 @@ class EpisodeLog:
         busy_s: float = 0.0,
         timing: Iterable[Timing | None] = (),
     ) -> dict[str, np.ndarray]:
-        """Returns the rank's report of a rollout: `arrays`, `COUNTS` (each `[1]`), and `timed`.
+        """Returns the rank's report of a rollout: `arrays`, `COUNTS` (each `[1]`), and `concat_timings`.
 
         Args:
             restarts: Number of simulator processes restarted since the rank started, after they died or hung.
@@ -366,11 +366,11 @@ class EpisodeLog:
         return {
             **self.arrays(),
             **{name: np.array([n]) for name, n in zip(COUNTS, counts, strict=True)},
-            **timed(timing),
+            **concat_timings(timing),
         }
 
 
-#: Counts in an env rank's report, in addition to episodes and `TIMED`; see `EpisodeLog.report`.
+#: Counts in an env rank's report, in addition to episodes and `TIMING_NAMES`; see `EpisodeLog.report`.
 COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 
 
@@ -379,4 +379,4 @@ def merge_reports(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     parts = parts or [EpisodeLog().report()]
     columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}
     order = np.lexsort((columns["slot"], columns["step"]))
-    return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in columns.items()}
+    return {name: column if name in (*COUNTS, *TIMING_NAMES) else column[order] for name, column in columns.items()}

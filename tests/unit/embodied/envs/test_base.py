@@ -9,13 +9,13 @@ import pytest
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.base import (
-    TIMED,
+    TIMING_NAMES,
     Timing,
     VectorEnv,
+    concat_timings,
     env_failed,
     merge_infos,
     similar_ids_hint,
-    timed,
     timing_row,
 )
 from rlhpc.embodied.envs.interface import InterfaceError
@@ -118,7 +118,7 @@ def test_timing_reports_each_measurement_once() -> None:
     for record in (timing.record_hold, timing.record_refusal, timing.record_stop, timing.record_loss):
         record()
     timing.record_round_trips([0.5])
-    news = timing.news()
+    news = timing.pop_measurements()
     run.add(news)
     assert (
         str(run)
@@ -126,11 +126,13 @@ def test_timing_reports_each_measurement_once() -> None:
         == ("2 steps, latency 20.0 ms (99 %: 29.8 ms), 1 late, 1 dropped, 1 held, 1 refused, 1 stopped")
     )
     assert run.num_lost == 1 and run.link_s == [0.5]
-    assert news["robot_latency_ms"].tolist() == [10, 30] and timing.news()["robot_latency_ms"].size == 0
+    assert news["robot_latency_ms"].tolist() == [10, 30] and timing.pop_measurements()["robot_latency_ms"].size == 0
     timing.record_hold()
-    columns = timed([timing, None])
+    columns = concat_timings([timing, None])
     assert (
-        columns.keys() == set(TIMED) and columns["robot_held"].tolist() == [1] and columns["robot_late"].tolist() == [0]
+        columns.keys() == set(TIMING_NAMES)
+        and columns["robot_held"].tolist() == [1]
+        and columns["robot_late"].tolist() == [0]
     )
     row = timing_row(news)
-    assert row["env/robot_latency_ms_max"] == 30 and row["env/robot_lost"] == 1 and timing_row(timed([])) == {}
+    assert row["env/robot_latency_ms_max"] == 30 and row["env/robot_lost"] == 1 and timing_row(concat_timings([])) == {}

@@ -16,7 +16,7 @@ from tests.accelerators import kind
 from tests.extras import need_extra
 
 need_extra("embodied")
-from rlhpc.embodied.envs.maniskill_data import convert
+from rlhpc.embodied.envs.maniskill_data import convert_obs
 
 pytestmark = pytest.mark.gpu
 SLOTS, LIMIT = 6, 5
@@ -80,13 +80,13 @@ def test_observations_stay_there_with_the_same_numbers(group: int) -> None:
         for shown in (obs, infos.get("final_obs", obs)):
             assert isinstance(shown, torch.Tensor) and shown.device.type == kind() and shown.shape[0] == SLOTS
         raw = env._simulations[0].get_obs()
-        np.testing.assert_array_equal(convert(raw, on_device=True).cpu().numpy(), convert(raw))
-        np.testing.assert_array_equal(obs.cpu().numpy(), convert(raw))
+        np.testing.assert_array_equal(convert_obs(raw, on_device=True).cpu().numpy(), convert_obs(raw))
+        np.testing.assert_array_equal(obs.cpu().numpy(), convert_obs(raw))
         assert isinstance(rewards, np.ndarray) and rewards.dtype == np.float32
     depth = {"sensor_data": {"eye": {"depth": torch.arange(3000, dtype=torch.int16, device=kind()).reshape(3, 1000)}}}
     depth |= {"agent": {}, "extra": {"x": torch.ones(3, 1, device=kind())}}
     expected = np.arange(3000, dtype=np.float32).reshape(3, 1000) / np.float32(1000)
-    np.testing.assert_array_equal(convert(depth, on_device=True)["depth"].cpu().numpy(), expected)
+    np.testing.assert_array_equal(convert_obs(depth, on_device=True)["depth"].cpu().numpy(), expected)
     env.close()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlhpc.embodied.envs.base import Timing
-from rlhpc.embodied.envs.subprocess_main import FACTS, close_with, receive, send, serve
+from rlhpc.embodied.envs.subprocess_main import ENV_PROPERTIES, close_hardware_on_close, receive, send, serve
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class Counter:
     def __init__(self, cfg: str, num_envs: int) -> None:
         if cfg == "unknown":
             raise ConfigError("no such environment")
-        vars(self).update({name: f"{name} of {cfg}" for name in FACTS if name != "holds_hardware"})
+        vars(self).update({name: f"{name} of {cfg}" for name in ENV_PROPERTIES if name != "holds_hardware"})
         self.num_envs, self.count = num_envs, 0
         if cfg == "robot":
             self.timing: Any = Timing()
@@ -77,7 +77,7 @@ def test_a_parent_gets_the_environments_properties_and_answers() -> None:
     served = Served("plain")
     kind, env_facts = served.first
     assert kind == "done" and env_facts["control_hz"] == "control_hz of plain" and env_facts["timed"] is False
-    assert env_facts.keys() == {*FACTS, "timed"}
+    assert env_facts.keys() == {*ENV_PROPERTIES, "timed"}
     for count in (1, 2):
         kind, answer = served.call("step", np.ones(2))
         assert kind == "done" and answer[1] == count and answer[4] == {}
@@ -132,7 +132,7 @@ def test_hardware_is_closed_when_the_parent_is_gone() -> None:
     pid = os.fork()
     if pid == 0:
         os.close(parents_end)
-        close_with(lifeline, SimpleNamespace(close=lambda: os.write(write_end, b"closed")))
+        close_hardware_on_close(lifeline, SimpleNamespace(close=lambda: os.write(write_end, b"closed")))
         time.sleep(60)
         os._exit(1)
     os.close(lifeline)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.embodied.envs.base import timed, timing_row
+from rlhpc.embodied.envs.base import concat_timings, timing_row
 from rlhpc.embodied.robots.joining import meeting_points
 from rlhpc.embodied.robots.server import RobotRoute, RobotServer
 from rlhpc.runtime.errors import RlhpcError
@@ -32,9 +32,9 @@ def test_it_joins_is_moved_within_its_own_bounds_and_is_let_go(inside: Inside) -
     assert infos["episode"]["mask"][0] and infos["episode"]["length"][0] == 5 and "lost" not in infos
     wait_until(lambda: bool(inside.env._connection.round_trips_s), 20)
     assert [bool(inside.move(0.0)[3][0]) for _ in range(6)] == [False] * 5 + [True]
-    row = timing_row(timed([inside.env.timing]))
+    row = timing_row(concat_timings([inside.env.timing]))
     assert row["env/robot_latency_ms_p50"] > 0 and row["env/robot_link_ms_max"] >= row["env/robot_link_ms_p50"] > 0
-    assert row["env/robot_lost"] == 0 and not timing_row(timed([]))
+    assert row["env/robot_lost"] == 0 and not timing_row(concat_timings([]))
     inside.env.close()
     outside.join(20)
     assert rail.closed and rail.stops and outside.said[-1] == f"{inside.folder} has let rail go after 11 steps"
