@@ -1,6 +1,6 @@
-"""rlhpc: reinforcement learning on batch-scheduled clusters, with Slurm as the process manager.
+"""Reinforcement learning on batch-scheduled clusters, with Slurm as the process manager.
 
-Names are loaded when they are first used, so `import rlhpc` costs neither torch nor submitit.
+Names are imported on first use, so `import rlhpc` alone imports neither torch nor submitit.
 """
 
 from __future__ import annotations

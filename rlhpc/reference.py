@@ -136,7 +136,7 @@ def _sentence(summary: str) -> str:
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
-    """Returns an argument in the form of the usage line, and in that of the table."""
+    """Formats an argument for the usage line and for the table."""
     name = action.metavar or action.dest
     if not action.option_strings:
         return (f"[{name} …]" if action.nargs == "*" else str(name).upper()), str(name)
@@ -154,12 +154,12 @@ def render_cli() -> str:
     for name, command in commands.choices.items():
         arguments = [action for action in command._actions if action.dest != "help"]
         options = [action for action in arguments if action.option_strings]
-        words = [action for action in arguments if not action.option_strings]
-        usage = " ".join(_argument(action)[0] for action in [*words, *options])
+        positionals = [action for action in arguments if not action.option_strings]
+        usage = " ".join(_argument(action)[0] for action in [*positionals, *options])
         lines += [f"## rlhpc {name}\n", f"{_sentence(command.description or '')}\n", "```text"]
         lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
         lines += ["```\n", "| argument | meaning |", "|---|---|"]
-        for action in [*words, *options]:
+        for action in [*positionals, *options]:
             argument = "`" + _cell(_argument(action)[1]) + "`"
             default = f" (default: {action.default})" if action.choices and action.default is not None else ""
             lines.append(f"| {argument} | {_cell(action.help)}{default} |")
@@ -173,32 +173,32 @@ def _annotation(value_type: Any) -> str:
 
 
 def _signature(function: Any) -> str:
-    """Formats a signature, in the same way in every Python version: `(a: int, b: str = 'x') → int`."""
+    """Formats a signature as `(a: int, b: str = 'x') → int`; the text is the same in all Python versions."""
     signature = inspect.signature(function)
-    words: list[str] = []
+    parameter_texts: list[str] = []
     has_star = False
     parameters = list(signature.parameters.values())
     if inspect.isfunction(function) and parameters and parameters[0].name in ("self", "cls"):
         del parameters[0]
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and not has_star:
-            words.append("*")
+            parameter_texts.append("*")
         has_star = has_star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
-        word = mark + parameter.name
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
+        parameter_text = stars + parameter.name
         has_annotation = parameter.annotation is not parameter.empty
-        word += f": {_annotation(parameter.annotation)}" if has_annotation else ""
+        parameter_text += f": {_annotation(parameter.annotation)}" if has_annotation else ""
         if parameter.default is not parameter.empty:
             value = repr(parameter.default)
-            word += (" = " if has_annotation else "=") + ("…" if value.startswith("<") else value)
-        words.append(word)
+            parameter_text += (" = " if has_annotation else "=") + ("…" if value.startswith("<") else value)
+        parameter_texts.append(parameter_text)
     result = signature.return_annotation
     result_text = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
-    return f"({', '.join(words)}){result_text}"
+    return f"({', '.join(parameter_texts)}){result_text}"
 
 
 def _paragraphs(doc: str) -> Iterator[str]:
-    """Yields the paragraphs of a docstring in Markdown: its sections become lists."""
+    """Yields the paragraphs of a docstring in Markdown; sections such as `Args:` become lists."""
     for block in re.split(r"\n\s*\n", doc) if doc else ():
         first, *entry_lines = block.splitlines()
         if not _SECTIONS.match(first):
@@ -214,7 +214,7 @@ def _paragraphs(doc: str) -> Iterator[str]:
 
 
 def _doc(thing: Any) -> list[str]:
-    """Returns the docstring; for a class that inherits its constructor, also the constructor's sections on arguments."""
+    """Returns the paragraphs of a docstring; for a class with an inherited constructor, also its sections on arguments."""
     docs = [*_paragraphs(inspect.getdoc(thing) or "")]
     if isinstance(thing, type) and "__init__" not in vars(thing):
         constructor_class = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
@@ -242,14 +242,14 @@ def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
 
 def _entry(name: str) -> list[str]:
     name, members = name.rstrip("…"), name.endswith("…")
-    thing = getattr(rlhpc, name)
-    is_error = isinstance(thing, type) and issubclass(thing, Exception)
+    exported = getattr(rlhpc, name)
+    is_error = isinstance(exported, type) and issubclass(exported, Exception)
     lines = [f"### {name}\n"]
     if not is_error and name not in _RETURNED:
-        lines += [f"```text\n{name}{_signature(thing)}\n```\n"]
-    lines += _doc(thing)
+        lines += [f"```text\n{name}{_signature(exported)}\n```\n"]
+    lines += _doc(exported)
     if members:
-        for member, documented, signature in _members(thing):
+        for member, documented, signature in _members(exported):
             lines += [f"#### {name}.{member}\n", f"```text\n{member}{signature}\n```\n"]
             lines += _doc(documented) or [f"{_PLAIN[f'{name}.{member}']}\n"]
     return lines

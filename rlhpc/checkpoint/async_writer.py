@@ -1,4 +1,4 @@
-"""Durable writing of a checkpoint's files, with checksums; from copies and on a thread while training continues.
+"""Durable writer of a checkpoint's files, with checksums; a thread can write copies while training continues.
 
 writes = Writes(folder, HostBuffers())
 with writes.collecting():
@@ -25,21 +25,23 @@ from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.os_resources import free_memory
 from rlhpc.runtime.worker import Worker
 
-#: Bytes that are written and summed at a time, while they are in the processor's cache.
+#: Bytes that are written and hashed at a time; they fit into the processor's cache.
 _WRITE_BYTES = 1 << 20
-#: A file of fewer bytes is written at once, which takes no longer than a later request.
+#: Files with fewer bytes are written at once, because a later request would take as long.
 _MIN_ASYNC_BYTES = 16 << 20
-#: Factor of free memory over the size of the copies: training needs memory, too.
+#: Minimum ratio of free memory to the size of new copies, because training needs memory, too.
 _MEMORY_FACTOR = 1.25
 
 Value = TypeVar("Value")
-#: Size in bytes and SHA-256 of each file, by its name in the checkpoint; None for a file that was not summed on the way.
+#: File's name in the checkpoint → size in bytes and SHA-256; None for a file that was written without a checksum.
 Checksums = dict[str, tuple[int, str] | None]
 
 
 class SummedFile:
-    """A new file with a running checksum of the written data. It has the methods of a file that `torch.save` needs, and no
-    descriptor, through which some libraries would bypass the checksum.
+    """New file with a running checksum of the written data.
+
+    It has the methods that `torch.save` needs. It has no file descriptor, because some libraries would write to the descriptor
+    and bypass the checksum.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,15 +54,15 @@ class SummedFile:
         """Writes all of the data.
 
         Raises:
-            OSError: The filesystem refused; also kept in `failure`, as not all callers raise it again.
+            OSError: The filesystem refused the data. `failure` keeps the first error, because some callers replace errors.
         """
         remaining = memoryview(data).cast("B")
         try:
             for start in range(0, len(remaining), _WRITE_BYTES):
-                piece = remaining[start : start + _WRITE_BYTES]
-                self._sum.update(piece)
-                while piece:
-                    piece = piece[self._file.write(piece) or 0 :]
+                chunk = remaining[start : start + _WRITE_BYTES]
+                self._sum.update(chunk)
+                while chunk:
+                    chunk = chunk[self._file.write(chunk) or 0 :]
         except OSError as error:
             self.failure = self.failure or error
             raise
@@ -110,7 +112,7 @@ def write_summed(path: Path, write: Callable[[SummedFile], None]) -> tuple[int, 
 
 
 def unwritten(path: Path, error: OSError) -> CheckpointError:
-    """Returns the error for a file that the filesystem refused."""
+    """Returns the error for a file that could not be written."""
     return CheckpointError(
         f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
         f"checkpoint with: {GO_ON}"
@@ -124,11 +126,11 @@ class HostBuffers:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, value: Value) -> Value | None:
-        """Returns a copy of a value, or None if there is not enough memory, or the value is too small to be worth it.
+        """Copies a value into the buffers. Returns None if memory is insufficient, or if the value is too small to copy.
 
         Args:
-            name: Name of the target file; the copies for a name are valid until the next ones are made.
-            value: Tensors in dicts, lists and tuples. Other values in there are not copied.
+            name: Name of the target file. Copies for a name are valid until the next copies for this name.
+            value: Dicts, lists and tuples with tensors. Values of other types in them are not copied.
         """
         tensors = list(_tensors(value, name))
         if sum(tensor.nbytes for _, tensor in tensors) < _MIN_ASYNC_BYTES:
@@ -138,7 +140,7 @@ class HostBuffers:
             return None
         for key, tensor in tensors:
             if not self._fits(key, tensor):
-                pinned = tensor.device.type != "cpu"  # then the copy does not wait for the accelerator
+                pinned = tensor.device.type != "cpu"  # pinned memory allows asynchronous copies
                 self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._buffers[key].copy_(tensor, non_blocking=True)
         copies = iter([self._buffers[key] for key, _ in tensors])
@@ -146,7 +148,7 @@ class HostBuffers:
         return copied
 
     def ready(self) -> None:
-        """Waits until the copies are made."""
+        """Waits until the copies are complete."""
         if any(tensor.is_pinned() for tensor in self._buffers.values()):
             torch.accelerator.synchronize()
 
@@ -156,11 +158,11 @@ class HostBuffers:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns nested dicts, lists and tuples with `change` applied to each tensor, in their order."""
+    """Returns nested dicts, lists and tuples with `change` applied to each tensor, in order."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # state dicts have attributes besides
+        mapped = copy.copy(value)  # state dicts have additional attributes
         mapped.update((name, map_tensors(child, change)) for name, child in value.items())
         return mapped
     if isinstance(value, (list, tuple)):
@@ -180,12 +182,12 @@ def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Writes:
-    """A rank's files of one save.
+    """Files that one rank writes in one save.
 
     Args:
         folder: Folder of the checkpoint.
-        copies: Buffers for the data to write; with None all files are written at once, as are small files, and those whose
-            copies do not fit.
+        copies: Buffers for copies of the data; None writes all files at once. Small files, and files whose copies do not
+            fit into memory, are always written at once.
     """
 
     def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
@@ -195,7 +197,7 @@ class Writes:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Assigns the files that `write_file` writes inside the block to this save."""
+        """Assigns the files that `write_file` writes during the block to this save."""
         token = _collecting.set(self)
         try:
             yield
@@ -222,11 +224,11 @@ class Writes:
         """Writes the remaining files.
 
         Returns:
-            All files that this rank has written. Files written in other ways are found by listing the folder: this is reliable
-            on the rank's own node only, and it includes files of other ranks.
+            The checksums of all files that this rank has written. Files that were written without `write_file` come from a
+            listing of the folder, which also has files of other ranks and may lack files from other nodes.
 
         Raises:
-            CheckpointError: The filesystem refused.
+            CheckpointError: A file could not be written.
         """
         for name, write_content in self._later:
             self._sums[name] = write_summed(self._folder / name, write_content)
@@ -258,14 +260,14 @@ def write_file(path: Path, value: Value, write: Callable[[SummedFile, Value], No
 
 
 class SavingWorker(Worker):
-    """A worker that takes part in checkpoints. It writes large files by `rlhpc.checkpoint.state`."""
+    """Worker that takes part in checkpoints; it writes large files with `rlhpc.checkpoint.state`."""
 
     _copies: HostBuffers | None = None
     _save: AsyncWork | None = None
     _written: Checksums | None = None
 
     def save(self, folder: str) -> None:
-        """Writes this rank's part below `folder`."""
+        """Writes this rank's state below `folder`."""
         raise NotImplementedError
 
     def load(self, folder: str) -> object:
@@ -273,14 +275,14 @@ class SavingWorker(Worker):
         raise NotImplementedError
 
     def begin_save(self, folder: str, async_write: bool) -> Checksums | None:
-        """Starts what `save` does.
+        """Starts a save of this rank's state.
 
         Args:
             folder: Folder of the checkpoint.
-            async_write: Only copy large data, if memory suffices; a thread writes the copies.
+            async_write: Copy large data if memory suffices, and write the copies on a thread.
 
         Returns:
-            The written files; None if a thread is still writing, in which case `saved` returns them.
+            The written files; None if a thread still writes, in which case `saved` returns the files later.
 
         Raises:
             CheckpointError: The filesystem refused.
@@ -296,13 +298,13 @@ class SavingWorker(Worker):
         return self._written
 
     def saved(self, wait: bool) -> Checksums | None:
-        """Returns the files that the present save has written; None if it has not finished.
+        """Returns the files that the current save has written; None if the save has not finished.
 
         Args:
-            wait: Whether to wait for its end.
+            wait: Wait until the save has finished.
 
         Raises:
-            CheckpointError: The filesystem refused, or this rank was restarted since.
+            CheckpointError: A file could not be written, or this rank was restarted after the save began.
         """
         if self._written is not None:
             return self._written

@@ -1,4 +1,4 @@
-"""Folders of exports: created next to the target, and renamed when they are complete."""
+"""Export folders, which are created next to their target and renamed when complete, and the metadata of model cards."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def default_output(checkpoint: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def filled_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder next to `target` to write into, which replaces the target if the block succeeds.
+    """Yields a new folder next to `target`, which replaces `target` if the block succeeds.
 
-    Everything written is on disk before the folder gets the name; an exception leaves `target` as it was.
+    All written files are on disk before the folder is renamed. An exception leaves `target` unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
@@ -53,21 +53,21 @@ def filled_folder(target: Path) -> Iterator[Path]:
 
 
 def require_free(target: Path) -> None:
-    """Refuses to replace anything that is not an export.
+    """Refuses a target that exists and is neither an export nor an empty folder.
 
     Raises:
-        CheckpointError: `target` is something else.
+        CheckpointError: `target` would be overwritten.
     """
-    exported = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if target.exists() and not exported and (not target.is_dir() or any(target.iterdir())):
+    is_export = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if target.exists() and not is_export and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object that a policy's folder must have.
+    """Reads a JSON object that the folder of a policy must contain.
 
     Raises:
-        CheckpointError: The folder does not have it.
+        CheckpointError: The file is missing, cannot be read, or is not a JSON object.
     """
     try:
         json_object = read_json(path.read_bytes())
@@ -80,14 +80,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return json_object
 
 
-#: Hugging Face's identifier for a licence that the card does not name.
+#: Hugging Face's identifier for a licence without an identifier.
 UNKNOWN_LICENCE = "other"
 
 
 def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> list[dict[str, Any]]:
-    """Returns evaluations with this number of a checkpoint that lies in its run: the contents of
-    `eval/global_step_<N>/*.json`.
-    """
+    """Returns the evaluations of a checkpoint in a run folder: files `eval/global_step_<N>/*.json` with field `number`."""
     run = RunPaths.around(checkpoint)
     if run is None:
         return []
@@ -111,7 +109,7 @@ def head(
     tags: Sequence[str],
     results: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Returns the card's metadata, as YAML between two lines of dashes."""
+    """Formats the metadata of a model card, as YAML between two lines of dashes."""
     facts: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": task,
@@ -149,12 +147,12 @@ def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of a language model's evaluations, in Markdown; "" without one."""
+    """Formats a table of a language model's evaluations, in Markdown; "" without evaluations."""
     lines = []
     for evaluation in results:
         interval = interval_text(evaluation.get("accuracy_ci95"), ".1%", " to ") or "–"
-        passed = {int(k): rate for k, rate in (evaluation.get("pass_at_k") or {}).items() if int(k) > 1}
-        pass_at = f"pass@{max(passed)} {passed[max(passed)]:.1%}" if passed else ""
+        pass_rates = {int(k): rate for k, rate in (evaluation.get("pass_at_k") or {}).items() if int(k) > 1}
+        pass_at = f"pass@{max(pass_rates)} {pass_rates[max(pass_rates)]:.1%}" if pass_rates else ""
         samples = f"{evaluation.get('n', '')} {evaluation.get('unit', 'problems')}"
         lines.append(
             f"| {evaluation.get('suite', 'default')} | {samples} | {evaluation['accuracy']:.1%} | {interval} | {pass_at} |\n"

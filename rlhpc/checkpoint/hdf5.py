@@ -1,7 +1,7 @@
-"""HDF5 reader for files from untrusted sources: all data that is read lies in the file itself.
+"""HDF5 reader for files from untrusted sources, which reads only data that the file itself contains.
 
-The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and lets a name point
-into one (external links). A file from elsewhere could thus pull this user's own files into the training data.
+The format allows the bytes of a data set in any other file (external storage, virtual data sets), and names that point
+into another file (external links). An untrusted file could thus pull private files of this user into the training data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LARGE_BYTES, _MAX_COMPRESSION = 1 << 30, 2000
 
 @contextlib.contextmanager
 def open_hdf5(path: Path) -> Iterator[Any]:
-    """Opens the file, to be read with `member` and `read`.
+    """Opens a file for the block, which reads it with `member` and `checked`.
 
     Raises:
-        ConfigError: The file cannot be read, or turns out to be damaged while the block reads it.
+        ConfigError: The file cannot be opened as HDF5.
     """
     try:
         file = h5py.File(path, "r")
@@ -36,11 +36,16 @@ def open_hdf5(path: Path) -> Iterator[Any]:
 
 
 def member(group: Any, name: str, links: int = 0) -> Any:
-    """Returns the member of a group under a name, or a path of names.
+    """Returns the member of a group at a name or a path of names.
+
+    Args:
+        group: Group or file.
+        name: Name, or names separated by `/`.
+        links: Number of soft links that led to this name.
 
     Raises:
-        ConfigError: The name points into another file.
-        KeyError: There is no such member.
+        ConfigError: The name points into another file, or leads through too many soft links.
+        KeyError: The member does not exist.
     """
     node = group.file if name.startswith("/") else group
     for component in name.split("/"):
@@ -51,7 +56,7 @@ def member(group: Any, name: str, links: int = 0) -> Any:
             raise KeyError(location)
         try:
             link = node.get(component, getlink=True)
-        except TypeError:  # a user-defined kind of link
+        except TypeError:  # a user-defined type of link
             link = h5py.ExternalLink
         if link is None:
             raise KeyError(location)
@@ -68,7 +73,7 @@ def member(group: Any, name: str, links: int = 0) -> Any:
 
 
 def has(group: Any, name: str) -> bool:
-    """Returns whether a group has a member of that name.
+    """Returns whether a group has a member with this name.
 
     Raises:
         ConfigError: The name points into another file.
@@ -81,16 +86,17 @@ def has(group: Any, name: str) -> bool:
 
 
 def members(group: Any) -> Iterator[tuple[str, Any]]:
-    """Yields names and members of a group; see `member`."""
+    """Yields the names and members of a group. Raises the errors of `member`."""
     for name in group:
         yield name, member(group, name)
 
 
 def checked(dataset: Any) -> Any:
-    """Returns the data set after checking that its bytes lie in its own file.
+    """Returns a data set after a check that its bytes are in its own file.
 
     Raises:
-        ConfigError: It is not a data set, its bytes lie elsewhere, or it would take much more memory than it has bytes.
+        ConfigError: The object is not a data set, its bytes are in another file, or its size in memory is too large for its
+            stored bytes.
     """
     location = f"{dataset.file.filename}: {dataset.name}"
     if not isinstance(dataset, h5py.Dataset):

@@ -3,7 +3,7 @@
     global_step_<N>/manifest.json   {"format": 1, "global_step": N, "files": {name: {"size", "sha256"}}, "meta": {...}}
     global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
 
-COMPLETE holds the manifest's own checksum, so an altered manifest is detected as reliably as an altered tensor.
+COMPLETE contains the checksum of the manifest, so an altered manifest is detected as reliably as an altered tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 FORMAT = 1
 
-#: Most threads that hash, and the number of bytes from which they are worth starting.
+#: Maximum number of threads that hash, and minimum number of bytes for which threads are started.
 _MAX_THREADS = 16
 _MIN_THREADED_BYTES = 8 << 20
 
@@ -37,11 +37,12 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def map_files(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
-    """Returns `work(path)` of each file, in order; uses several cores for large amounts, because hashing releases Python's
-    lock.
+    """Returns `work(path)` of each file, in order.
+
+    Uses several threads for large amounts of data, because hashing releases Python's lock.
 
     Args:
-        work: Reads one file.
+        work: Function that reads one file.
         paths: The files.
         nbytes: Size of all files together.
     """
@@ -53,7 +54,7 @@ def map_files(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> 
 
 
 def seal(manifest: bytes) -> bytes:
-    """Returns the content of COMPLETE for this manifest."""
+    """Returns the content of COMPLETE for a manifest."""
     return json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode() + b"\n"
 
 
@@ -66,18 +67,18 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Returns whether the save was completed. It does not detect later damage; `verify` does."""
+    """Returns whether the save was completed. Only `verify` detects later damage."""
     return (checkpoint / COMPLETE).is_file()
 
 
 def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
-    """Returns all faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
+    """Returns a text with the file's name for each fault of a checkpoint folder; [] if a run can resume from it.
 
-    Files that the manifest does not list are not a fault: nothing reads them.
+    Files that the manifest does not list are no faults, because nothing reads them.
 
     Args:
         checkpoint: A `global_step_<N>` folder.
-        checksums: False only compares sizes, without reading the data.
+        checksums: Compare checksums, too; False compares only sizes, without reading the data.
     """
     try:
         return _verify(Path(checkpoint), checksums)
@@ -132,7 +133,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
-    """Returns a manifest and its fault ("" if it has none)."""
+    """Parses a manifest; returns the manifest and its fault, which is "" for a valid manifest."""
     try:
         manifest = read_json(raw)
     except ValueError as error:
@@ -163,7 +164,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The file is missing or not a manifest.
+        CheckpointError: The file is missing, or is not a valid manifest.
     """
     try:
         manifest_bytes = _read(Path(checkpoint) / MANIFEST)

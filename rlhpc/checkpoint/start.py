@@ -1,4 +1,4 @@
-"""Weights that a run, evaluation or recording starts from: checkpoints, export folders, run folders, experts."""
+"""Weights from which a run or an evaluation starts: in a checkpoint, an export folder or a run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     """Returns the folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: The path is not such a folder.
         CheckpointError: The checkpoint has faults.
     """
     folder = expand_home(path).absolute()
@@ -44,10 +44,10 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
 def weights_that_fit(
     expected_shapes: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
 ) -> dict[str, Tensor]:
-    """Loads the weights from a folder that `find_weights` found, for a module whose weights have these shapes.
+    """Loads the weights from a folder of `find_weights`, for a module whose weights have these shapes.
 
     Raises:
-        ConfigError: Names or shapes differ; the message says which.
+        ConfigError: Names or shapes differ; the message lists the differences.
     """
     saved_tensors = load_tensors(folder / WEIGHTS)
     faults = [
@@ -66,17 +66,17 @@ def weights_that_fit(
 
 
 def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:
-    """Loads the weights from a folder that `find_weights` found into a module.
+    """Loads the weights from a folder of `find_weights` into a module.
 
     Raises:
-        ConfigError: Names or shapes differ; the message says which.
+        ConfigError: Names or shapes differ; the message lists the differences.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     module.load_state_dict(weights_that_fit(shapes, folder, key))
 
 
 class Starting(Protocol):
-    """Section `runner` of any task type that can start from weights."""
+    """Section `runner` of a task type that can start from weights."""
 
     init_from: str | None
 
@@ -86,15 +86,15 @@ class StartingRun(Protocol):
 
     @property
     def runner(self) -> Starting:
-        """The section that names the weights."""
+        """Section that names the weights."""
 
 
 def check_start(cfg: StartingRun, module: nn.Module | None) -> None:
-    """Refuses a `runner.init_from` that would fail after the start.
+    """Checks `runner.init_from` before the start of a run.
 
     Args:
         cfg: The configuration.
-        module: A policy built from it; None if this Python cannot build it.
+        module: Policy built from the configuration; None if this Python cannot build the policy.
 
     Raises:
         ConfigError, CheckpointError: The weights do not exist or do not fit.

@@ -1,4 +1,4 @@
-"""Converts state to bytes and back without pickled code: only tensors, arrays and plain containers are stored.
+"""Serialization of state without pickled code: only tensors, arrays and plain containers are stored.
 
 Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere cannot run code.
 """
@@ -25,7 +25,7 @@ from rlhpc.checkpoint.async_writer import SummedFile, map_tensors, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
-#: safetensors' names of dtypes, in the reverse of their order in a file.
+#: Dtype → its name in safetensors. A file has tensors of later dtypes first.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
@@ -39,7 +39,7 @@ def dump_state(state: Any) -> bytes:
     """Serializes nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
 
     Raises:
-        CheckpointError: It contains an object of another type; the message says where.
+        CheckpointError: The state contains an object of another type; the message gives its location.
     """
     buffer = io.BytesIO()
     torch.save(_dense(_encode(state, "state")), buffer)
@@ -47,7 +47,11 @@ def dump_state(state: Any) -> bytes:
 
 
 def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") -> Any:
-    """Parses the output of `dump_state`."""
+    """Parses the output of `dump_state`.
+
+    Raises:
+        CheckpointError: The data cannot be parsed; the message begins with `name`.
+    """
     try:
         return _decode(torch.load(io.BytesIO(data), map_location=map_location, weights_only=True))
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... for damaged input
@@ -64,8 +68,8 @@ def save_state(path: Path, state: Any) -> None:
 
 
 def stream_state(file: SummedFile, state: Any) -> None:
-    """Writes the same bytes as `torch.save`."""
-    torch.save(state, file)  # type: ignore[arg-type]  # it only needs `write`
+    """Writes an encoded state with `torch.save`."""
+    torch.save(state, file)  # type: ignore[arg-type]  # `torch.save` only calls `write`
 
 
 def load_state(path: Path, *, map_location: str = "cpu") -> Any:
@@ -83,8 +87,9 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a `.safetensors` file durably, or queues it in the active save (`async_writer.write_file`); tied tensors are
-    written once per name.
+    """Writes a `.safetensors` file durably, or queues it in the active save (`async_writer.write_file`).
+
+    Tied tensors are written once per name.
 
     Raises:
         CheckpointError: The filesystem refused.
@@ -94,15 +99,16 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors on the CPU, contiguous; they may share memory."""
+    """Returns contiguous tensors on the CPU, which may share memory with the given tensors."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def stream_tensors(
     file: SummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the same bytes as safetensors itself, but in pieces: without another copy of the data in memory, and without
-    holding Python's lock.
+    """Writes the same bytes as the safetensors library, but tensor by tensor.
+
+    This needs no additional copy of the data in memory, and does not hold Python's lock.
 
     Args:
         file: Target file.
@@ -113,14 +119,14 @@ def stream_tensors(
     file.write(safetensors_header({name: (tensor.shape, tensor.dtype) for name, tensor in ordered}, metadata))
     for _, tensor in ordered:
         if tensor.numel():
-            # By its address: memory that numpy has seen is never emptied again (`training.parking`).
+            # By its address: offload cannot free memory that NumPy has exported.
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def safetensors_header(
     tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Returns the bytes of a safetensors file before the tensors.
+    """Returns the header of a safetensors file, which precedes the tensors.
 
     Args:
         tensors: Shape and dtype of each tensor, in the order in which they are stored.
@@ -137,7 +143,7 @@ def safetensors_header(
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Reads a `.safetensors` file. The tensors lie in the mapped file until they are written to.
+    """Reads a `.safetensors` file. The tensors map the file's memory until they are modified.
 
     Raises:
         CheckpointError: The file is missing or unreadable; the message names it.
@@ -151,7 +157,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors on the CPU, each with separate memory: tied tensors and views of others are copied."""
+    """Returns the tensors on the CPU, each with separate memory: copies tied tensors and views of other tensors."""
     copies: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in sorted(tensors.items()):
@@ -172,14 +178,14 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    # Asking CUDA for its state before it is initialized would create a context.
+    # A query of CUDA's state before its initialization would create a context.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restores what `rng_state` returned. CUDA states of devices beyond those visible now are ignored."""
+    """Restores a state of `rng_state`. CUDA states of devices that are no longer visible are ignored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -227,7 +233,7 @@ def _encode(value: Any, where: str) -> Any:
 
 
 def _dense(value: Any) -> Any:
-    """Copies views of other tensors: a view would bring its whole storage into the file."""
+    """Copies views of larger tensors, because `torch.save` writes the complete storage of a view."""
     return map_tensors(value, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
 
 

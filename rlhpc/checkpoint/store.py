@@ -41,7 +41,7 @@ from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import expand_home, follow_umask, fsync_file, fsync_folder, write_durably
 
-# .tmp_: a save in progress or killed. .old_: replaced by a save of the same step. .trash_: being deleted.
+# .tmp_: unfinished save. .old_: checkpoint that a save of the same step replaces. .trash_: checkpoint to be deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
@@ -62,10 +62,10 @@ def _durable_digest(path: Path) -> tuple[int, str]:
 
 
 class CheckpointWriter:
-    """Context manager that writes one checkpoint. If the block ends without `commit`, the written files are removed.
+    """Context manager that writes one checkpoint; without `commit`, it removes the written files at the end of the block.
 
     Attributes:
-        staging: Folder to write to; workers on a shared filesystem may write to it directly.
+        staging: Folder of the files before `commit`; workers on a shared filesystem may write to it directly.
         final: Path of the checkpoint after `commit`.
     """
 
@@ -98,7 +98,7 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def path(self, name: str) -> Path:
-        """Returns the path for the file `name` of this checkpoint."""
+        """Returns the staging path of the checkpoint's file `name`."""
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
         return self.staging / name
@@ -118,13 +118,14 @@ class CheckpointWriter:
     def commit(
         self, meta: dict[str, Any] | None = None, reported: Mapping[str, tuple[int, str] | None] | None = None
     ) -> Path:
-        """Writes the manifest, renames the staging folder, and returns the final path. After that the checkpoint survives a
-        power failure.
+        """Writes the manifest, renames the staging folder, and returns the final path.
+
+        The committed checkpoint survives a power failure.
 
         Args:
             meta: JSON-serializable data for the manifest.
-            reported: Names of files that ranks have written, since this node's directory listing may lack some. Each has the
-                size and SHA-256 if its writer made it durable; otherwise None, and the file is read here.
+            reported: Name → size and SHA-256 of files that ranks have written, because this node's directory listing may
+                lack some of them. None marks a file that its writer did not hash or sync; it is read here.
 
         Raises:
             CheckpointError: Nothing was written, a reported file is missing, or the filesystem raised an error.
@@ -181,10 +182,9 @@ class CheckpointWriter:
         return path.is_file() and path.stat().st_size == size
 
     def _linked_entry(self, name: str, path: Path) -> dict[str, Any] | None:
-        """Returns the manifest entry of a file that is a hard link to a file of another checkpoint, from that checkpoint's
-        manifest; None for other files.
+        """Returns the manifest entry of a hard link to another checkpoint's file, from that checkpoint's manifest.
 
-        The file need not be read, and damage to the shared bytes is detected in both checkpoints.
+        Returns None for other files. The linked file is not read here; damage to its bytes is detected in both checkpoints.
         """
         if path.stat().st_nlink < 2:
             return None
@@ -196,8 +196,8 @@ class CheckpointWriter:
         return None
 
     def _rename(self) -> None:
-        # A folder cannot be renamed onto one that is not empty. So the replaced checkpoint is renamed first;
-        # `clean_leftovers` restores it if this process dies between the two renames.
+        # A rename cannot replace a folder that is not empty, so the old checkpoint of this step is renamed first.
+        # `clean_leftovers` restores the old checkpoint if this process dies between the two renames.
         replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
         if self.final.exists():
             self.final.rename(replaced_path)
@@ -225,9 +225,9 @@ class CheckpointWriter:
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:
-    """Removes the files of interrupted saves. Only the process that saves may call this.
+    """Removes the files of interrupted saves. Only the process that saves may call this function.
 
-    A checkpoint that was being replaced by an interrupted save is restored.
+    If an interrupted save was replacing a checkpoint, that checkpoint is restored.
 
     Returns:
         The folders that were removed or restored.
@@ -250,7 +250,7 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
 
 
 def _remove_unsealed(folder: Path) -> None:
-    """Deletes a folder that is no longer a checkpoint: first its COMPLETE marker, so that it never looks complete."""
+    """Deletes a folder; deletes its COMPLETE marker first, so that a partly deleted folder never looks complete."""
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -293,7 +293,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
 
 
 def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
-    """Returns the newest checkpoint without faults, and the newer ones with faults. Changes nothing on disk."""
+    """Returns the newest checkpoint without faults, and all newer checkpoints with faults. Changes nothing on disk."""
     skipped: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
         faults = verify(path, checksums=checksums)
@@ -337,7 +337,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
     Args:
         paths: Paths of the run.
         keep: Number of checkpoints to keep; 0 or less keeps all.
-        protect: Steps to keep in any case (being evaluated, end of a segment).
+        protect: Steps to keep in any case, such as steps under evaluation and ends of segments.
         checksums: Read the files to find the newest checkpoint without faults; False compares only their sizes.
 
     Returns:
@@ -359,7 +359,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
             continue
         trash_path = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(trash_path)  # so that no reader finds a partly deleted checkpoint
+            path.rename(trash_path)  # no reader may find a partly deleted checkpoint
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
         _remove_unsealed(trash_path)
@@ -368,7 +368,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
 
 
 def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
-    """Renames checkpoints newer than `step`, so that a run resumed from `step` does not mix with its earlier continuation.
+    """Renames checkpoints newer than `step`, so that a run that resumes at `step` cannot load them.
 
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.

@@ -1,7 +1,7 @@
-"""Boxes: slices of a tensor that are a product of intervals, one for each dimension.
+"""Tensor slices as boxes: one range of indices per dimension.
 
-Data that is read from files, written to them, or sent to engines is described in boxes alone, so this code need not know
-how a model is sharded. Nothing here imports torch.
+Readers and writers of files and the weight sync describe their data by boxes alone, so they need not know how a model is
+sharded. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """End of the box in each dimension."""
+        """Index after the last one in each dimension."""
         return tuple(start + size for start, size in zip(*self, strict=True))
 
     @property
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return overlap if all(size > 0 for size in overlap.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
-        """Returns boxes that make up this box without a part that lies within it."""
+        """Returns boxes that together cover this box except `part`, which must lie within this box."""
         remaining, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
             end, stop = start + size, starts[axis] + sizes[axis]
@@ -59,7 +59,7 @@ class Box(NamedTuple):
         return remaining
 
     def within(self, outer: Box) -> Box:
-        """Returns the box relative to the start of an outer box that contains it."""
+        """Returns this box relative to the start of `outer`, which must contain this box."""
         return Box(
             tuple(start - outer_start for start, outer_start in zip(self.starts, outer.starts, strict=True)), self.sizes
         )
@@ -78,7 +78,7 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
-    """Returns boxes that make up the part of `target` outside all boxes of `held`."""
+    """Returns boxes that together cover the part of `target` outside all boxes of `held`."""
     remaining = [target]
     for box in held:
         overlaps = [(uncovered_box, uncovered_box.meet(box)) for uncovered_box in remaining]
@@ -91,16 +91,15 @@ def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
 
 
 def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
-    """Returns the box of a contiguous tensor that a view of it shows.
+    """Returns the box of a contiguous tensor that a view covers.
 
     Args:
         offset: Start of the view, in elements.
-        shape, strides: Shape and strides of the view; dimensions of size 1 may have been added or left out, others not
-            exchanged.
+        shape, strides: Shape and strides of the view. The view may add or omit dimensions of size 1.
         full: Shape of the full tensor.
 
     Returns:
-        None if the view is not a box of the tensor, or is a transposed one.
+        The box; None if the view is not a box of the tensor, or if its dimensions are exchanged.
     """
     steps = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
     starts, remainder = list[int](), offset

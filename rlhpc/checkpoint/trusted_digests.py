@@ -1,7 +1,7 @@
-"""Recognition of checkpoints written by this user's own runs: the user has already named the code that they name.
+"""Recognition of checkpoints that this user's own runs have written: the user already trusts the code that they name.
 
 A run records the digest of each manifest that it commits below `$XDG_STATE_HOME/rlhpc/manifests` (by default
-`~/.local/state`). A folder made by another user has no record there, whoever owns it after it was unpacked.
+`~/.local/state`). A checkpoint of another user has no record there, even if this user has unpacked it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from pathlib import Path
 from rlhpc.checkpoint.manifest import MANIFEST, digest, is_complete, parse_manifest
 from rlhpc.runtime.host import state_folder
 
-#: Files of more bytes hold tensors, which name no code, and are not read.
+#: Larger files are not read, because they contain tensors, which name no code.
 _MAX_TEXT_BYTES = 16 << 20
 
 
 def record_digest(manifest: bytes) -> None:
-    """Records the digest of a manifest that this process has written. If that fails, the checkpoint counts as another
-    user's."""
+    """Records the digest of a manifest that this process has written.
+
+    If the record cannot be written, the checkpoint counts as a checkpoint of another user.
+    """
     with contextlib.suppress(OSError):
         note_path = _note(manifest)
         note_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -27,12 +29,12 @@ def record_digest(manifest: bytes) -> None:
 
 
 def is_trusted(checkpoint: Path) -> bool:
-    """Returns whether a run of this user wrote this checkpoint, and none of its files that could name code has changed."""
+    """Returns whether a run of this user wrote a checkpoint, and the files that can name code are unchanged."""
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()
         if not is_complete(checkpoint) or not _note(manifest_bytes).is_file():
             return False
-        manifest, _ = parse_manifest(manifest_bytes)  # a noted one is sound
+        manifest, _ = parse_manifest(manifest_bytes)  # a recorded manifest is valid
         small_files = [
             (name, file_entry)
             for name, file_entry in manifest["files"].items()

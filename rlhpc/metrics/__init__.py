@@ -1,4 +1,4 @@
-"""Metric rows, progress, phase times, provenance and the report's parts."""
+"""Metrics of a run: rows, loggers, progress display, phase times, provenance, and the charts and tables of the report."""
 
 from rlhpc.metrics.logger import MetricLogger, ProgressBar, read_metrics
 from rlhpc.metrics.phase_times import PhaseTimers

@@ -1,7 +1,7 @@
 """Accounting of a run: hours, idle share, memory and restarts of each role, from one `sacct` query about all of its jobs.
 
 A worker group is a job step of the same name, and the driver is the batch step. Steps overlap, so two groups may use the
-same cores: the shares of the roles do not add up to the job, but those of the components do.
+same cores. The hours of the roles therefore do not add up to those of the job, but the hours of the components do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
-#: JobName comes last because it may contain the separator.
+#: Queried fields of sacct; JobName comes last because a name may contain the separator.
 FIELDS = (
     "JobID", "State", "ElapsedRaw", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU", "MaxRSS", "NodeList",
     "Partition", "JobName",
@@ -103,10 +103,10 @@ class AccountingRow:
 def query(
     jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
 ) -> list[AccountingRow]:
-    """Queries sacct about all jobs with one command, which is retried a few times; returns the starts (see `parse`).
+    """Queries sacct about all jobs in one command, which is retried a few times; returns the starts (see `parse`).
 
     Raises:
-        NoAccounting: The run had no jobs, sacct is missing, failed or did not answer in time, or it does not know the jobs.
+        NoAccounting: The run had no jobs, or sacct is missing, failed, did not answer in time, or does not know the jobs.
     """
     if not jobs.ids:
         raise NoAccounting("the run had no Slurm jobs")
@@ -153,7 +153,7 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
 
 
 def _mend(start: AccountingRow) -> None:
-    """Restores a missing start time from the steps: Slurm loses it if a job is updated while it is being requeued."""
+    """Restores a missing start time from the steps: Slurm loses the time if a job is updated during its requeue."""
     step_starts = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and step_starts:
         ends = [step.span[1] for step in start.steps]
@@ -221,7 +221,7 @@ _EARLIER_S = 3600.0
 
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
-    """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
+    """Returns the Slurm jobs of a run: submitted, requeued and resubmitted jobs, and allocations in which the run started."""
     submitted_ids: dict[str, None] = {}
     timestamps: list[float] = []
     num_drivers = 0
@@ -265,10 +265,10 @@ def account(
 
     Args:
         starts: The result of `query`.
-        placement: Last placement from provenance.json. It gives the accelerators of each group, because a group's Slurm step
-            has all accelerators of its nodes.
+        placement: Last placement from provenance.json. The placement gives the accelerators of each group, because Slurm
+            assigns all accelerators of a node to each step there.
         jobs: The run's jobs.
-        of_starts: The run's starts with their placements, which may differ from the last one.
+        of_starts: The run's starts with their placements, which may differ from the last placement.
     """
     started_components = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started_components) for start in started_components}
@@ -311,8 +311,9 @@ def account(
 
 
 def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[PlacedStart]) -> Placement:
-    """Returns the placement of the start that a step belongs to: the last start in its job before the step. Returns `last`
-    if no start in the job has a recorded placement.
+    """Returns the placement of a step's start, which is the last start in the step's job before the step.
+
+    Returns `last` if no start in the job has a recorded placement.
     """
     in_job = [start for start in of_starts if start.job == step.job_id]
     earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
@@ -320,11 +321,11 @@ def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[Plac
 
 
 def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
-    """Returns the name of the group that a step runs, or `DRIVER`; None for steps that are not rlhpc's."""
+    """Returns the name of the group that a step runs, or `DRIVER`; None for steps that rlhpc did not start."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):
-        return None  # extern, interactive, and commands like rm
+        return None  # the steps extern and interactive, and commands such as rm
     return step.name
 
 
@@ -336,8 +337,9 @@ def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[i
 
 
 def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
-    """Returns the accelerators that a step used, as keys that are equal for groups that share an accelerator; none for the
-    driver.
+    """Returns the accelerators that a step used, as keys; the driver has none.
+
+    Groups that share an accelerator have equal keys for it.
     """
     if role == DRIVER:
         return set()
@@ -412,7 +414,7 @@ def _of_component(
         if int(rank_entry.get("node_rank", 0)) in component_ranks
     )
     gpu_seconds = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
-    counts_gpus = bool(gpu_seconds) or not has_planned_gpus  # some sites do not count them
+    counts_gpus = bool(gpu_seconds) or not has_planned_gpus  # some sites do not count GPUs
     steps = [step for start in starts for step in start.steps]
     return {
         "component": index,

@@ -85,8 +85,9 @@ _ROWS = 200
 
 
 def joined_account(paths: RunPaths) -> dict[str, Any] | None:
-    """Returns the entries of accounting.json about ranks that joined, from the driver's record; None if
-    no rank ever joined.
+    """Returns the entries of accounting.json about ranks that joined, from the driver's record.
+
+    Returns None if no rank joined and no helper job was submitted.
     """
     rank_stays, record, now = stays(paths), HelperRecord.read(paths), time.time()
     if not rank_stays and not record.jobs:
@@ -101,7 +102,7 @@ def joined_account(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def joined_section(paths: RunPaths) -> str:
-    """Renders a sentence, and a row for each rank that joined; "" if no rank ever joined."""
+    """Renders a summary sentence, and a table with a row for each rank that joined; "" if no rank ever joined."""
     rank_stays, account = stays(paths), joined_account(paths)
     if account is None:
         return ""

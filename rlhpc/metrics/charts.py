@@ -21,7 +21,7 @@ CHART: Size = (364, 240)
 WIDE: Size = (766, 330)
 #: Size of a chart next to a wide one.
 TALL: Size = (CHART[0], WIDE[1])
-#: Differences, absolute and relative to the largest value, below which values count as equal; float32 rounds by more.
+#: Absolute difference, and difference relative to the largest value, below which values count as equal.
 _NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
 _LEFT_MARGIN, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
@@ -29,7 +29,7 @@ _MAX_POINTS = 500
 _LETTERS = 12.5
 _BOLD = 1.12 * _LETTERS
 _LINE = 17
-#: Opening tags of a chart with data, of an empty chart, and of a chart that is a sentence.
+#: Opening tags of a chart with data, an empty chart, and a chart that only has a sentence.
 _CHART = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
 _STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
@@ -157,7 +157,7 @@ def _decimals(step: float) -> int:
 
 
 def text_width(text: str, letters: float = _LETTERS) -> float:
-    """Estimates the width of a text in pixels, on the large side because the font depends on the reader's machine."""
+    """Estimates the width of a text in pixels. The estimate is large, because the font depends on the reader's machine."""
     num_narrow, num_wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
     num_capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
     return letters * (
@@ -302,8 +302,9 @@ def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, widt
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Reduces a curve to at most about `_MAX_POINTS` points; keeps the lowest and highest point of each stretch, so that
-    spikes stay visible.
+    """Reduces a curve to about `_MAX_POINTS` points or fewer.
+
+    The lowest and highest point of each stretch remain, so that spikes stay visible.
     """
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
@@ -322,8 +323,9 @@ def running_mean(y: Sequence[float]) -> list[float]:
 
 
 def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
-    """Returns the ends of an axis: the range of the values plus a margin of `pad` times its width at each end. If the values
-    are not negative and start near zero, the axis starts at zero, unless `both` is set.
+    """Returns the ends of an axis: the range of the values plus a margin of `pad` times its width at each end.
+
+    If no value is negative and the lowest is near zero, the axis starts at zero, unless `both` is set.
     """
     lowest, highest = min(values), max(values)
     if lowest == highest:
@@ -336,9 +338,9 @@ def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float
 def heading(
     frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
 ) -> None:
-    """Draws the title, the y axis's label below it, and the key, which is to their right if it fits, else in rows below.
+    """Draws the title, the label of the y axis, and the key, which is on the right if it fits, otherwise in rows below.
 
-    Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `min_names` names is omitted.
+    Sets `frame.top`. A key of many rows makes the drawing taller. A key of fewer than `min_names` names is omitted.
     """
     width, elements = frame.size[0], frame.elements
     elements.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
@@ -403,7 +405,7 @@ def _x_ticks(frame: Frame, about: int) -> Iterator[tuple[float, str]]:
 
 
 def stated_chart(title: str, text: str, size: Size = CHART) -> str:
-    """Returns a drawing of a sentence, for a separate file; a page shows only the sentence (`statement`)."""
+    """Draws a sentence, for a separate file; a page shows only the sentence (`statement`)."""
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     heading(frame, title, "")
     frame.elements.append(f'<text x="8" y="40">{escape(text)}</text>')
@@ -411,7 +413,7 @@ def stated_chart(title: str, text: str, size: Size = CHART) -> str:
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:
-    """Returns an empty chart with the reason as text."""
+    """Draws an empty chart with the reason as text."""
     frame = Frame(0, 1, 0, 1, size)
     heading(frame, title, "")
     frame.elements.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')

@@ -12,7 +12,7 @@ from rlhpc.metrics.logger import series
 from rlhpc.metrics.provenance import Evaluated
 
 Rows = Sequence[Mapping[str, Any]]
-#: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_DEFAULT_COLOR`.
+#: Word of a metric's name → colour, in training and evaluation; metrics without such a word have `_DEFAULT_COLOR`.
 _COLORS = {"return": 0, "reward": 0, "loss": 1, "accuracy": 2, "success": 2}
 _DEFAULT_COLOR = 5
 
@@ -43,8 +43,9 @@ def color_of(name: str) -> int:
 def metric_charts(
     rows: Rows, metrics: Sequence[Metric], always: Container[str], x: tuple[str, str] = ("step", "global step")
 ) -> dict[str, str]:
-    """Returns the charts of metrics by file name. If a metric equals an earlier one at all steps, its chart only refers to
-    the earlier chart.
+    """Draws the charts of metrics, by file name.
+
+    If a metric equals an earlier one at all steps, its chart only refers to the earlier chart.
 
     Args:
         rows: The run's metrics.
@@ -80,8 +81,9 @@ def _are_equal(points: tuple[list[float], list[float]], other: tuple[list[float]
 def evaluation_chart(
     title: str, y_label: str, suites: Mapping[str, Sequence[Evaluated]], name: str, size: Size = CHART
 ) -> str:
-    """Draws a metric of all evaluations over steps, with 95 % intervals and a line per suite. Points of evaluations during
-    training are hollow.
+    """Draws a metric of all evaluations over steps, with 95 % intervals and a line per suite.
+
+    Points of evaluations during training are hollow.
 
     Args:
         title: Title of the chart.
@@ -93,23 +95,23 @@ def evaluation_chart(
     lines = [
         Line(
             suite,
-            [evaluation.step for evaluation in evaluated],
-            [evaluation.value for evaluation in evaluated],
-            [evaluation.low for evaluation in evaluated],
-            [evaluation.high for evaluation in evaluated],
+            [evaluation.step for evaluation in evaluations],
+            [evaluation.value for evaluation in evaluations],
+            [evaluation.low for evaluation in evaluations],
+            [evaluation.high for evaluation in evaluations],
             color=color_of(name) + color_index,
             markers=True,
-            hollow=[evaluation.in_training for evaluation in evaluated],
+            hollow=[evaluation.in_training for evaluation in evaluations],
         )
-        for color_index, (suite, evaluated) in enumerate(suites.items())
-        if evaluated
+        for color_index, (suite, evaluations) in enumerate(suites.items())
+        if evaluations
     ]
     return line_chart(title, "global step", y_label, lines, size)
 
 
 def hollow_points(suites: Mapping[str, Sequence[Evaluated]]) -> str:
     """Returns a sentence about the points of evaluations in training, as HTML; "" if all points are of one kind."""
-    kinds = {evaluation.in_training for evaluated in suites.values() for evaluation in evaluated}
+    kinds = {evaluation.in_training for evaluations in suites.values() for evaluation in evaluations}
     if len(kinds) < 2:
         return ""
     return '<p class="legend">Hollow points: evaluated while the run trained; filled points: checkpoints.</p>'

@@ -84,7 +84,7 @@ class MetricLogger:
             self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Adds metrics to the row of `step`. Readers see them once this returns; they are durable after `commit`.
+        """Adds metrics to the row of `step`. Readers then see the metrics; `commit` makes them durable.
 
         Args:
             step: Global step, never smaller than the last one.
@@ -115,7 +115,7 @@ class MetricLogger:
             feed.commit()
 
     def close(self) -> None:
-        """Commits and closes; the loggers have a minute to finish."""
+        """Commits all rows and closes the file; the loggers have a minute to finish."""
         try:
             if not self._file.closed:
                 self.commit()
@@ -148,8 +148,9 @@ class MetricLogger:
         self._file.flush()
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
-        """Drops incomplete rows and rows after `resume_step`; returns the remaining (step, row). If a step occurs twice, its
-        last row wins.
+        """Drops incomplete rows and rows after `resume_step`; returns the remaining (step, row).
+
+        Of two rows of one step, the later one remains.
         """
         file_bytes = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(file_bytes) if step <= resume_step}
@@ -218,7 +219,7 @@ _FORMER_NAMES = {
 
 
 def _rename_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row whose metrics of earlier versions have their current names."""
+    """Returns a row in which metrics of earlier versions have their current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row
     return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
@@ -304,7 +305,7 @@ def quiet_terminal() -> Iterator[None]:
 
 #: Displayed facts of a step, in this order.
 _ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
-#: (fact, metric, text format). If a row has two metrics of a fact, the later one is displayed.
+#: (fact, metric, text format). If a row has two metrics of a fact, the display shows the later one.
 _FACTS = (
     ("return", "train/episode_return", "return {:.1f}"),
     ("eval", "eval/return_mean", "eval {:.1f}"),
@@ -344,7 +345,7 @@ class ProgressBar:
             unit: Unit of the count.
             stream: Output stream; stderr by default.
             interval_s: Seconds between lines if the stream is not a terminal.
-            clock: Returns monotonic seconds; tests pass their own.
+            clock: Function that returns monotonic seconds; tests pass another one.
         """
         self._stream = stream or sys.stderr
         self._total, self._initial, self._step = total, initial, initial

@@ -1,4 +1,4 @@
-"""HTML frame of the report: style, cards, tables. Independent of runs."""
+"""HTML elements of the report that do not depend on runs: frame, style, cards, tables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ th,td{padding:6px 8px}}
 
 
 def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
-    """Returns the complete document; `css` is added to the style."""
+    """Renders the complete document; `css` is added to the style."""
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -94,7 +94,7 @@ def write_page(html: str, output: Path) -> Path:
 
 
 def section(title: str, content: str) -> str:
-    """Renders a titled part of the page; `content` is HTML."""
+    """Renders a section of the page with its title; `content` is HTML."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
@@ -108,8 +108,8 @@ def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) ->
 
     Args:
         charts: The charts.
-        main: Draws the first chart in the given size, which is two columns wide on a wide page and one on a narrow page. Its
-            font size is that of the other charts.
+        main: Function that draws the first chart in a given size: two columns wide on a wide page, one column on a narrow
+            page. The font size equals that of the other charts.
     """
     grid_charts, main_html = list(charts), ""
     if main is not None:
@@ -130,7 +130,7 @@ def _has_curve(chart: str) -> bool:
 
 
 def missing(html: str) -> str:
-    """Renders a placeholder for a part that does not exist yet."""
+    """Renders a placeholder for a section that does not exist yet."""
     return f'<p class="missing">{html}</p>'
 
 

@@ -1,6 +1,7 @@
 """Clock and timers of training phases, and the phase times in a run's metric rows.
 
-The clock stands still while the process is stopped, as by `scontrol suspend`: training time, rates and estimates use it.
+The clock does not count time in which the process is stopped, for example by `scontrol suspend`. Training time, rates and
+estimates use this clock.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ def _clock() -> ActiveClock:
     return ActiveClock().start()
 
 
-os.register_at_fork(after_in_child=_clock.cache_clear)  # a child has none of its parent's threads
+os.register_at_fork(after_in_child=_clock.cache_clear)  # a child process does not have its parent's threads
 
 
 def active_s() -> float:
-    """Returns the seconds of this process's `ActiveClock`: like `time.perf_counter`, less the time in which it was stopped."""
+    """Returns the seconds of this process's `ActiveClock`, which omit the time in which the process was stopped."""
     return _clock()()
 
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Not phases of a step: totals, saves, which come between steps, the work of stages (they overlap), and rates (`…_per_s`).
+# Times that are not phases of a step: totals, saves between steps, and the stages, which overlap. Rates end with `_per_s`.
 STAGES = ("generate", "rollout_sync", "score", "train", "simulate", "act")
 _NOT_PHASES = {"time/step_s", "time/wall_s", "time/save_s", *(f"time/{stage}_s" for stage in STAGES)}
 _PHASE_ORDER = ["rollout", "receive", "update", "sync", "eval"]
@@ -103,7 +104,7 @@ def phase_columns(rows: Rows) -> dict[str, list[float]]:
 def binned(
     rows: Rows, columns: Mapping[str, Sequence[float]]
 ) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
-    """Bins the rows into at most `_MAX_BARS` bars, with the mean per bar."""
+    """Divides the rows into at most `_MAX_BARS` bars; returns the step interval of each bar, and the means of each column."""
     if not rows or not columns:
         return [], []
     width = math.ceil(len(rows) / _MAX_BARS)

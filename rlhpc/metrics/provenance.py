@@ -37,8 +37,8 @@ from rlhpc.runtime.text import in_parentheses
 
 #: Group → entries of its ranks.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]
+#: Maximum number of accelerators of a node in a placement.
 _MAX_SLOTS = 1024
-"""Maximum number of accelerators of a node in a placement."""
 _PACKAGES = (
     "torch",
     "numpy",
@@ -185,7 +185,7 @@ def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the installed versions of the packages that the numbers depend on; does not import them."""
+    """Returns the installed versions of the packages that influence the results, without importing the packages."""
     from rlhpc import __version__
 
     package_versions = {"rlhpc": __version__, "python": platform.python_version()}
@@ -258,15 +258,16 @@ def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns an evaluation's result without fields of a wrong type, and the names of those fields; null counts as a missing
-    field.
+    """Returns an evaluation's result without fields of a wrong type, and the names of those fields.
+
+    A field that is null counts as missing.
     """
     typed_fields, mistyped_fields = dict[str, Any](), list[str]()
     for name, field_value in result.items():
-        is_valid = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
+        type_check = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
         if field_value is None:
             continue
-        if is_valid is not None and not is_valid(field_value):
+        if type_check is not None and not type_check(field_value):
             mistyped_fields.append(name)
         elif name == "levels":
             levels = {level: typed_result(scores) for level, scores in field_value.items()}
@@ -290,9 +291,9 @@ def left_out(paths: RunPaths) -> list[str]:
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
-    """Returns (step, evaluation, evaluation as text) of the best checkpoint or, for a run that tracks none, of the end of its
-    last finished segment. The step is 0 if no segment has finished; the evaluation is {} and its text "" if the step was not
-    evaluated.
+    """Returns (step, evaluation, evaluation as text) of the best checkpoint, otherwise of the last finished segment's end.
+
+    The step is 0 if no segment has finished. The evaluation is {} and its text "" if the step was not evaluated.
     """
     finished_segments = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
     steps = [record["global_step"] for record in finished_segments if is_count(record.get("global_step"))]
@@ -317,7 +318,7 @@ def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a result with its pass@k under the metrics' names: `pass_at_4`, `pass_at_4_ci95`."""
+    """Returns a result with its pass@k values under separate names: `pass_at_4`, `pass_at_4_ci95`."""
     renamed_metrics = dict(result)
     for key in (PASS_AT_K, f"{PASS_AT_K}_ci95"):
         if isinstance(values := result.get(key), Mapping):
@@ -326,7 +327,7 @@ def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def largest_pass_at(names: Iterable[str]) -> str | None:
-    """Returns the name of the pass@k of the largest k above 1, such as `pass_at_8`; None without one."""
+    """Returns the name of the pass@k with the largest k above 1, such as `pass_at_8`; None if no name has such a k."""
     ks = [int(match[1]) for name in names if (match := _PASS_AT.fullmatch(name.rpartition("/")[2]))]
     return f"pass_at_{max(ks)}" if max(ks, default=1) > 1 else None
 
@@ -340,8 +341,8 @@ def metric_title(name: str) -> str:
 def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Returns the 95 % interval of metric `name` in an evaluation's result.
 
-    It is the recorded interval, or computed from the standard deviation for a mean return, or by Wilson's formula for a
-    share; if none is available, both ends are the metric's value.
+    The interval is the recorded one. Otherwise it is computed from the standard deviation for a mean return, or by Wilson's
+    formula for a share. If neither is possible, both ends are the metric's value.
     """
     estimate = float(result[name])
     base_name = name.removesuffix("_mean")
@@ -368,8 +369,10 @@ def is_share(name: str) -> bool:
 def evaluations_of(
     rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str, prefix: str = "eval"
 ) -> list[Evaluated]:
-    """Returns metric `name` of all evaluations of one suite, sorted by step. A checkpoint's evaluation replaces the
-    evaluation at its step during training: both have the same weights, and the former has an interval.
+    """Returns metric `name` of all evaluations of one suite, sorted by step.
+
+    If a step was evaluated both during training and as a checkpoint, the evaluation of the checkpoint counts: the weights are
+    the same, and only this evaluation has an interval.
 
     Args:
         rows: Metric rows of the run.
@@ -414,8 +417,9 @@ def evaluations_by_suite(
 def judged_results(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], suite: str, name: str
 ) -> list[dict[str, Any]]:
-    """Returns all results of a suite that have metric `name`, sorted by step: evaluations of checkpoints and, at other steps,
-    evaluations during training.
+    """Returns all results of a suite that have metric `name`, sorted by step.
+
+    They are evaluations of checkpoints and, at other steps, evaluations during training.
     """
     checkpoint_results = {
         int(evaluation["global_step"]): dict(evaluation)
@@ -434,7 +438,7 @@ def judged_results(
 
 
 def _find_trained_suite(paths: RunPaths) -> str:
-    """Returns the suite that training logs as `eval/<name>`: the first of `data.eval`, or `default` for robots."""
+    """Returns the suite that training logs as `eval/<name>`: the first of `data.eval`, or `default` for embodied runs."""
     return _configured_suite(paths, "data", "eval", 0, "name")
 
 
@@ -460,8 +464,9 @@ def _is_number(value: Any) -> bool:
 
 
 def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the suite by which a run is judged: the first of `workflow.eval_suites` or, if no result is of that suite, the
-    suite of the first result.
+    """Returns the suite by which runs are compared: the first of `workflow.eval_suites`.
+
+    If that suite has no result, it is the suite of the first result.
     """
     configured_suite = _configured_suite(paths, "workflow", "eval_suites", 0)
     suites = [str(evaluation["suite"]) for evaluation in results]
@@ -493,8 +498,8 @@ def describe_result(result: dict[str, Any]) -> str:
 
 def describe_samples(result: Mapping[str, Any]) -> str:
     """Formats the metrics over several samples per problem, as `, pass@4 70.0%, majority 55.0%`; "" with one sample."""
-    name = largest_pass_at(with_names := with_pass_at(result))
+    name = largest_pass_at(metrics := with_pass_at(result))
     if name is None:
         return ""
     majority = result.get("majority")
-    return f", {metric_title(name)} {with_names[name]:.1%}" + ("" if majority is None else f", majority {majority:.1%}")
+    return f", {metric_title(name)} {metrics[name]:.1%}" + ("" if majority is None else f", majority {majority:.1%}")

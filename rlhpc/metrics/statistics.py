@@ -1,4 +1,4 @@
-"""Confidence intervals of measured values. tests/unit/metrics/test_coverage.py simulates the coverage of each of them."""
+"""Confidence intervals of measured values. tests/unit/metrics/test_coverage.py simulates the coverage of each interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 Interval = tuple[float, float]
 Numbers = Sequence[float] | np.ndarray
 _Z = NormalDist().inv_cdf(0.975)
-#: 0.975 quantiles of Student's t for 1, 2, … degrees of freedom; beyond, an expansion is right to three digits.
+#: 0.975 quantiles of Student's t for 1, 2, … degrees of freedom; for more degrees, an expansion has three exact digits.
 _T = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
     2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
@@ -42,10 +42,10 @@ def wilson(successes: float, n: float, z: float = _Z) -> Interval:
 
 
 def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, influence: float = 1.0) -> Interval:
-    """Returns the 95 % interval of the mean of numbers from 0 to 1: Wilson's, for the effective number of independent trials.
+    """Returns the 95 % interval of the mean of numbers from 0 to 1, by Wilson's formula for the effective number of trials.
 
     Values of one cluster, such as pairs of one prompt, may depend on each other in any way. The variance is that of the
-    clusters' sums and of one more cluster of 0s and 1s, so that equal values do not appear certain.
+    clusters' sums plus one cluster of 0s and 1s, so that the interval of equal values has a width.
 
     Args:
         values: Numbers.
@@ -69,7 +69,7 @@ def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, 
 
 
 def mean_interval(values: Numbers) -> Interval:
-    """Returns the 95 % interval of the mean of independent numbers, by Student's t; for one number, the number itself."""
+    """Returns the 95 % interval of the mean of independent numbers, by Student's t; both ends of one number are the number."""
     array = np.asarray(values, np.float64)
     mean, count = float(array.mean()), len(array)
     half_width = student(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
@@ -77,8 +77,9 @@ def mean_interval(values: Numbers) -> Interval:
 
 
 def interval(values: Numbers) -> Interval:
-    """Returns the 95 % interval of the mean of independent numbers: as shares if all are from 0 to 1,
-    otherwise Student's.
+    """Returns the 95 % interval of the mean of independent numbers.
+
+    It is `share_interval` if all numbers are from 0 to 1, otherwise `mean_interval`.
     """
     return share_interval(values) if all(0.0 <= number <= 1.0 for number in values) else mean_interval(values)
 
@@ -105,17 +106,19 @@ def mean(scores: Sequence[float]) -> Estimate:
 
 
 def interquartile_mean(scores: Sequence[float]) -> Estimate:
-    """Returns the mean of the middle half of the seeds (IQM): it omits a quarter, rounded down, at each end, so that of fewer
-    than four seeds it is the mean. The interval is that of trimmed means (Tukey and McLaughlin 1963).
+    """Returns the interquartile mean over seeds (IQM), the mean of the middle half.
+
+    The IQM omits a quarter of the seeds, rounded down, at each end; with fewer than four seeds it is the mean. The interval
+    is that of trimmed means (Tukey and McLaughlin 1963).
     """
     ordered = np.sort(np.asarray(scores, np.float64))
     count = len(ordered)
-    num_cut = int(_CUT * count)
-    if not num_cut:
+    num_trimmed = int(_CUT * count)
+    if not num_trimmed:
         return mean(scores)
-    num_middle = count - 2 * num_cut
-    iqm = float(ordered[num_cut : count - num_cut].mean())
-    winsorized = np.clip(ordered, ordered[num_cut], ordered[count - num_cut - 1])
+    num_middle = count - 2 * num_trimmed
+    iqm = float(ordered[num_trimmed : count - num_trimmed].mean())
+    winsorized = np.clip(ordered, ordered[num_trimmed], ordered[count - num_trimmed - 1])
     half_width = (
         student(num_middle - 1)
         * float(winsorized.std(ddof=1))
@@ -126,8 +129,10 @@ def interquartile_mean(scores: Sequence[float]) -> Estimate:
 
 
 def improvement(better: Sequence[float], other: Sequence[float]) -> float:
-    """Returns the probability that a run of one configuration has a higher score than a run of another: the share of pairs
-    with a higher score, with ties counted half (Mann-Whitney's U over the number of pairs).
+    """Returns the probability that a run of one configuration has a higher score than a run of another configuration.
+
+    The probability is the share of pairs with a higher score, with ties counted half (Mann-Whitney's U over the number of
+    pairs).
     """
     difference = np.asarray(better, np.float64)[:, None] - np.asarray(other, np.float64)[None, :]
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())

@@ -1,7 +1,7 @@
-"""Files of rlhpc outside its code: workflow, profiles, configurations.
+"""Paths of rlhpc's files that are not code: workflow, profiles, configurations, examples.
 
-In a checkout these are its top-level folders. A wheel has them below this package, so that an installation without the
-repository includes them.
+A checkout has these files in its top-level folders. A wheel has them below this package, so that an installation without
+the repository includes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def root() -> Path:
 
 
 def path(*parts: str) -> Path:
-    """Returns a file or folder in it, such as `path("workflow", "Snakefile")`."""
+    """Returns the path of a file or folder below `root()`, such as `path("workflow", "Snakefile")`."""
     return root().joinpath(*parts)
 
 

@@ -54,7 +54,7 @@ class RunLogger(Protocol):
         """
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """Adds a row; values may be NaN. Steps ascend; a step may come twice, with other metrics."""
+        """Adds a row. Values may be NaN. Steps ascend; two rows may have the same step and different metrics."""
 
     def commit(self) -> None:
         """Makes the logged rows durable as far as possible, because a checkpoint is about to be written."""
@@ -74,9 +74,7 @@ class ServiceLogger:
         self._run.log(dict(row), step=step)
 
     def commit(self) -> None:
-        """Does nothing: the library writes by itself, and rows that a killed start had in memory are passed again at a
-        resume.
-        """
+        """Does nothing: the library decides when it writes, and a resumed run logs rows again that were lost."""
 
     def close(self) -> None:
         if self._run is not None:
@@ -95,9 +93,10 @@ def require(name: str) -> Any:
 
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """Redirects standard output, which is reserved for rlhpc's own results, to stderr for libraries that print. Several
-    threads may be inside at once, and none waits for another, whose service may hang: the last one to leave restores standard
-    output.
+    """Redirects standard output to stderr during the block, for libraries that print.
+
+    Standard output is reserved for rlhpc's results. Several threads may be in the block at once. They do not wait for each
+    other, because a service may hang; the last thread that leaves the block restores standard output.
     """
     global _printing, _stdout
     with _switching:
@@ -114,7 +113,7 @@ def printing_to_stderr() -> Iterator[None]:
 
 
 _HIDDEN = "***"
-#: Complete words of a key, so that `max_new_tokens` and `token_level` do not match.
+#: Pattern of keys that name a secret. It matches complete words at the end, so not `max_new_tokens` and `token_level`.
 _SECRET_KEY = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|passphrase|credentials?|authorization|cookie|api_?key|access_?key|"
     r"private_?key|auth)$",
@@ -129,12 +128,12 @@ _SECRET_IN_URL = re.compile(r"([?&](?:\w*token|\w*key|password|secret)=)[^&\s]+"
 def public_config(raw: Any, resolved: Any) -> Any:
     """Returns a configuration without secrets.
 
-    It hides texts whose key names a secret, all texts below `headers` and similar sections, and user names and keys within
-    addresses. References to the environment stay `${oc.env:NAME}`.
+    The function hides texts whose key names a secret, all texts below `headers` and similar sections, and user names and
+    keys within addresses. References to the environment stay `${oc.env:NAME}`.
 
     Args:
         raw: Nested containers as written, interpolations unresolved.
-        resolved: The same, resolved.
+        resolved: The same containers with resolved interpolations.
     """
     return _public("", raw, resolved, hidden=False)
 
@@ -166,13 +165,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 _BLOCK = 32768
-#: The file's header, and each fragment's (checksum, length, kind), have the same length.
+#: Bytes of the file's header, and of each fragment's header (checksum, length, type).
 _HEADER = 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Yields the complete records of a file, up to the point where a process was killed."""
+    """Yields the complete records of a file in LevelDB's log format; a killed process may have left an incomplete record."""
     file_bytes = path.read_bytes()
     offset, record = _HEADER, b""
     while offset + _HEADER <= len(file_bytes):
@@ -194,13 +193,13 @@ def records(path: Path) -> Iterator[bytes]:
 def last_step_in(
     paths: Iterable[Path], parse: Callable[[bytes], Any], record_type: str, step_of: Callable[[Any], int]
 ) -> int | None:
-    """Returns the last step in files of earlier starts; None without one.
+    """Returns the last step in files of earlier starts; None if they contain no step.
 
     Args:
         paths: The files.
-        parse: Parses one of their records.
+        parse: Function that parses a record.
         record_type: Type of the records that have a step.
-        step_of: Returns such a record's step.
+        step_of: Function that returns the step of a parsed record.
     """
     parsed = (parse(record) for path in paths for record in records(path))
     return max((step_of(record) for record in parsed if record.WhichOneof("record_type") == record_type), default=None)

@@ -50,7 +50,7 @@ class Memory:
 
 
 class Feed:
-    """Feed of one logger: passes rows to it in order; at the first failure it warns and ends."""
+    """Feed of one logger: passes rows to the logger in order; prints a warning and ends at the first failure."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Feed:
             logger: Logger that is not yet open.
             run: Facts of the run, with the logger's stored state as `memory`.
             memory: State of all loggers.
-            resume_step: As for `RunLogger.open`.
-            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives the rows that it lacks.
+            resume_step: Argument of `RunLogger.open`.
+            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives its missing rows.
         """
         self._name, self._logger, self._run, self._memory = name, logger, run, memory
         self._resume_step, self._backlog = resume_step, backlog
@@ -91,7 +91,7 @@ class Feed:
         self._put(_END)
 
     def wait(self, deadline: float) -> None:
-        """Waits until the logger has ended; prints a warning if it has not ended at `deadline` (of `time.monotonic`)."""
+        """Waits until the logger has ended; prints a warning if the logger still runs at `deadline` (of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self._over:
             self._give_up("it did not end in time")

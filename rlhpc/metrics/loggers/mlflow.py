@@ -44,14 +44,14 @@ class MLflowLogger:
             self._run_id = run.memory["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
             return self._last_step()
-        existing = self._client.get_experiment_by_name(self._experiment)
-        if existing is not None:
-            experiment = existing.experiment_id
+        existing_experiment = self._client.get_experiment_by_name(self._experiment)
+        if existing_experiment is not None:
+            experiment_id = existing_experiment.experiment_id
         else:
             artifact_location = str(run.folder / "mlflow") if uri == local_uri else None
-            experiment = self._client.create_experiment(self._experiment, artifact_location=artifact_location)
-        created = self._client.create_run(experiment, run_name=run.name, tags=self._tags)
-        self._run_id = run.memory["run_id"] = created.info.run_id
+            experiment_id = self._client.create_experiment(self._experiment, artifact_location=artifact_location)
+        mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=self._tags)
+        self._run_id = run.memory["run_id"] = mlflow_run.info.run_id
         self._log_config(run.config)
         return None
 
@@ -72,7 +72,7 @@ class MLflowLogger:
 
     def _last_step(self) -> int | None:
         names = self._client.get_run(self._run_id).data.metrics
-        # A metric that every row has is sufficient.
+        # Every row has this metric, so its history contains the last step.
         names_to_read = ["time/wall_s"] if "time/wall_s" in names else list(names)
         steps = [
             metric.step for name in names_to_read for metric in self._client.get_metric_history(self._run_id, name)
@@ -88,5 +88,5 @@ class MLflowLogger:
 
 
 def _to_allowed_name(name: str) -> str:
-    """Returns a name with the characters that MLflow allows: letters, digits and `_-. /`."""
+    """Replaces characters of a name that MLflow does not allow; it allows letters, digits and `_-. /`."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]

@@ -1,4 +1,4 @@
-"""Registry of loggers: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
+"""Registry of loggers: built-in loggers, entry points of group `rlhpc.loggers`, and classes named as `module:Class`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry, nearest
 
-#: Written by MetricLogger itself.
+#: Name of the logger that `MetricLogger` itself implements.
 JSONL = "jsonl"
 _KEY = "runner.logger.logger_backends"
 LOGGERS: Registry[Callable[..., RunLogger]] = Registry(
@@ -34,7 +34,7 @@ def logger_names() -> list[str]:
 
 
 def find_logger(name: str) -> Callable[..., RunLogger]:
-    """Returns the class of a logger; imports no package of the service.
+    """Returns the class of a logger, without importing the package of its service.
 
     Raises:
         ConfigError: The logger is unknown, or its package is not installed.
@@ -77,7 +77,7 @@ def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, 
 
 
 def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
-    """Checks that a run can have these loggers; raises as `build_loggers` does and writes nothing."""
+    """Checks that a run can use these loggers: raises the errors of `build_loggers`, and writes nothing."""
     build_loggers(names, kwargs)
 
 

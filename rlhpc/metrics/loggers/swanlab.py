@@ -30,7 +30,7 @@ class SwanLabLogger(ServiceLogger):
         options = dict(self._options)
         settings = {
             "terminal": {"proxy_type": "none"},  # the driver's output has its own files
-            "probe": {"runtime": False},  # it has the command line, which may hold secrets
+            "probe": {"runtime": False},  # runtime data has the command line, which may hold secrets
             **(options.pop("settings", None) or {}),
         }
         run.memory.setdefault("id", uuid.uuid4().hex[:16])
@@ -50,8 +50,10 @@ class SwanLabLogger(ServiceLogger):
 
 
 def _remove_empty(folder: Path) -> None:
-    """Removes folders of starts that were killed before anything was written: `swanlab sync` of several folders stops at the
-    first one without a record. SwanLab writes in pieces of 8 KiB.
+    """Removes folders without a record, which killed starts have left.
+
+    `swanlab sync` of several folders stops at the first one without a record. SwanLab writes in blocks of 8 KiB, so a killed
+    start may have written nothing.
     """
     for path in folder.glob("run-*/run-*.swanlab"):
         if next(records(path), None) is None:

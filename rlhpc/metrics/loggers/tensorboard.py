@@ -1,7 +1,7 @@
 """TensorBoard logger: event files, through one handle.
 
-Without TensorFlow, tensorboard's own writer opens and closes its file for each record, and torch's writer makes a record
-of each scalar: on a shared file system every metric of every step costs a round trip for an open and a close.
+Without TensorFlow, tensorboard's own writer opens and closes its file for each record, and torch's writer writes a record
+for each scalar. On a shared file system, every metric of every step would then cost a round trip for an open and a close.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST = "step"
 
 
 class TensorBoardLogger:
-    """Logger to TensorBoard's event files: one event a row, with all its scalars; one write an event."""
+    """Logger to TensorBoard's event files: each row is one event with all its scalars, and each event is one write."""
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -65,9 +65,8 @@ class TensorBoardLogger:
         started_at = time.time()
         stem = f"events.out.tfevents.{int(started_at):010d}.{node_name()}.{os.getpid()}"
         paths = (self._folder / f"{stem}.{number}" for number in itertools.count())
-        self._file = next(path for path in paths if not path.exists()).open(
-            "xb"
-        )  # several starts may fall into a second
+        # Several starts may fall into one second.
+        self._file = next(path for path in paths if not path.exists()).open("xb")
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
         if self._purge_step is not None:

@@ -28,7 +28,7 @@ class TrackioLogger(ServiceLogger):
             from trackio.fragments import import_inbox_dir
 
             if resume_step is not None:
-                import_inbox_dir()  # rows in files next to the database on a network file system
+                import_inbox_dir()  # on a network file system, Trackio keeps rows in files next to the database
             arguments = {
                 "project": self._project, "name": run.name, "config": dict(run.config), "embed": False,
                 "resume": "never" if resume_step is None else "allow", "auto_log_gpu": False, "auto_log_cpu": False,
@@ -36,6 +36,6 @@ class TrackioLogger(ServiceLogger):
             }  # fmt: skip
             self._run = trackio.init(**arguments)
         run.memory["id"] = self._run.id
-        # Step of the run's next row, from its database or server.
-        following = int(getattr(self._run, "_next_step", 0))
-        return following - 1 if resume_step is not None and following > 0 else None
+        # The database or server determines the step of the run's next row.
+        next_step = int(getattr(self._run, "_next_step", 0))
+        return next_step - 1 if resume_step is not None and next_step > 0 else None

@@ -27,14 +27,14 @@ class WandbLogger(ServiceLogger):
         self._project, self._mode, self._options = project, mode, options
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the library reports its own errors to its makers
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports to W&B
         wandb = require("wandb")
         options = dict(self._options)
         mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline")
         settings = {
             "console": "off",  # the driver's output has its own files
             "silent": True,
-            "x_disable_meta": True,  # it has the command line, which may hold secrets
+            "x_disable_meta": True,  # metadata has the command line, which may hold secrets
             **(options.pop("settings", None) or {}),
         }
         run.memory.setdefault("id", uuid.uuid4().hex[:8])
