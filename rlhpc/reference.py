@@ -111,9 +111,9 @@ What breaks a rule is a `PlacementError` that names component, text and rule. Ev
 and returns a `Handle` at once. Names that begin with `_` are refused.""",
 }
 #: Classes that other calls return; users do not construct them.
-_RETURNED = ("WorkerGroup", "Handle", "Channel", "TrainingRun")
+_WITHOUT_CONSTRUCTOR = ("WorkerGroup", "Handle", "Channel", "TrainingRun")
 #: Descriptions of members without a docstring.
-_PLAIN = {
+_MEMBER_DOCS = {
     "Cluster.num_nodes": "How many nodes there are.",
     "Cluster.num_accelerators": "How many accelerators all nodes have.",
     "HybridComponentPlacement.components": "Names of the components that have a place.",
@@ -213,11 +213,11 @@ def _paragraphs(doc: str) -> Iterator[str]:
         yield "\n".join([first, "", *(f"- {item}" for item in items)])
 
 
-def _doc(thing: Any) -> list[str]:
+def _doc(documented: Any) -> list[str]:
     """Returns the paragraphs of a docstring; for a class with an inherited constructor, also its sections on arguments."""
-    docs = [*_paragraphs(inspect.getdoc(thing) or "")]
-    if isinstance(thing, type) and "__init__" not in vars(thing):
-        constructor_class = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
+    docs = [*_paragraphs(inspect.getdoc(documented) or "")]
+    if isinstance(documented, type) and "__init__" not in vars(documented):
+        constructor_class = next(cls for cls in documented.__mro__ if "__init__" in vars(cls))
         docs += [
             paragraph_text
             for paragraph_text in _paragraphs(inspect.getdoc(constructor_class) or "")
@@ -245,13 +245,13 @@ def _entry(name: str) -> list[str]:
     exported = getattr(rlhpc, name)
     is_error = isinstance(exported, type) and issubclass(exported, Exception)
     lines = [f"### {name}\n"]
-    if not is_error and name not in _RETURNED:
+    if not is_error and name not in _WITHOUT_CONSTRUCTOR:
         lines += [f"```text\n{name}{_signature(exported)}\n```\n"]
     lines += _doc(exported)
     if members:
         for member, documented, signature in _members(exported):
             lines += [f"#### {name}.{member}\n", f"```text\n{member}{signature}\n```\n"]
-            lines += _doc(documented) or [f"{_PLAIN[f'{name}.{member}']}\n"]
+            lines += _doc(documented) or [f"{_MEMBER_DOCS[f'{name}.{member}']}\n"]
     return lines
 
 
@@ -287,11 +287,11 @@ def render_config() -> str:
 PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs `python -m rlhpc.reference PAGE`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlhpc.reference", description="Prints a generated page.")
     parser.add_argument("page", choices=PAGES)
-    page = parser.parse_args(words).page
+    page = parser.parse_args(argv).page
 
     def command() -> int:
         print(PAGES[page](), end="")

@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 Checksums = dict[str, tuple[int, str] | None]
 
 
-class SummedFile:
+class ChecksummedFile:
     """New file with a running checksum of the written data.
 
     It has the methods that `torch.save` needs. It has no file descriptor, because some libraries would write to the descriptor
@@ -46,7 +46,7 @@ class SummedFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._sum = hashlib.sha256()
+        self._hash = hashlib.sha256()
         self.size = 0
         self.failure: OSError | None = None
 
@@ -60,7 +60,7 @@ class SummedFile:
         try:
             for start in range(0, len(remaining), _WRITE_BYTES):
                 chunk = remaining[start : start + _WRITE_BYTES]
-                self._sum.update(chunk)
+                self._hash.update(chunk)
                 while chunk:
                     chunk = chunk[self._file.write(chunk) or 0 :]
         except OSError as error:
@@ -80,10 +80,10 @@ class SummedFile:
         """Makes the content durable; returns its size and checksum."""
         os.fsync(self._file.fileno())
         self._file.close()
-        return self.size, self._sum.hexdigest()
+        return self.size, self._hash.hexdigest()
 
 
-def write_summed(path: Path, write: Callable[[SummedFile], None]) -> tuple[int, str]:
+def write_summed(path: Path, write: Callable[[ChecksummedFile], None]) -> tuple[int, str]:
     """Writes a new file durably.
 
     Args:
@@ -97,7 +97,7 @@ def write_summed(path: Path, write: Callable[[SummedFile], None]) -> tuple[int, 
         CheckpointError: The filesystem refused.
     """
     try:
-        file = SummedFile(path)
+        file = ChecksummedFile(path)
         try:
             write(file)
             return file.end()
@@ -192,33 +192,33 @@ class Writes:
 
     def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
         self._folder, self._copies = folder, copies
-        self._later: list[tuple[str, Callable[[SummedFile], None]]] = []
-        self._sums: Checksums = {}
+        self._queued: list[tuple[str, Callable[[ChecksummedFile], None]]] = []
+        self._checksums: Checksums = {}
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Assigns the files that `write_file` writes during the block to this save."""
-        token = _collecting.set(self)
+        token = _active_writes.set(self)
         try:
             yield
         finally:
-            _collecting.reset(token)
+            _active_writes.reset(token)
         if self._copies is not None:
             self._copies.ready()
 
-    def add(self, path: Path, value: Value, write: Callable[[SummedFile, Value], None]) -> None:
+    def add(self, path: Path, value: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
         """Adds a file; see `write_file`."""
         name = path.relative_to(self._folder).as_posix()
         copies = self._copies.of(name, value) if self._copies is not None else None
         if copies is None:
-            self._sums[name] = write_summed(path, lambda file: write(file, value))
+            self._checksums[name] = write_summed(path, lambda file: write(file, value))
         else:
-            self._later.append((name, lambda file: write(file, copies)))
+            self._queued.append((name, lambda file: write(file, copies)))
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True if all files are written."""
-        return not self._later
+        return not self._queued
 
     def write(self) -> Checksums:
         """Writes the remaining files.
@@ -230,19 +230,19 @@ class Writes:
         Raises:
             CheckpointError: A file could not be written.
         """
-        for name, write_content in self._later:
-            self._sums[name] = write_summed(self._folder / name, write_content)
-        self._later = []
+        for name, write_content in self._queued:
+            self._checksums[name] = write_summed(self._folder / name, write_content)
+        self._queued = []
         written_names = [
             path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()
         ]
-        return {**dict.fromkeys(written_names), **self._sums}
+        return {**dict.fromkeys(written_names), **self._checksums}
 
 
-_collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
+_active_writes: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
 
 
-def write_file(path: Path, value: Value, write: Callable[[SummedFile, Value], None]) -> None:
+def write_file(path: Path, value: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
     """Writes a file durably, or queues it in the active save.
 
     Args:
@@ -253,7 +253,7 @@ def write_file(path: Path, value: Value, write: Callable[[SummedFile, Value], No
     Raises:
         CheckpointError: The filesystem refused.
     """
-    if (save := _collecting.get()) is not None:
+    if (save := _active_writes.get()) is not None:
         save.add(path, value, write)
     else:
         write_summed(path, lambda file: write(file, value))
@@ -292,7 +292,7 @@ class SavingWorker(Worker):
         writes = Writes(Path(folder), self._copies if async_write else None)
         with writes.collecting():
             self.save(folder)
-        self._save, self._written = None, writes.write() if writes.done else None
+        self._save, self._written = None, writes.write() if writes.is_done else None
         if self._written is None:
             self._save = in_background("save", writes.write)
         return self._written

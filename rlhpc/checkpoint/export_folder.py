@@ -84,8 +84,8 @@ def read_object(path: Path) -> dict[str, Any]:
 UNKNOWN_LICENCE = "other"
 
 
-def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> list[dict[str, Any]]:
-    """Returns the evaluations of a checkpoint in a run folder: files `eval/global_step_<N>/*.json` with field `number`."""
+def checkpoint_results(checkpoint: Path, step: int, metric: str = "return_mean") -> list[dict[str, Any]]:
+    """Returns the evaluations of a checkpoint in a run folder: files `eval/global_step_<N>/*.json` with field `metric`."""
     run = RunPaths.around(checkpoint)
     if run is None:
         return []
@@ -95,7 +95,7 @@ def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> 
             evaluation = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(evaluation, dict) and isinstance(evaluation.get(number), int | float):
+        if isinstance(evaluation, dict) and isinstance(evaluation.get(metric), int | float):
             evaluations.append(evaluation)
     return evaluations
 
@@ -141,7 +141,7 @@ def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"type": "accuracy", "name": "accuracy", "value": result["accuracy"]}]
     rates = [key for key in ("success_once", "success_at_end") if key in result]
     return [
-        {"type": "mean_reward", "name": "mean return", "value": _between(result)},
+        {"type": "mean_reward", "name": "mean return", "value": _mean_and_std(result)},
         *({"type": key, "name": key.replace("_", " "), "value": result[key]} for key in rates),
     ]
 
@@ -163,5 +163,5 @@ def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
     return f"{header}{''.join(lines)}\n"
 
 
-def _between(result: Mapping[str, Any]) -> str:
+def _mean_and_std(result: Mapping[str, Any]) -> str:
     return f"{result['return_mean']:.2f} +/- {float(result.get('return_std') or 0):.2f}"

@@ -22,7 +22,7 @@ _LARGE_BYTES, _MAX_COMPRESSION = 1 << 30, 2000
 
 @contextlib.contextmanager
 def open_hdf5(path: Path) -> Iterator[Any]:
-    """Opens a file for the block, which reads it with `member` and `checked`.
+    """Opens a file for the block, which reads it with `member` and `require_local`.
 
     Raises:
         ConfigError: The file cannot be opened as HDF5.
@@ -91,7 +91,7 @@ def members(group: Any) -> Iterator[tuple[str, Any]]:
         yield name, member(group, name)
 
 
-def checked(dataset: Any) -> Any:
+def require_local(dataset: Any) -> Any:
     """Returns a data set after a check that its bytes are in its own file.
 
     Raises:

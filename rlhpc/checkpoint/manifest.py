@@ -92,7 +92,7 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     faults: list[str] = []
     if not is_complete(checkpoint):
         faults.append(f"{COMPLETE}: missing, the save did not end")
-    manifest_bytes = _read(checkpoint / MANIFEST)
+    manifest_bytes = _read_if_exists(checkpoint / MANIFEST)
     if manifest_bytes is None:
         return [*faults, f"{MANIFEST}: missing"]
     manifest, manifest_fault = parse_manifest(manifest_bytes)
@@ -125,7 +125,7 @@ def _verify_file(path: Path, entry: dict[str, Any], checksums: bool) -> str:
     return ""
 
 
-def _read(path: Path) -> bytes | None:
+def _read_if_exists(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -167,7 +167,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, or is not a valid manifest.
     """
     try:
-        manifest_bytes = _read(Path(checkpoint) / MANIFEST)
+        manifest_bytes = _read_if_exists(Path(checkpoint) / MANIFEST)
     except OSError as error:
         raise CheckpointError(f"{Path(checkpoint) / MANIFEST}: {error.strerror}") from error
     if manifest_bytes is None:

@@ -75,21 +75,21 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
     module.load_state_dict(weights_that_fit(shapes, folder, key))
 
 
-class Starting(Protocol):
+class InitFromSection(Protocol):
     """Section `runner` of a task type that can start from weights."""
 
     init_from: str | None
 
 
-class StartingRun(Protocol):
+class InitFromRun(Protocol):
     """Configuration of a run that can start from weights."""
 
     @property
-    def runner(self) -> Starting:
+    def runner(self) -> InitFromSection:
         """Section that names the weights."""
 
 
-def check_start(cfg: StartingRun, module: nn.Module | None) -> None:
+def check_start(cfg: InitFromRun, module: nn.Module | None) -> None:
     """Checks `runner.init_from` before the start of a run.
 
     Args:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
 
-from rlhpc.checkpoint.async_writer import SummedFile, map_tensors, write_file
+from rlhpc.checkpoint.async_writer import ChecksummedFile, map_tensors, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
@@ -42,7 +42,7 @@ def dump_state(state: Any) -> bytes:
         CheckpointError: The state contains an object of another type; the message gives its location.
     """
     buffer = io.BytesIO()
-    torch.save(_dense(_encode(state, "state")), buffer)
+    torch.save(_without_views(_encode(state, "state")), buffer)
     return buffer.getvalue()
 
 
@@ -64,10 +64,10 @@ def save_state(path: Path, state: Any) -> None:
     Raises:
         CheckpointError: The state contains a type that `dump_state` refuses, or the filesystem refused.
     """
-    write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _dense(copies)))
+    write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _without_views(copies)))
 
 
-def stream_state(file: SummedFile, state: Any) -> None:
+def stream_state(file: ChecksummedFile, state: Any) -> None:
     """Writes an encoded state with `torch.save`."""
     torch.save(state, file)  # type: ignore[arg-type]  # `torch.save` only calls `write`
 
@@ -83,7 +83,7 @@ def load_state(path: Path, *, map_location: str = "cpu") -> Any:
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serializes named tensors as safetensors. Tied tensors are stored once per name."""
-    return _safetensors_save(_apart(tensors), metadata={"format": "pt", **(metadata or {})})
+    return _safetensors_save(_separate_storage(tensors), metadata={"format": "pt", **(metadata or {})})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def stream_tensors(
-    file: SummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    file: ChecksummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes the same bytes as the safetensors library, but tensor by tensor.
 
@@ -156,7 +156,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _separate_storage(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors on the CPU, each with separate memory: copies tied tensors and views of other tensors."""
     copies: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
@@ -202,7 +202,7 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def _encode(value: Any, where: str) -> Any:
+def _encode(value: Any, location: str) -> Any:
     if value is None or isinstance(value, (bool, str, bytes)) or type(value) in (int, float):
         return value
     if isinstance(value, torch.Tensor):
@@ -210,7 +210,7 @@ def _encode(value: Any, where: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.names:
-            raise CheckpointError(f"{where}: an array of dtype {array.dtype} cannot be put into a checkpoint")
+            raise CheckpointError(f"{location}: an array of dtype {array.dtype} cannot be put into a checkpoint")
         array_bytes = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
         return {
             _ARRAY: array_bytes,
@@ -219,20 +219,20 @@ def _encode(value: Any, where: str) -> Any:
             "scalar": isinstance(value, np.generic),
         }
     if isinstance(value, Mapping):
-        return {key: _encode(child, f"{where}[{key!r}]") for key, child in value.items()}
+        return {key: _encode(child, f"{location}[{key!r}]") for key, child in value.items()}
     if isinstance(value, tuple):
-        return tuple(_encode(child, f"{where}[{i}]") for i, child in enumerate(value))
+        return tuple(_encode(child, f"{location}[{i}]") for i, child in enumerate(value))
     if isinstance(value, list):
-        return [_encode(child, f"{where}[{i}]") for i, child in enumerate(value)]
+        return [_encode(child, f"{location}[{i}]") for i, child in enumerate(value)]
     if isinstance(value, (int, float)):  # subclasses: IntEnum and the like
         return int(value) if isinstance(value, int) else float(value)
     raise CheckpointError(
-        f"{where}: {type(value).__module__}.{type(value).__qualname__} cannot be put into a checkpoint; use tensors, "
+        f"{location}: {type(value).__module__}.{type(value).__qualname__} cannot be put into a checkpoint; use tensors, "
         "NumPy arrays, numbers, strings, bytes, lists, tuples and dicts"
     )
 
 
-def _dense(value: Any) -> Any:
+def _without_views(value: Any) -> Any:
     """Copies views of larger tensors, because `torch.save` writes the complete storage of a view."""
     return map_tensors(value, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
 

@@ -85,7 +85,7 @@ class CheckpointWriter:
             clean_leftovers(self.paths)
             self.staging.mkdir()
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
         return self
 
     def __exit__(
@@ -95,7 +95,7 @@ class CheckpointWriter:
             shutil.rmtree(self.staging, ignore_errors=True)
         # Timeouts and lost connections are OSErrors, too, but do not come from the filesystem.
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
 
     def path(self, name: str) -> Path:
         """Returns the staging path of the checkpoint's file `name`."""
@@ -131,15 +131,15 @@ class CheckpointWriter:
             CheckpointError: Nothing was written, a reported file is missing, or the filesystem raised an error.
         """
         try:
-            self._seal(meta or {}, reported or {})
+            self._write_manifest(meta or {}, reported or {})
             self._rename()
         except OSError as error:
             shutil.rmtree(self.staging, ignore_errors=True)
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
         self._committed = True
         return self.final
 
-    def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
+    def _write_manifest(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
         written_entries = {name: file_entry for name, file_entry in reported.items() if file_entry is not None}
         files: dict[str, dict[str, Any]] = {}
         unlisted: list[Path] = []
@@ -162,7 +162,7 @@ class CheckpointWriter:
         sizes = sum(path.stat().st_size for path in unlisted)
         for path, size_and_digest in zip(unlisted, map_files(_durable_digest, unlisted, sizes), strict=True):
             files[path.relative_to(self.staging).as_posix()] = _file_entry(*size_and_digest)
-        if missing := [name for name, (size, _) in written_entries.items() if not self._has(name, size)]:
+        if missing := [name for name, (size, _) in written_entries.items() if not self._has_size(name, size)]:
             raise CheckpointError(
                 f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
             )
@@ -177,7 +177,7 @@ class CheckpointWriter:
         fsync_folder(self.staging)
         record_digest(manifest_bytes)
 
-    def _has(self, name: str, size: int) -> bool:
+    def _has_size(self, name: str, size: int) -> bool:
         path = self.staging / name
         return path.is_file() and path.stat().st_size == size
 
@@ -210,17 +210,17 @@ class CheckpointWriter:
         fsync_folder(self.paths.checkpoints)
         shutil.rmtree(replaced_path, ignore_errors=True)
 
-    def _failed(self, error: OSError) -> CheckpointError:
+    def _storage_error(self, error: OSError) -> CheckpointError:
         failed_path = error.filename or self.staging
         if isinstance(error, FileNotFoundError) and not self.paths.root.is_dir():
             return CheckpointError(
                 f"checkpoint of step {self.step} could not be saved: the run folder {self.paths.root} was removed while the "
                 "run went on: it ends, and its logs may be gone with it"
             )
-        fewer = ", or lower runner.keep_checkpoints" if is_full(error) else ""
+        keep_hint = ", or lower runner.keep_checkpoints" if is_full(error) else ""
         return CheckpointError(
             f"checkpoint of step {self.step} could not be saved: {failed_path}: {error.strerror or error}. "
-            f"{advice(error, failed_path)}{fewer}, then continue from the last checkpoint with: {GO_ON}"
+            f"{advice(error, failed_path)}{keep_hint}, then continue from the last checkpoint with: {GO_ON}"
         )
 
 

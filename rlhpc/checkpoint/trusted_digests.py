@@ -23,16 +23,16 @@ def record_digest(manifest: bytes) -> None:
     If the record cannot be written, the checkpoint counts as a checkpoint of another user.
     """
     with contextlib.suppress(OSError):
-        note_path = _note(manifest)
-        note_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note_path.touch(mode=0o600)
+        record_file = _record_path(manifest)
+        record_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        record_file.touch(mode=0o600)
 
 
 def is_trusted(checkpoint: Path) -> bool:
     """Returns whether a run of this user wrote a checkpoint, and the files that can name code are unchanged."""
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()
-        if not is_complete(checkpoint) or not _note(manifest_bytes).is_file():
+        if not is_complete(checkpoint) or not _record_path(manifest_bytes).is_file():
             return False
         manifest, _ = parse_manifest(manifest_bytes)  # a recorded manifest is valid
         small_files = [
@@ -47,5 +47,5 @@ def is_trusted(checkpoint: Path) -> bool:
         return False
 
 
-def _note(manifest: bytes) -> Path:
+def _record_path(manifest: bytes) -> Path:
     return state_folder("manifests") / hashlib.sha256(manifest).hexdigest()

@@ -78,13 +78,13 @@ def build_parser() -> TopParser:
         module.add_commands(parser.subparsers)
     parser.commands["completion"].set_defaults(parser=parser)  # the parser that the shell script completes
 
-    def help_(args: argparse.Namespace) -> int:
+    def show_help(args: argparse.Namespace) -> int:
         parser.check_command([args.command or "help"])
         print((parser.commands[args.command] if args.command else parser).format_help(), end="")
         return 0
 
     add_command(
-        parser.subparsers, "help", help_, "show the commands, or one command's arguments and examples",
+        parser.subparsers, "help", show_help, "show the commands, or one command's arguments and examples",
         ("rlhpc help", "rlhpc help train"), argument("command", nargs="?", help="a command"),
     )  # fmt: skip
     return parser

@@ -62,7 +62,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     elif args.checkpoint:
         checkpoint = expand_home(args.checkpoint).absolute()
         if checkpoint.name == BEST and (run := RunPaths.around(checkpoint)) is not None:
-            return _best(run)
+            return _best_checkpoint(run)
         if args.checkpoint == BEST and not checkpoint.exists():
             raise ConfigError("--checkpoint best is the best checkpoint of a run: name the run with --run FOLDER")
         if overrides and (checkpoint / CONFIG).is_file():
@@ -79,7 +79,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
 
     paths = run_paths(args.run, overrides)
     if step == BEST or (step is None and paths.best_step() is not None):
-        return _best(paths)
+        return _best_checkpoint(paths)
     if step in (None, LATEST):
         newest = newest_valid(paths)
         for path, reason in newest.skipped:
@@ -96,7 +96,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     return checkpoint
 
 
-def _best(paths: RunPaths) -> Path:
+def _best_checkpoint(paths: RunPaths) -> Path:
     """Returns the folder of a run's best checkpoint, `global_step_<N>`.
 
     Raises:
@@ -157,7 +157,7 @@ def check_file(option: str, path: Path) -> Path:
     """
     if path.is_dir():
         raise ConfigError(f"{option} is {path}, a folder; name a file in it")
-    return _check(option, path, path.parent)
+    return _require_writable(option, path, path.parent)
 
 
 def check_folder(option: str, path: Path) -> Path:
@@ -168,10 +168,10 @@ def check_folder(option: str, path: Path) -> Path:
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{option} is {path}, a file; name a folder")
-    return _check(option, path, path)
+    return _require_writable(option, path, path)
 
 
-def _check(option: str, path: Path, folder: Path) -> Path:
+def _require_writable(option: str, path: Path, folder: Path) -> Path:
     if reason := unwritable(folder):
         raise ConfigError(f"{option} is {path}; {reason}; choose another place")
     return path

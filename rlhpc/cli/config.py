@@ -107,14 +107,14 @@ def _import(args: argparse.Namespace) -> int:
             args.subject,
             "RLinf",
             composed_config.files,
-            _verdict(config_text, str(output or args.subject)),
+            _describe_validity(config_text, str(output or args.subject)),
         )
     )
     _write(config_text, output)
     return 0
 
 
-def _verdict(text: str, name: str) -> str:
+def _describe_validity(text: str, name: str) -> str:
     """Describes whether rlhpc accepts the translated configuration, by the checks that every command makes."""
     import tempfile
 

@@ -76,10 +76,10 @@ def _source(
     config = checkpoint / CONFIG
     if not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    return checkpoint, config, Trust.of_words(args.overrides, _trusts(args, checkpoint))
+    return checkpoint, config, Trust.of_words(args.overrides, _trusts_code(args, checkpoint))
 
 
-def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
+def _trusts_code(args: argparse.Namespace, checkpoint: Path | None) -> bool:
     """Returns whether code that the checkpoint names may be imported: the user allows it, or a run of the
     user wrote the checkpoint.
     """
@@ -116,7 +116,7 @@ def _eval(args: argparse.Namespace) -> int:
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
     summary = task_type_of(cfg).offline.evaluate(
-        cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
+        cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts_code(args, checkpoint)
     )
     print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
     return 0
@@ -163,7 +163,7 @@ def _play(args: argparse.Namespace) -> int:
             seed=args.seed,
             system=args.system,
             max_tokens=args.max_tokens,
-            trust_code=_trusts(args, checkpoint),
+            trust_code=_trusts_code(args, checkpoint),
         ),
     )
     if summary:
@@ -199,7 +199,7 @@ def _record(args: argparse.Namespace) -> int:
         mode=mode,
         teacher=args.teacher,
         intervene=args.intervene,
-        trust_code=_trusts(args, checkpoint),
+        trust_code=_trusts_code(args, checkpoint),
         options=options,
     )
     success = f", success_once {record_summary['success_once']:.1%}" if "success_once" in record_summary else ""
@@ -252,7 +252,7 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         critic=args.critic,
         released=args.released,
-        trust_code=_trusts(args, checkpoint),
+        trust_code=_trusts_code(args, checkpoint),
     )
     print(task_type_of_checkpoint(checkpoint).offline.export(checkpoint, output, options))
     return 0

@@ -22,11 +22,11 @@ _ANSWER_S = 15.0
 
 def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
-    reward = _number(args.reward)
+    reward = _parse_reward(args.reward)
     num_unaware, errors = 0, list[str]()
-    for name, scorer in _scorers(paths).items():
+    for name, scorer in _reward_addresses(paths).items():
         try:
-            reason = _give(scorer, args.completion, reward)
+            reason = _send_reward(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
             errors.append(f"{name}: {error}")
             continue
@@ -45,7 +45,7 @@ def _feedback(args: argparse.Namespace) -> int:
     )
 
 
-def _number(text: str) -> float:
+def _parse_reward(text: str) -> float:
     try:
         reward = float(text)
     except ValueError:
@@ -55,7 +55,7 @@ def _number(text: str) -> float:
     return reward
 
 
-def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
+def _reward_addresses(paths: RunPaths) -> dict[str, dict[str, str]]:
     """Returns, for each rollout rank, the addresses at which the rank accepts rewards.
 
     Raises:
@@ -70,7 +70,7 @@ def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
     return scorers
 
 
-def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
+def _send_reward(scorer: dict[str, str], completion: str, reward: float) -> str | None:
     """Sends a reward to a rollout rank.
 
     Returns:

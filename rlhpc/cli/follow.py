@@ -18,7 +18,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.logger import ProgressBar
 
 #: Rule → description of its phase; `{step}` is a wildcard of the rule.
-_WORDS = {
+_PHASE_TEXTS = {
     "prepare": "planning",
     "sft": "starting the processes of the SFT run",
     "convert_sft": "exporting the SFT model",
@@ -30,16 +30,16 @@ _WORDS = {
     "convert": "exporting the policy",
     "report": "writing the report",
 }
-_TRAINING = {"sft": "sft", "train_segment": "run"}
+_TRACKS_BY_RULE = {"sft": "sft", "train_segment": "run"}
 _RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
 #: Last line of Snakemake's block about a starting job; the output of its command may follow minutes later.
-_LAST = re.compile(r"^    resources: ")
-_WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
+_BLOCK_END = re.compile(r"^    resources: ")
+_QUEUED_JOB = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
 #: Seconds between progress lines if the output is not a terminal.
-_SELDOM_S = 30.0
+_LINE_INTERVAL_S = 30.0
 
 
 @dataclass
@@ -70,9 +70,9 @@ class RuleJob:
             return True
         return False
 
-    def words(self) -> str:
+    def phase_text(self) -> str:
         """Formats the job as the name of a phase, with the evaluation suite unless it is the default."""
-        phase_text = _WORDS.get(self.rule, self.rule.replace("_", " "))
+        phase_text = _PHASE_TEXTS.get(self.rule, self.rule.replace("_", " "))
         phase_text = phase_text.format(step=self.wildcards.get("step", "")).rstrip()
         suite = self.wildcards.get("suite", "default")
         return phase_text if suite == "default" else f"{phase_text}, {suite}"
@@ -89,9 +89,9 @@ class WorkflowLog:
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        self._path, self._folder, self._at = path, folder, 0
+        self._path, self._folder, self._offset = path, folder, 0
         self._block: RuleJob | None = None
-        self._failing = False
+        self._is_failure = False
         self.started: list[RuleJob] = []
         self.running: dict[str, int] = {}
         self.failed: list[RuleJob] = []
@@ -102,45 +102,45 @@ class WorkflowLog:
         self.started = []
         try:
             with self._path.open("rb") as file:
-                file.seek(self._at)
+                file.seek(self._offset)
                 new_bytes = file.read()
         except OSError:
             return []
         *lines, incomplete_line = new_bytes.split(b"\n")  # read again once it is complete
-        self._at += len(new_bytes) - len(incomplete_line)
+        self._offset += len(new_bytes) - len(incomplete_line)
         for line in lines:
-            self._line(line.decode("utf-8", "replace"))
+            self._parse_line(line.decode("utf-8", "replace"))
         return self.started
 
-    def _line(self, line: str) -> None:
+    def _parse_line(self, line: str) -> None:
         if match := _RULE.match(line):
             self._end_block()
-            self._block, self._failing = RuleJob(match[1]), False
+            self._block, self._is_failure = RuleJob(match[1]), False
         elif match := _FAILED.match(line):
             self._end_block()
-            self._block, self._failing = RuleJob(match[1]), True
+            self._block, self._is_failure = RuleJob(match[1]), True
         elif match := _FINISHED.match(line):
             self._end_block()  # the end of a short job may directly follow its start
-            self._count(match[1], -1)
-        elif match := _WAITS.match(line):
+            self._change_count(match[1], -1)
+        elif match := _QUEUED_JOB.match(line):
             self.waiting = match[1]
         elif self._block is not None and self._block.read_line(line, self._folder):
             pass
-        elif not line.startswith(" ") or _LAST.match(line):
+        elif not line.startswith(" ") or _BLOCK_END.match(line):
             self._end_block()
 
     def _end_block(self) -> None:
         job, self._block = self._block, None
         if job is None or job.rule in ("all", "train"):
             return
-        if self._failing:
+        if self._is_failure:
             self.failed.append(job)
-            self._count(job.rule, -1)
+            self._change_count(job.rule, -1)
         else:
             self.started.append(job)
-            self._count(job.rule, 1)
+            self._change_count(job.rule, 1)
 
-    def _count(self, rule: str, change: int) -> None:
+    def _change_count(self, rule: str, change: int) -> None:
         self.running[rule] = max(0, self.running.get(rule, 0) + change)
 
 
@@ -186,100 +186,100 @@ class WorkflowFollower:
 
     Args:
         log: Snakemake's output.
-        tracks: Training runs by the names in `_TRAINING`.
+        tracks: Training runs by the names in `_TRACKS_BY_RULE`.
         stream: Output stream; stderr by default.
     """
 
     def __init__(self, log: WorkflowLog, tracks: dict[str, Track], stream: TextIO | None = None) -> None:
         self._log, self._tracks = log, tracks
-        self._out = stream or sys.stderr
-        self._live = self._out.isatty()
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
         self._bar: ProgressBar | None = None
         self._track = ""
         self._rows_at_start = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
         self._job: RuleJob | None = None
         self._printed: set[str] = set()
-        self._open = False
+        self._is_line_open = False
         self._started_at = time.monotonic()
 
     def update(self) -> None:
         """Reads new output and metrics, and updates the display."""
         for job in self._log.read():
-            if (track := _TRAINING.get(job.rule)) in self._tracks:
+            if (track := _TRACKS_BY_RULE.get(job.rule)) in self._tracks:
                 if track != self._track:
                     self._close_bar()
                     self._track = str(track)
-                    self._phase(job)
+                    self._print_phase(job)
             elif self._bar is None:
-                self._phase(job)
+                self._print_phase(job)
             else:
                 self._job = job
-        self._train()
+        self._update_bar()
         if self._bar is None:
-            self._detail()
+            self._update_detail()
 
-    def _train(self) -> None:
+    def _update_bar(self) -> None:
         track = self._tracks.get(self._track)
         if track is None:
             return
         row = track.row()
         step = int(row.get("step", 0))
         has_moved = row and row.get("time/wall_s") != self._rows_at_start[self._track].get("time/wall_s")
-        if self._bar is None and has_moved and self._training():
+        if self._bar is None and has_moved and self._is_training():
             self._end_line()
             self._bar = ProgressBar(
-                track.total, max(step - 1, 0), name=track.name, stream=self._out, interval_s=_SELDOM_S
+                track.total, max(step - 1, 0), name=track.name, stream=self._stream, interval_s=_LINE_INTERVAL_S
             )
         if self._bar is None:
             return
         self._bar.update(step, row)
-        if not self._training() and not self._more():
+        if not self._is_training() and not self._has_next_segment():
             self._close_bar()
             if self._job is not None:
-                self._phase(self._job)
+                self._print_phase(self._job)
 
-    def _training(self) -> bool:
-        return any(self._log.running.get(rule) for rule, track in _TRAINING.items() if track == self._track)
+    def _is_training(self) -> bool:
+        return any(self._log.running.get(rule) for rule, track in _TRACKS_BY_RULE.items() if track == self._track)
 
-    def _more(self) -> bool:
+    def _has_next_segment(self) -> bool:
         """Returns whether another segment follows; between two segments no rule trains."""
         track = self._tracks[self._track]
         return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
 
-    def _phase(self, job: RuleJob) -> None:
+    def _print_phase(self, job: RuleJob) -> None:
         """Prints the name of the current phase."""
         self._job = job
-        phase_text = job.words()
+        phase_text = job.phase_text()
         if phase_text not in self._printed:
             self._printed.add(phase_text)
             self._end_line()
-            self._out.write(f"  {phase_text}" + ("" if self._live else "\n"))
-            self._open = self._live
-            self._out.flush()
+            self._stream.write(f"  {phase_text}" + ("" if self._is_terminal else "\n"))
+            self._is_line_open = self._is_terminal
+            self._stream.flush()
 
-    def _detail(self) -> None:
+    def _update_detail(self) -> None:
         """Displays progress within a phase: the output of an evaluation, or the state of a queued job."""
         if self._job is None:
             return
-        waiting_text = self._log.waiting if self._job.rule in _TRAINING else ""
-        if not self._live and waiting_text and waiting_text not in self._printed:
+        waiting_text = self._log.waiting if self._job.rule in _TRACKS_BY_RULE else ""
+        if not self._is_terminal and waiting_text and waiting_text not in self._printed:
             self._printed.add(waiting_text)
-            self._out.write(f"  {waiting_text}\n")
-            self._out.flush()
-        if not self._open:
+            self._stream.write(f"  {waiting_text}\n")
+            self._stream.flush()
+        if not self._is_line_open:
             return
         if self._job.log is not None and not waiting_text:
             with contextlib.suppress(OSError):
                 last_line = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
                 waiting_text = last_line.partition("eval: ")[2]
         if waiting_text:
-            self._out.write(f"\r\x1b[2K  {self._job.words()}: {waiting_text[:90]}")
-            self._out.flush()
+            self._stream.write(f"\r\x1b[2K  {self._job.phase_text()}: {waiting_text[:90]}")
+            self._stream.flush()
 
     def _end_line(self) -> None:
-        if self._open:
-            self._out.write("\n")
-            self._open = False
+        if self._is_line_open:
+            self._stream.write("\n")
+            self._is_line_open = False
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -291,19 +291,19 @@ class WorkflowFollower:
         self.update()
         self._close_bar()
         self._end_line()
-        self._out.flush()
+        self._stream.flush()
 
 
-def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
+def find_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
     """Returns the error of a failed workflow, and the file with the error: a failed rule's log, otherwise Snakemake's log."""
     for file in (*(job.log for job in log.failed if job.log is not None), path):
         with contextlib.suppress(OSError):
             if log_text := file.read_text(errors="replace").strip():
-                return _essence(log_text, lines), file
+                return _error_excerpt(log_text, lines), file
     return "", path
 
 
-def _essence(text: str, lines: int) -> str:
+def _error_excerpt(text: str, lines: int) -> str:
     """Returns up to `lines` lines from the last recognised error on; the last lines if no error is recognised."""
     text_lines = text.splitlines()
     error_lines = [

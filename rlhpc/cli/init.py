@@ -75,7 +75,7 @@ Environments, models and rewards of your own: a module beside the Snakefile, nam
 """
 
 
-_BASE = "| `configs/base/` | what it starts from |\n"
+_BASE_ROW = "| `configs/base/` | what it starts from |\n"
 
 
 def _templates() -> dict[str, Path]:
@@ -134,7 +134,7 @@ def project_files(name: str, config: str) -> dict[str, str]:
         template = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
         run_config = yaml.safe_load(template[_RUN])["run"]
     files = _read_chain(run_config, template)
-    base_row = _BASE if any(name.startswith("configs/base/") for name in files) else ""
+    base_row = _BASE_ROW if any(name.startswith("configs/base/") for name in files) else ""
     for path in sorted(share.path("profiles").rglob("*.yaml")):
         snakefile_text = path.read_text().replace("snakefile: workflow/Snakefile", "snakefile: Snakefile")
         files[path.relative_to(share.root()).as_posix()] = snakefile_text
@@ -150,7 +150,7 @@ def project_files(name: str, config: str) -> dict[str, str]:
     return files
 
 
-def _folder(text: str | None) -> Path:
+def _project_folder(text: str | None) -> Path:
     """Returns the folder of a new project.
 
     Raises:
@@ -210,7 +210,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         raise
 
 
-def _list() -> int:
+def _print_choices() -> int:
     """Prints the configurations and projects to start from, with the first sentence of each."""
     titles = {name: (folder / "README.md").read_text().splitlines()[0] for name, folder in _templates().items()}
     titles |= {name: path.read_text().splitlines()[0] for name, path in _configs().items()}
@@ -225,8 +225,8 @@ def _init(args: argparse.Namespace) -> int:
     if args.overrides:
         raise ConfigError(f"init takes no key=value words: {' '.join(args.overrides)}")
     if args.list:
-        return _list()
-    folder = _folder(args.folder)
+        return _print_choices()
+    folder = _project_folder(args.folder)
     files = project_files(folder.name, args.config)
     _check_free(folder, files)
     _write(folder, files)

@@ -65,7 +65,7 @@ class TopParser(_Parser):
             lines.append("")
         lines += [
             "rlhpc help COMMAND shows a command's arguments and examples; rlhpc --version, the version.",
-            f"Documentation: {_documentation()}",
+            f"Documentation: {_documentation_page()}",
         ]
         return "\n".join(lines) + "\n"
 
@@ -99,7 +99,7 @@ def documentation_root() -> str:
     return (urls.get("Documentation") or urls.get("Homepage") or "docs").rstrip("/")
 
 
-def _documentation() -> str:
+def _documentation_page() -> str:
     """Returns the first page of the documentation."""
     root = documentation_root()
     return root if "://" in root else f"{root}/README.md{'' if Path(root).is_absolute() else ' of the project'}"

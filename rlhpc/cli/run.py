@@ -169,12 +169,15 @@ def _run(args: argparse.Namespace) -> int:
         log = WorkflowLog(path, Path.cwd())
         started_at = time.monotonic()
         code = _follow(
-            command, path, WorkflowFollower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
+            command,
+            path,
+            WorkflowFollower(log, tracks),
+            lambda process, interrupt: _stop(process, interrupt, args, tracks),
         )
         if code == 0:
             print("\n".join(render_ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
         elif not isinstance(code, InterruptedCode):
-            code = _tell_failure(log, path, args, code)
+            code = _print_failure(log, path, args, code)
     return code
 
 
@@ -198,17 +201,17 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
         tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
         tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
         code = _follow(
-            command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
+            command, path, SweepFollower(log, sweep), lambda process, interrupt: _stop(process, interrupt, args, tracks)
         )
         if isinstance(code, InterruptedCode):
             return code
         if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
-            return _tell_failure(log, path, args, code)  # nothing started
+            return _print_failure(log, path, args, code)  # nothing started
         print("\n".join(["", *render_sweep_ending(sweep)]))
         if sweep.paths.page.is_file():
             print(f"  page    {relative(sweep.paths.page)}", flush=True)
         if code != 0:
-            code = _tell_failure(log, path, args, code)
+            code = _print_failure(log, path, args, code)
     return code
 
 
@@ -248,7 +251,7 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
     """
     from rlhpc.metrics.logger import quiet_terminal
 
-    with path.open("ab") as output, ending_early(), quiet_terminal():
+    with path.open("ab") as output, interrupt_on_signals(), quiet_terminal():
         # in a new process group: Ctrl-C reaches only this process, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
@@ -262,13 +265,13 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
     return process.returncode
 
 
-def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
+def _print_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
     """Prints the error of a failed workflow and the command that continues it.
 
     Returns:
         The exit code, which is 2 if the workflow refused the user's input.
     """
-    from rlhpc.cli.follow import real_error
+    from rlhpc.cli.follow import find_error
 
     if code < 0:
         signal_name = signal.Signals(-code).name
@@ -276,7 +279,7 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
             f"Snakemake was killed by {signal_name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}"
         )
         return 128 - code
-    error_text, error_log = real_error(log, path)
+    error_text, error_log = find_error(log, path)
     print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
     if not log.failed and error_text.startswith("rlhpc: error: "):
         return 2
@@ -326,7 +329,7 @@ def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, sec
 
 
 @contextlib.contextmanager
-def ending_early() -> Iterator[None]:
+def interrupt_on_signals() -> Iterator[None]:
     """Makes SIGTERM, SIGHUP and SIGINT raise `Interrupted` within the block, so that Snakemake ends with the command."""
 
     def handle(signum: int, frame: object) -> None:
@@ -343,25 +346,25 @@ def ending_early() -> Iterator[None]:
 
 
 def _stop(
-    process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
+    process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
 ) -> int:
     """Ends Snakemake and the jobs of this machine; prints what is saved and how to continue."""
-    signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
+    signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
     say("interrupted: saving; Ctrl-C again ends at once")
     is_hurried = False
     try:
-        _end_group(process)
-        for message in _end_all(tracks):
+        _end_process_group(process)
+        for message in _end_drivers(tracks):
             say(message)
     except KeyboardInterrupt:
         is_hurried = True
-        _end_group(process, at_once=True)
+        _end_process_group(process, immediately=True)
         with contextlib.suppress(KeyboardInterrupt):
-            _end_all(tracks, grace_s=0.0)
+            _end_drivers(tracks, grace_s=0.0)
     except RlhpcError as error:
         say(f"error: {error}")
     if "run" in tracks:
-        _tell_saved(tracks["run"], is_hurried)
+        _print_saved(tracks["run"], is_hurried)
     else:
         from rlhpc.jobs.status import run_state
 
@@ -377,23 +380,23 @@ def _stop(
     return 128 + signum
 
 
-def _tell_saved(track: Track, hurried: bool) -> None:
+def _print_saved(track: Track, is_hurried: bool) -> None:
     """Prints the progress of an interrupted run, and whether its job continues."""
     from rlhpc.jobs.status import run_state
 
     saved_text = describe_saved(track.paths, track.total, relative(track.paths.root))
-    if not hurried and run_state(track.paths)[0] in ("running", "waiting"):
+    if not is_hurried and run_state(track.paths)[0] in ("running", "waiting"):
         say(f"interrupted; its job goes on ({saved_text})")
         say(f"stop it: rlhpc cancel {shlex.quote(relative(track.paths.root))}")
     else:
         say(f"interrupted; {saved_text}")
 
 
-def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
+def _end_drivers(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
     """Ends the local drivers of all tracks concurrently, because each save may take long; returns the messages."""
     pool = ThreadPoolExecutor(16)
     try:
-        messages_by_track = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
+        messages_by_track = list(pool.map(lambda track: _end_local_driver(track.paths, grace_s), tracks.values()))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for the drivers
     track_messages = zip(tracks.values(), messages_by_track, strict=True)
@@ -404,9 +407,9 @@ def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
     ]
 
 
-def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
+def _end_process_group(process: subprocess.Popen[bytes], *, immediately: bool = False) -> None:
     """Sends SIGINT to Snakemake and its commands; sends SIGTERM and then SIGKILL if they do not end."""
-    for signum, timeout_s in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
+    for signum, timeout_s in () if immediately else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -417,7 +420,7 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
     process.wait()
 
 
-def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
+def _end_local_driver(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver if the driver is a process of this machine; a job of the cluster continues.
 
     Returns:

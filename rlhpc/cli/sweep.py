@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhpc.runs.sweep import Sweep, SweepRun
 
 #: Seconds between two updates of the runs' progress.
-_SELDOM_S = 2.0
+_UPDATE_INTERVAL_S = 2.0
 
 
 def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
@@ -82,7 +82,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
     messages: list[str] = []
     errors: list[RlhpcError] = []
 
-    def end(paths: RunPaths) -> list[str]:
+    def cancel_run(paths: RunPaths) -> list[str]:
         try:
             return [f"{paths.root.name}: {message}" for message in cancel(paths)]
         except RlhpcError as error:
@@ -90,7 +90,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
             return []
 
     with ThreadPoolExecutor(16) as pool:  # each call waits until its run has saved
-        for sentences in pool.map(end, runs):
+        for sentences in pool.map(cancel_run, runs):
             messages += sentences
     if errors:
         raise RlhpcError("; ".join([*messages, *map(str, errors)]))
@@ -105,7 +105,7 @@ def render_sweep_plan(sweep: Sweep, launcher: str) -> str:
     from rlhpc.jobs.plan import build_plan, count_noun, render_plan
 
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
-    jobs = sum(map(_jobs_of, sweep.runs), Counter[str]())
+    jobs = sum(map(_count_jobs, sweep.runs), Counter[str]())
     seeds = len({run.point.seed for run in sweep.runs})
     limit_text = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
@@ -124,7 +124,7 @@ def render_sweep_plan(sweep: Sweep, launcher: str) -> str:
     return "\n".join([*lines, render_plan(plans[0])])
 
 
-def _jobs_of(run: SweepRun) -> Counter[str]:
+def _count_jobs(run: SweepRun) -> Counter[str]:
     """Returns the number of jobs of a run, by type."""
     from rlhpc.runs.task_type import task_type_of
 
@@ -171,74 +171,75 @@ class SweepFollower:
         from rlhpc.config import total_steps
         from rlhpc.runs.sweep import rule_prefixes
 
-        self._log, self._sweep, self._out = log, sweep, stream or sys.stderr
-        self._live = self._out.isatty()
+        self._log, self._sweep, self._stream = log, sweep, stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
         self._prefixes = rule_prefixes([run.point.name for run in sweep.runs])
         self._totals = {run.point.name: total_steps(run.cfg) for run in sweep.runs}
         self._paths = {run.point.name: run.paths for run in sweep.runs}
         self._printed: set[tuple[str, str]] = set()
         self._failures: dict[str, int] = {}
-        self._progress_text, self._next = "", 0.0
-        self.done: list[str] = []
+        self._progress_text, self._next_update = "", 0.0
+        self.finished_names: list[str] = []
 
     def update(self) -> None:
         """Reads new output, and updates the display."""
         for job in self._log.read():
-            name, rule = self.split(job.rule)
+            name, rule = self.split_rule(job.rule)
             if name and rule in ("train_segment", "sft"):
-                self._say(name, "training" if rule == "train_segment" else "training on demonstrations first")
+                self._print_line(name, "training" if rule == "train_segment" else "training on demonstrations first")
             elif rule == "compare":
-                self._say("", "writing the page")
+                self._print_line("", "writing the page")
         for name, prefix in self._prefixes.items():
             rule = f"{prefix}report"
             has_failed = any(job.rule == rule for job in self._log.failed)
-            if self._log.running.get(rule) == 0 and not has_failed and name not in self.done:
-                self.done.append(name)
-                self._say(name, f"done ({len(self.done)})")
+            if self._log.running.get(rule) == 0 and not has_failed and name not in self.finished_names:
+                self.finished_names.append(name)
+                self._print_line(name, f"done ({len(self.finished_names)})")
         for job in self._log.failed:
-            name, rule = self.split(job.rule)
-            self._say(name, f"failed: {rule}" + (f", see {job.log}" if job.log else ""))
-        if self._live and time.monotonic() > self._next:
-            self._next = time.monotonic() + _SELDOM_S
-            self._progress()
+            name, rule = self.split_rule(job.rule)
+            self._print_line(name, f"failed: {rule}" + (f", see {job.log}" if job.log else ""))
+        if self._is_terminal and time.monotonic() > self._next_update:
+            self._next_update = time.monotonic() + _UPDATE_INTERVAL_S
+            self._print_progress()
 
-    def split(self, rule: str) -> tuple[str, str]:
+    def split_rule(self, rule: str) -> tuple[str, str]:
         """Returns the run of a rule ("" for a rule of the sweep itself), and the rule's name without the run's prefix."""
         matches = {prefix: name for name, prefix in self._prefixes.items() if rule.startswith(prefix)}
         prefix = max(matches, key=len, default="")
         return matches.get(prefix, ""), rule.removeprefix(prefix)
 
-    def _say(self, name: str, text: str) -> None:
+    def _print_line(self, name: str, text: str) -> None:
         if (name, text) not in self._printed:
             self._printed.add((name, text))
-            self._clear()
-            self._out.write(f"  {f'{name}: ' if name else ''}{text}\n")
-            self._out.flush()
+            self._clear_progress()
+            self._stream.write(f"  {f'{name}: ' if name else ''}{text}\n")
+            self._stream.flush()
 
-    def _progress(self) -> None:
+    def _print_progress(self) -> None:
         training = [name for name, prefix in self._prefixes.items() if self._log.running.get(f"{prefix}train_segment")]
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
         ratio = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
             1, sum(self._totals.values())
         )
-        self._clear()
+        self._clear_progress()
         self._progress_text = (
-            f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {ratio:.0%} of all steps"
+            f"  {len(self.finished_names)} of {len(self._paths)} runs done, {len(training)} training, "
+            f"{ratio:.0%} of all steps"
         )
-        self._out.write(self._progress_text[:110])
-        self._out.flush()
+        self._stream.write(self._progress_text[:110])
+        self._stream.flush()
 
-    def _clear(self) -> None:
+    def _clear_progress(self) -> None:
         if self._progress_text:
-            self._out.write("\r\x1b[2K")
+            self._stream.write("\r\x1b[2K")
             self._progress_text = ""
 
     def close(self) -> None:
         """Updates the display a last time, and clears the progress line."""
-        self._next = float("inf")
+        self._next_update = float("inf")
         self.update()
-        self._clear()
-        self._out.flush()
+        self._clear_progress()
+        self._stream.flush()
 
 
 def render_sweep_ending(sweep: Sweep) -> list[str]:

@@ -55,7 +55,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.when and sweep is not None:
         raise ConfigError(f"--when is for a single run, and {args.config} is a sweep; add sweep=null")
     if args.when:
-        return _when(args)
+        return _print_start_estimates(args)
     if args.nodes or args.partitions:
         raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
     resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
@@ -106,7 +106,7 @@ def _print_skipped(checks: Sequence[Check]) -> None:
         print("\n".join(f"  {line}" for line in lines))
 
 
-def _when(args: argparse.Namespace) -> int:
+def _print_start_estimates(args: argparse.Namespace) -> int:
     from rlhpc.runs.start_estimate import estimate_starts, render
     from rlhpc.runs.tuning.tune import TuneRequest
 
@@ -156,12 +156,12 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
     return f"{message}\nrlhpc: go on: {shlex.join(command_words)}"
 
 
-def tell(answer: dict[str, object], *, answers: bool) -> None:
-    """Prints the outcome of a submission: a line on stderr and, with `answers`, JSON on stdout for scripts."""
+def print_outcome(answer: dict[str, object], *, as_json: bool) -> None:
+    """Prints the outcome of a submission: a line on stderr and, with `as_json`, JSON on stdout for scripts."""
     from rlhpc.jobs.waiter import answer_line
 
     print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
-    if answers:
+    if as_json:
         print(json.dumps(answer))
 
 
@@ -197,7 +197,7 @@ def _submit(args: argparse.Namespace) -> int:
     make_longer(paths, cfg, args.segment, wait=True)
     submitted_config = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
-    answers = not sys.stdout.isatty()  # for scripts
+    as_json = not sys.stdout.isatty()  # for scripts
 
     request = SubmitRequest(
         run_root=paths.root,
@@ -214,9 +214,9 @@ def _submit(args: argparse.Namespace) -> int:
         enabled=not args.no_wait,
         deadline_s=args.deadline,
         requester=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
-        hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=answers)) if args.whole_process else None,
+        hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=as_json)) if args.whole_process else None,
     )
-    tell(Submission(request, wait).run(), answers=answers)
+    print_outcome(Submission(request, wait).run(), as_json=as_json)
     return 0
 
 

@@ -27,7 +27,7 @@ def _tune(args: argparse.Namespace) -> int:
             raise ConfigError(f"{name} is {option_value}; it must be {minimum} or more")
     if not args.deadline > 0:
         raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
-    from rlhpc.cli.run import ending_early
+    from rlhpc.cli.run import interrupt_on_signals
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.tuning.tune import TuneRequest, render, tune
@@ -41,7 +41,7 @@ def _tune(args: argparse.Namespace) -> int:
         args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
         args.steps, args.deadline,
     )  # fmt: skip
-    with ending_early():
+    with interrupt_on_signals():
         record = tune(request, say)
     cfg = load_config(args.config, args.overrides, site=args.site, check=False)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)

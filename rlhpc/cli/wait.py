@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rlhpc.cli.train import tell
+from rlhpc.cli.train import print_outcome
 from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.waiter import WaitInterrupted, interruption_text, say
 from rlhpc.runtime.exit_codes import report_errors
@@ -19,7 +19,7 @@ def _wait(wait: Wait, *, alone: bool) -> int:
         wait_result = waiter.wait()
     except KeyboardInterrupt:
         raise WaitInterrupted(interruption_text(waiter.files, waiter.record)) from None
-    tell(waiter.answer(wait_result), answers=wait.answers)
+    print_outcome(waiter.answer(wait_result), as_json=wait.answers)
     return 0
 
 

@@ -32,7 +32,7 @@ class Condition:
     holds: Callable[[Any], bool]
     reason: str
 
-    def names(self, key: str) -> bool:
+    def matches(self, key: str) -> bool:
         """Returns whether a pattern of the row matches a key."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys)
 
@@ -56,12 +56,12 @@ class UnusedKey:
         return f"{self.key}={short_repr(self.value)} ({self.source}): it is read {self.reason}"
 
 
-def is_none_of(key: str, *words: str) -> Callable[[Any], bool]:
+def is_none_of(key: str, *names: str) -> Callable[[Any], bool]:
     """Returns a condition that the value of `key` is none of the given built-in names, regardless of case.
 
     The given names do not read the conditional keys. All other names may read them, because a plugin may read any key.
     """
-    return lambda cfg: str(select(cfg, key)).lower() not in words
+    return lambda cfg: str(select(cfg, key)).lower() not in names
 
 
 def unused_keys(
@@ -81,7 +81,7 @@ def unused_keys(
         user_value = plain(select(cfg, key))
         if key in defaults and user_value == defaults[key]:
             continue
-        if row := next((row for row in rows if row.names(key) and not row.holds(cfg)), None):
+        if row := next((row for row in rows if row.matches(key) and not row.holds(cfg)), None):
             unused_entries.append(UnusedKey(key, user_value, source, row.reason))
     return unused_entries
 

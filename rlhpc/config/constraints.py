@@ -44,7 +44,7 @@ __all__ = [
     "FREE",
     "INTERVAL",
     "INTERVAL_OR_0",
-    "LARGEST",
+    "MAX_EXACT_INTEGER",
     "NOT_NEGATIVE",
     "PART",
     "POSITIVE",
@@ -103,7 +103,7 @@ def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
 
 
 #: Largest integer that every reader of a configuration represents exactly, including readers that use floats.
-LARGEST = 2**53
+MAX_EXACT_INTEGER = 2**53
 
 
 def null_numbers(keys: Mapping[str, ConfigKey]) -> dict[str, int]:

@@ -68,11 +68,11 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
     """
     if isinstance(config, Mapping):
         name = source_name(config)
-        return _resolve_defaults(name, _as_if_read(config, name), Path.cwd(), (), trust)
-    return _read(find_config(config), (), trust)
+        return _resolve_defaults(name, _reread(config, name), Path.cwd(), (), trust)
+    return _read_with_defaults(find_config(config), (), trust)
 
 
-def _as_if_read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _reread(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the content of a mapping as if it had been read from a file."""
     yaml_text = dump_yaml(plain_value(config, name))
     try:
@@ -81,10 +81,10 @@ def _as_if_read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _read(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tuple[str, dict[str, Any]]]:
+def _read_with_defaults(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tuple[str, dict[str, Any]]]:
     if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
-    content = _content(path, f"{chain[-1]}: defaults: " if chain else "")
+    content = _read_mapping(path, f"{chain[-1]}: defaults: " if chain else "")
     return _resolve_defaults(str(path), content, path.parent, (*chain, path), trust)
 
 
@@ -103,11 +103,13 @@ def _resolve_defaults(
         raise ConfigError(
             f"{path}: defaults has {short_repr(invalid_names[0])}; give a list of files, as paths relative to this one"
         )
-    included_files = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
+    included_files = [
+        file for name in defaults for file in _read_with_defaults((folder / str(name)).resolve(), chain, trust)
+    ]
     return [*included_files, (path, content)]
 
 
-def _content(path: Path, includer: str) -> dict[str, Any]:
+def _read_mapping(path: Path, includer: str) -> dict[str, Any]:
     """Reads the mapping in one file; messages about an included file begin with `includer`."""
     try:
         if path.is_dir():

@@ -87,28 +87,30 @@ class _Sections:
 
     def root(self, name: str, config: type, tree: Mapping[str, ConfigKey]) -> Schema:
         """Adds the schema of a file and returns a reference to it."""
-        schema = self._properties(config, "", tree)
+        schema = self._section_schema(config, "", tree)
         schema["properties"]["defaults"] = {
             "description": "Files that are read first, relative to this one.",
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],
         }
         if name != SITE:
-            sweep = self._define(SweepConfig.__name__, self._properties(SweepConfig, "", tree_of(SweepConfig)))
+            sweep = self._add_definition(
+                SweepConfig.__name__, self._section_schema(SweepConfig, "", tree_of(SweepConfig))
+            )
             schema["properties"][SWEEP] = {"anyOf": [sweep, {"type": "null"}]}
             task_type = schema["properties"]["runner"] = dict(schema["properties"]["runner"])
             task_type["properties"] = {"task_type": {"const": name}}
-        return self._define(name, schema)
+        return self._add_definition(name, schema)
 
-    def _define(self, name: str, schema: Schema) -> Schema:
+    def _add_definition(self, name: str, schema: Schema) -> Schema:
         """Adds a definition and returns a reference to it; numbers the name if another schema already has this name."""
         suffix = 1
         while self.definitions.setdefault(label := f"{name}{suffix if suffix > 1 else ''}", schema) != schema:
             suffix += 1
         return {"$ref": f"#/$defs/{label}"}
 
-    def _properties(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
+    def _section_schema(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a section, whose keys begin with `prefix` in `tree`."""
-        properties = {name: self._key(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
+        properties = {name: self._key_schema(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
         schema = {"type": "object", "properties": properties, "additionalProperties": False}
         keys_with_options = [key for name in fields_of(cls) if (key := tree[f"{prefix}{name}"]).options]
         return schema | (
@@ -126,26 +128,28 @@ class _Sections:
             assert declaration is not None
             section: Schema = {
                 "type": "object",
-                "properties": {option: self._key(o, options) for option, o in options.items()},
+                "properties": {option: self._key_schema(o, options) for option, o in options.items()},
                 "additionalProperties": False,
             }
-            reference = self._define(declaration.__name__, section)
+            reference = self._add_definition(declaration.__name__, section)
             condition = {"properties": {key.options.selector: {"const": name}}, "required": [key.options.selector]}
             rules.append({"if": condition, "then": {"properties": {key.name: _any_of([reference, _INTERPOLATION])}}})
         return rules
 
-    def _key(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
+    def _key_schema(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a key or section."""
         if key.is_section:
-            section = self._define(key.type.__name__, self._properties(key.type, f"{key.path}.", tree))
+            section = self._add_definition(key.type.__name__, self._section_schema(key.type, f"{key.path}.", tree))
             return {"description": key.doc, **section}
         if (element := element_of(key.type)) is not None:
-            element_schema = self._define(element.__name__, self._properties(element, f"{key.path}[].", tree))
+            element_schema = self._add_definition(
+                element.__name__, self._section_schema(element, f"{key.path}[].", tree)
+            )
             return {"description": describe(key), "type": "array", "items": element_schema}
         return {
             "description": describe(key),
             **({} if key.default == MISSING else {"default": key.default}),
-            **_value(key),
+            **_value_schema(key),
         }
 
 
@@ -159,7 +163,7 @@ def describe(key: ConfigKey) -> str:
     return " ".join(sentences)
 
 
-def _value(key: ConfigKey) -> Schema:
+def _value_schema(key: ConfigKey) -> Schema:
     """Returns the schema of a key's value; {} if the key allows any type."""
     value_type, is_nullable = without_null(key.type)
     union = [option for option in typing.get_args(key.type) if option is not type(None)] if value_type is Any else []
@@ -189,7 +193,7 @@ def _type_schemas(value_type: Any, value_range: Range | None) -> list[Schema]:
     """Returns the schemas of the forms in which a value of a type may be written."""
     if value_type in _TYPES:
         return [
-            {"type": _TYPES[value_type], **_bounds(value_range)},
+            {"type": _TYPES[value_type], **_range_keywords(value_range)},
             {"type": "string", "pattern": rf"{_TEXTS[value_type]}|\$\{{"},
         ]
     if value_type is str:
@@ -209,7 +213,7 @@ def _any_of(options: Sequence[Schema]) -> Schema:
     return options[0] if len(options) == 1 else {"anyOf": list(options)}
 
 
-def _bounds(value_range: Range | None) -> Schema:
+def _range_keywords(value_range: Range | None) -> Schema:
     """Returns the bounds of a range as keywords of JSON schema."""
     if value_range is None:
         return {}

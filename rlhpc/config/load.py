@@ -28,7 +28,7 @@ from rlhpc.runtime.text import short_repr
 from rlhpc.runtime.trust import Trust
 
 #: Sections of a run's configuration as an earlier version saved it, with the keys of all task types.
-_ONCE_SAVED = frozenset(
+_FORMER_SECTIONS = frozenset(
     ("cluster", "runner", "algorithm", "env", "rollout", "actor", "data", "demos", "reward", "workflow")
 )
 #: Keys of section `runner` that every saved configuration has; a hand-written file rarely has all of them.
@@ -88,7 +88,7 @@ def read_layers(
         layers.add(
             _drop_removed_keys(content, task_type.schema),
             source,
-            lenient=set(content) >= _ONCE_SAVED,
+            lenient=set(content) >= _FORMER_SECTIONS,
             variables=trust is None or trust.everything,
         )
     for override_text in overrides:

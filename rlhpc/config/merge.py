@@ -77,8 +77,8 @@ class ConfigLayers:
             content = with_variables(content, self.schema.root)
         if lenient:
             content = _select_known(content, self.schema.root)
-        self._check(content, self.schema.root, "", source)
-        for path, node, value in self._leaves(content):
+        self._check_content(content, self.schema.root, "", source)
+        for path, node, value in self._iter_leaves(content):
             self.sources[path] = source
             if value is None:
                 value = self._null_numbers.get(path)
@@ -114,9 +114,9 @@ class ConfigLayers:
         Raises:
             ConfigError: The key or value is not allowed.
         """
-        self.add(self._nested(key, value, source), source)
+        self.add(self._nest_value(key, value, source), source)
 
-    def _nested(self, key: str, value: Any, source: str) -> dict[str, Any]:
+    def _nest_value(self, key: str, value: Any, source: str) -> dict[str, Any]:
         """Returns a nested mapping with the value at the key.
 
         Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed.
@@ -143,7 +143,7 @@ class ConfigLayers:
             branch[leaf_name] = value
         return _nest(parent.split("."), components)
 
-    def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
+    def _check_content(self, content: Any, cls: type, prefix: str, source: str) -> None:
         """Refuses unknown keys, with a hint at the most similar key, and values whose form does not fit their key."""
         fields = fields_of(cls)
         if not isinstance(content, dict):
@@ -159,22 +159,22 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
             field_type = fields[key]
             if is_section(field_type):
-                self._check(value, field_type, f"{path}.", source)
+                self._check_content(value, field_type, f"{path}.", source)
             elif (element := element_of(field_type)) is not None:
                 if not isinstance(value, list):
                     raise ConfigError(f"{source}: {path} is {short_repr(value)}; it is a list")
                 for index, list_item in enumerate(value):
-                    self._check(list_item, element, f"{path}[{index}].", source)
+                    self._check_content(list_item, element, f"{path}[{index}].", source)
             elif isinstance(value, dict) and field_type is not Any and typing.get_origin(field_type) is not dict:
                 raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {self.schema.type_name(path)}")
 
-    def _leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
+    def _iter_leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
         """Yields each value with its dotted key and its OmegaConf path, in which a name that contains dots is in brackets."""
         for key, value in content.items():
             path = f"{parent}.{key}" if parent else str(key)
             node_path = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
             if isinstance(value, dict) and value and path not in self.schema.open:
-                yield from self._leaves(value, path, node_path)
+                yield from self._iter_leaves(value, path, node_path)
             else:
                 yield path, node_path, value
 

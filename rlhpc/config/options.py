@@ -95,7 +95,7 @@ def check_options(
         if name in annotations and any(
             isinstance(rule, Choices) for rule in getattr(annotations[name], "__metadata__", ())
         ):
-            options[name] = _lower(value)
+            options[name] = _to_lower_case(value)
     for parameter in parameters:
         if parameter.name not in options and parameter.default is parameter.empty:
             raise ConfigError(f"{key}.{parameter.name} is not set; {component} needs it; {allowed}")
@@ -137,23 +137,23 @@ def _broken_rule(value: Any, annotation: Any) -> str:
     metadata: Sequence[Any] = ()
     if typing.get_origin(annotation) is Annotated:
         annotation, *metadata = typing.get_args(annotation)
-    if not _is_of(value, annotation):
-        return f"it must be {_words_of(annotation)}"
+    if not _has_type(value, annotation):
+        return f"it must be {_type_text(annotation)}"
     if metadata and value == []:
         return "it must not be empty"
     for number in value if isinstance(value, list) else [value]:
         for rule in metadata:
             if isinstance(rule, Range) and number is not None and not (math.isfinite(number) and number in rule):
                 return rule.rule()
-            if isinstance(rule, Choices) and number is not None and _lower(number) not in rule:
-                return f"{meant(_lower(number), rule)}allowed: {', '.join(rule)}"
+            if isinstance(rule, Choices) and number is not None and _to_lower_case(number) not in rule:
+                return f"{meant(_to_lower_case(number), rule)}allowed: {', '.join(rule)}"
     return ""
 
 
-def _lower(value: Any) -> Any:
+def _to_lower_case(value: Any) -> Any:
     """Returns a word, or the words of a list, in lower case; other values unchanged."""
     return (
-        [_lower(item) for item in value]
+        [_to_lower_case(item) for item in value]
         if isinstance(value, list)
         else value.lower()
         if isinstance(value, str)
@@ -161,28 +161,28 @@ def _lower(value: Any) -> Any:
     )
 
 
-def _words_of(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def _type_text(value_type: Any) -> str:
+    origin, arguments = typing.get_origin(value_type), typing.get_args(value_type)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_words_of, arguments))
+        return " or ".join(map(_type_text, arguments))
     if isinstance(origin, type) and issubclass(origin, Sequence) and arguments:
-        return f"a list of {_words_of(arguments[0])}"
-    return "a mapping" if isinstance(origin, type) and issubclass(origin, Mapping) else words_of(kind)
+        return f"a list of {_type_text(arguments[0])}"
+    return "a mapping" if isinstance(origin, type) and issubclass(origin, Mapping) else words_of(value_type)
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, value_type: Any) -> bool:
     """Returns whether a YAML value has a type; True for types that YAML does not have."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = typing.get_origin(value_type), typing.get_args(value_type)
     if origin in (typing.Union, types.UnionType):
-        return any(_is_of(value, option) for option in arguments)
+        return any(_has_type(value, option) for option in arguments)
     if origin is typing.Literal:
         return value in arguments
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return isinstance(value, list) and (origin is tuple or all(_is_of(item, arguments[0]) for item in value))
+        return isinstance(value, list) and (origin is tuple or all(_has_type(item, arguments[0]) for item in value))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
-    if kind in (None, type(None)):
+    if value_type in (None, type(None)):
         return value is None
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (bool, str, dict, list) else True
+    if value_type in (int, float):
+        return isinstance(value, (int, value_type)) and not isinstance(value, bool)
+    return isinstance(value, value_type) if value_type in (bool, str, dict, list) else True

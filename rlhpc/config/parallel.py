@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 #: Backends that divide weights evenly over all ranks, or not at all.
-_UNDIVIDED = frozenset({"local", "deepspeed"})
+_BACKENDS_WITHOUT_MESH = frozenset({"local", "deepspeed"})
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = Tru
         ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
     sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
-    if not sizes.plain and section.training_backend.lower() in _UNDIVIDED:
-        raise ConfigError(undivided(key, section.training_backend, sizes))
+    if not sizes.plain and section.training_backend.lower() in _BACKENDS_WITHOUT_MESH:
+        raise ConfigError(unsupported_backend_sizes(key, section.training_backend, sizes))
     if not layers and (sizes.block > 1 or sizes.expert > 1):
-        raise ConfigError(policy_undivided(key, sizes))
+        raise ConfigError(unsupported_policy_sizes(key, sizes))
     return sizes
 
 
-def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
+def unsupported_backend_sizes(key: str, backend: str, sizes: MeshSizes) -> str:
     """Formats the message about mesh sizes that a backend does not support."""
     dims = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
@@ -153,7 +153,7 @@ def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
     )
 
 
-def policy_undivided(key: str, sizes: MeshSizes) -> str:
+def unsupported_policy_sizes(key: str, sizes: MeshSizes) -> str:
     """Formats the message about mesh sizes that a module without a parallel plan does not support."""
     dim = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (

@@ -95,14 +95,14 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
     Raises:
         ConfigError: No task type has the key; the message names the most similar key.
     """
-    path = _canonical(path, {name for keys in schemas.values() for name in keys.tree})
+    path = _canonical_path(path, {name for keys in schemas.values() for name in keys.tree})
     keys = {name: keys.tree[path] for name, keys in schemas.items() if path in keys.tree}
     if not keys:
         holder, _, option = path.rpartition(".")
         holders = [keys.tree[holder] for keys in schemas.values() if holder in keys.tree]
         trees = {name: tree for key in holders for name, tree in key.option_keys().items() if option in tree}
         if trees:
-            return _grouped(path, {name: tree[option] for name, tree in trees.items()})
+            return _describe_groups(path, {name: tree[option] for name, tree in trees.items()})
         section, _, key_name = path.rpartition(".")
         hints = [
             hint
@@ -113,10 +113,10 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
         raise ConfigError(f"there is no key {cut(path)}; {hint}rlhpc config show runner lists the keys of a section")
     if any(key.is_section for key in keys.values()):
         return _describe_section(path, {name: schemas[name].tree for name in keys})
-    return _grouped(path, keys)
+    return _describe_groups(path, keys)
 
 
-def _grouped(path: str, keys: Mapping[str, ConfigKey]) -> str:
+def _describe_groups(path: str, keys: Mapping[str, ConfigKey]) -> str:
     """Formats each distinct key once, with the names in `keys` to which it belongs."""
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
@@ -124,7 +124,7 @@ def _grouped(path: str, keys: Mapping[str, ConfigKey]) -> str:
     return "\n\n".join(f"{path} ({', '.join(names)})\n{key_text}" for key_text, names in names_by_text.items())
 
 
-def _canonical(path: str, paths: Collection[str]) -> str:
+def _canonical_path(path: str, paths: Collection[str]) -> str:
     """Returns a key in the notation of the tree: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
     path_without_indices = re.sub(r"\[\w*\]", "", path)
     return next((candidate for candidate in paths if candidate.replace("[]", "") == path_without_indices), path)
@@ -185,7 +185,7 @@ def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -
     return "\n".join(lines)
 
 
-def _head(section: str) -> str:
+def _top_section(section: str) -> str:
     """Returns the top-level section of a section: `data` for `data.eval[]`."""
     return section.split(".")[0].split("[")[0]
 
@@ -200,8 +200,8 @@ def render(schemas: Mapping[str, SchemaKeys], other_files: Mapping[str, type]) -
     pages = {name: _sections(keys.schema.root, "", keys.tree) for name, keys in schemas.items()}
     order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
-    section_heads = [_head(section) for section in order]
-    for section in sorted(order, key=lambda name: section_heads.index(_head(name))):
+    section_heads = [_top_section(section) for section in order]
+    for section in sorted(order, key=lambda name: section_heads.index(_top_section(name))):
         task_type_names = [name for name, page in pages.items() if section in page]
         descriptions = list(dict.fromkeys(pages[name][section][0] for name in task_type_names))
         runs = "" if len(task_type_names) == len(pages) else f" Runs: {', '.join(task_type_names)}."

@@ -36,7 +36,7 @@ _ALSO_KNOWN_AS = {
     "env": "env_id",
 }
 #: Mappings whose keys the user chooses.
-_OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
+_OPEN_MAPPINGS = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
 #: Last parts of the keys whose values are paths.
 PATHS = frozenset(
     (
@@ -53,7 +53,7 @@ def open_mapping_of(key: str) -> str | None:
     """
     key_parts = key.split(".")
     paths = [".".join(key_parts[: count + 1]) for count in range(len(key_parts))]
-    return next((path for path in paths if path.endswith(_OPEN)), None)
+    return next((path for path in paths if path.endswith(_OPEN_MAPPINGS)), None)
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def is_section(value_type: Any) -> TypeGuard[type]:
 @functools.cache
 def tree_of(root: type) -> Mapping[str, ConfigKey]:
     """Returns the keys and sections of a configuration by path, each section before its keys."""
-    return {key.path: key for key in _tree(root, "", ())}
+    return {key.path: key for key in _iter_keys(root, "", ())}
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def keys_of(root: type) -> Mapping[str, ConfigKey]:
     return {path: key for path, key in tree_of(root).items() if not key.is_section}
 
 
-def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
+def _iter_keys(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
     """Yields the keys and sections below a section.
 
     A section's resume rules hold for all its keys. A list of sections changes as one value, so its keys have only its rules.
@@ -220,9 +220,9 @@ def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[Config
             EVALUATION in resume_rules,
         )
         if is_section(field_type):
-            yield from _tree(field_type, f"{path}.", resume_rules)
+            yield from _iter_keys(field_type, f"{path}.", resume_rules)
         elif (element := element_of(field_type)) is not None:
-            yield from _tree(element, f"{path}[].", resume_rules)
+            yield from _iter_keys(element, f"{path}[].", resume_rules)
 
 
 def element_of(value_type: Any) -> type | None:
@@ -310,7 +310,7 @@ class Schema:
     def __init__(self, root: type, name: str = "") -> None:
         self.root, self.name = root, name
         self.keys = tuple(path for path in keys_of(root) if "[]" not in path)
-        self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
+        self.open = frozenset(key for key in self.keys if key.endswith(_OPEN_MAPPINGS))
 
     def type_of(self, path: str) -> Any:
         """Returns the type of a key or section; None if the key does not exist. List elements are written `[]` or `[2]`."""

@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Names of the sweep's own folders and files.
 _RESERVED_NAMES = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
 #: Longest name in characters; a longer one is shortened and ends with a digest.
-_LONGEST = 80
+_MAX_NAME_LENGTH = 80
 
 
 @dataclass
@@ -90,16 +90,17 @@ class Point:
 
 def override(key: str, value: Any) -> str:
     """Formats a key and a value as a command-line override."""
-    return f"{key}={_yaml(value)}"
+    return f"{key}={_format_yaml(value)}"
 
 
-def _yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     if isinstance(value, Scalar):
         return value.text
     if isinstance(value, list):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{', '.join(map(_format_yaml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_yaml(name)}: {_yaml(nested_value)}' for name, nested_value in value.items())}}}"
+        entries = (f"{_format_yaml(name)}: {_format_yaml(nested_value)}" for name, nested_value in value.items())
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value:+}".replace("+", "").replace("inf", ".inf").replace("nan", ".nan")
     return json.dumps(value, ensure_ascii=False)
@@ -200,7 +201,7 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):
         raise fail("metric", f"it is {short_repr(section.metric)}; write a metric's name, such as eval/return_mean")
     seeds = _seeds(section, fail)
-    combinations = _listed(section.list, fail) if section.list else _combine(section.grid, fail)
+    combinations = _list_combinations(section.list, fail) if section.list else _grid_combinations(section.grid, fail)
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied_keys = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
@@ -232,12 +233,12 @@ def _seeds(section: SweepConfig, fail: Any) -> list[int]:
     )
     if section.seeds and has_seed_keys:
         raise fail("seeds", f"{_SEED} is among the values, too; give the seeds in one of the two places")
-    if duplicates := _twice(section.seeds):
+    if duplicates := _duplicates(section.seeds):
         raise fail("seeds", f"{duplicates[0]} is there twice")
     return [*section.seeds]
 
 
-def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
+def _grid_combinations(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     """Returns the name and the values of each combination."""
     count = 1
     for key, values in grid.items():
@@ -250,7 +251,7 @@ def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, An
             raise fail(f"grid.{key}", f"it is {short_repr(values)}; write a list of values: [{short_repr(values)}]")
         if not values:
             raise fail(f"grid.{key}", "the list is empty; give it values, or leave out the key")
-        if duplicates := _twice(values):
+        if duplicates := _duplicates(values):
             raise fail(f"grid.{key}", f"{short_repr(duplicates[0])} is there twice")
         count *= len(values)
     if count > MAX_RUNS:
@@ -259,7 +260,7 @@ def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, An
     return [(_name(values), values) for values in combinations]
 
 
-def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
+def _list_combinations(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     named_values = []
     for index, list_entry in enumerate(entries):
         key_path = f"list[{index}]"
@@ -299,7 +300,7 @@ def _check_names(runs: Sequence[Point], fail: Any) -> None:
             raise fail("", f"two runs would have the name {point.name}: {first}, and {second}; {way_out}")
 
 
-def _twice(values: Sequence[Any]) -> list[Any]:
+def _duplicates(values: Sequence[Any]) -> list[Any]:
     """Returns the repeated values; 1 and 1.0 are equal, 1 and true are not."""
     typed_values = [(isinstance(value, bool), value) for value in values]
     return [value for index, (_, value) in enumerate(typed_values) if typed_values[index] in typed_values[:index]]
@@ -310,19 +311,19 @@ def _twice(values: Sequence[Any]) -> list[Any]:
 
 def _name(values: Mapping[str, Any]) -> str:
     """Returns the name of a combination: the last part of each key with its value, such as `lr_0.0001-group_size_4`."""
-    point_name = "-".join(f"{short_key}_{_word(value)}" for short_key, value in _short(values))
-    if len(point_name) <= _LONGEST:
+    point_name = "-".join(f"{short_key}_{_name_text(value)}" for short_key, value in _short_keys(values))
+    if len(point_name) <= _MAX_NAME_LENGTH:
         return point_name
-    return f"{point_name[: _LONGEST - 9].rstrip('._-')}-{digest(dict(values))}"
+    return f"{point_name[: _MAX_NAME_LENGTH - 9].rstrip('._-')}-{digest(dict(values))}"
 
 
 def _label(name: str, values: Mapping[str, Any]) -> str:
     if name and name != _name(values):
         return name
-    return ", ".join(f"{short_key}={_format_value(value)}" for short_key, value in _short(values))
+    return ", ".join(f"{short_key}={_format_value(value)}" for short_key, value in _short_keys(values))
 
 
-def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _short_keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields each value with the end of its key, which is long enough to identify the key among the varied keys."""
     for key, value in values.items():
         key_parts = key.split(".")
@@ -333,7 +334,7 @@ def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield ".".join(suffix), value
 
 
-def _word(value: Any) -> str:
+def _name_text(value: Any) -> str:
     """Formats a value for a run's name; characters that are not allowed in file names become `_`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", _format_value(value)).strip("_") or "empty"
 

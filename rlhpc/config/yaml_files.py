@@ -23,8 +23,8 @@ class UniqueKeys(yaml.SafeLoader):
 
 _NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 UniqueKeys.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first_character: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
+    for first_character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
@@ -56,7 +56,7 @@ for _class in (UniqueKeys, ConfigDumper):
     )
 
 
-def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+def _construct_mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     """Builds a mapping; its own keys override those that `<<` merges into it, as in YAML 1.1."""
     anchor_values: dict[Any, Any] | None = None
     local_keys: dict[Any, Any] = {}
@@ -90,7 +90,7 @@ def _merge_anchor(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
     return anchor_values
 
 
-UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ class WrittenScalars(UniqueKeys):
     """`UniqueKeys` loader that reads numbers and booleans without quotes as `Scalar`."""
 
 
-def _scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
+def _construct_scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
     scalar = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
     return Scalar(scalar, node.value) if node.style is None else scalar
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool"):
-    WrittenScalars.add_constructor(_tag, _scalar)
+    WrittenScalars.add_constructor(_tag, _construct_scalar)
 
 
 def scalar_values(content: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhpc.checkpoint.export_folder import (
+    checkpoint_results,
     default_output,
     filled_folder,
     head,
     read_object,
     require_free,
-    results_beside,
 )
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
@@ -49,7 +49,7 @@ def policy_card(
     Args:
         config: Content of the export's config.json.
         checkpoint: Name of the checkpoint.
-        results: Evaluation results from `results_beside`.
+        results: Evaluation results from `checkpoint_results`.
         licence: SPDX identifier of the licence.
         standalone: Whether the folder contains `policy.pt2` and `policy.py`.
         released: Whether the folder has the release format of the policy's family.
@@ -140,7 +140,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
         card = policy_card(
             config,
             checkpoint.name,
-            results_beside(checkpoint, step),
+            checkpoint_results(checkpoint, step),
             licence=licence,
             standalone=bool(standalone_files),
         )
@@ -182,7 +182,7 @@ def release_checkpoint(
             f"--released is for openvla and lerobot; {checkpoint} is of model_type {model_type}: leave it out"
         )
     try:
-        evaluations = results_beside(checkpoint, step)
+        evaluations = checkpoint_results(checkpoint, step)
         card = policy_card(_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, released=True)
         with filled_folder(target) as staging:
             policy.release(staging, step)

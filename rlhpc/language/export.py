@@ -20,11 +20,11 @@ import torch
 
 from rlhpc.checkpoint.export_folder import (
     accuracy_table,
+    checkpoint_results,
     default_output,
     filled_folder,
     head,
     require_free,
-    results_beside,
 )
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
@@ -547,7 +547,9 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
     source = Path(facts["from"])
     name = model_name(source)
     results = (
-        results_beside(source, facts["global_step"], "accuracy") if "global_step" in facts and task != CRITIC else []
+        checkpoint_results(source, facts["global_step"], "accuracy")
+        if "global_step" in facts and task != CRITIC
+        else []
     )
     tags = {_REWARDS: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
     model_card = head(

@@ -31,7 +31,7 @@ FIELDS = (
     "JobID", "State", "ElapsedRaw", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU", "MaxRSS", "NodeList",
     "Partition", "JobName",
 )  # fmt: skip
-_TOTAL_S = 45.0
+_QUERY_TIMEOUT_S = 45.0
 _PAUSES_S = (0.5, 1.0, 2.0)
 _JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -40,7 +40,7 @@ _NO_ACCOUNTING = re.compile(
     r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)|establish a configuration source",
     re.IGNORECASE,
 )
-_LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
+_LIVE_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
 class NoAccounting(RlhpcError):
@@ -87,7 +87,7 @@ class AccountingRow:
 
     @property
     def live(self) -> bool:
-        return self.state in _LIVE
+        return self.state in _LIVE_STATES
 
     @property
     def measured(self) -> bool:
@@ -116,7 +116,7 @@ def query(
     if jobs.since is not None:
         argv.append(f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(jobs.since))}")
     argv.append(f"--format={','.join(FIELDS)}")
-    deadline, message = time.monotonic() + _TOTAL_S, ""
+    deadline, message = time.monotonic() + _QUERY_TIMEOUT_S, ""
     for pause in (0.0, *_PAUSES_S):
         if pause:
             sleep(pause)
@@ -138,7 +138,7 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
     """Parses lines of sacct; returns the starts of the jobs' components, in sacct's order, each with its steps."""
     starts: list[AccountingRow] = []
     for line in lines:
-        row = _row(line)
+        row = _parse_row(line)
         if row is None:
             continue
         if not row.step:
@@ -148,11 +148,11 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
         if step_owners:
             step_owners[0].steps.append(row)
     for start in starts:
-        _mend(start)
+        _restore_start_time(start)
     return starts
 
 
-def _mend(start: AccountingRow) -> None:
+def _restore_start_time(start: AccountingRow) -> None:
     """Restores a missing start time from the steps: Slurm loses the time if a job is updated during its requeue."""
     step_starts = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and step_starts:
@@ -161,7 +161,7 @@ def _mend(start: AccountingRow) -> None:
         start.elapsed = max(0.0, (max(ends) if start.end is None else start.end) - start.start)
 
 
-def _row(line: str) -> AccountingRow | None:
+def _parse_row(line: str) -> AccountingRow | None:
     fields = line.rstrip("\n").split("|", len(FIELDS) - 1)
     match = _JOB.match(fields[0])
     if match is None or len(fields) < len(FIELDS):
@@ -181,17 +181,17 @@ def _row(line: str) -> AccountingRow | None:
         start=parse_time(columns["Start"]),
         end=parse_time(columns["End"]),
         cpus=int(columns["AllocCPUS"]) if columns["AllocCPUS"].isdigit() else 0,
-        gpus=_gpus(tres),
-        memory=_bytes(tres.get("mem", "")),
-        cpu_time=_seconds(columns["TotalCPU"]),
-        max_rss=_bytes(columns["MaxRSS"]),
+        gpus=_count_gpus(tres),
+        memory=_parse_bytes(tres.get("mem", "")),
+        cpu_time=_parse_seconds(columns["TotalCPU"]),
+        max_rss=_parse_bytes(columns["MaxRSS"]),
         nodes=nodes,
         partition=columns["Partition"],
         name=columns["JobName"],
     )
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     """Parses `[days-[hours:]]minutes:seconds[.fraction]` into seconds."""
     days, _, clock = text.rpartition("-")
     try:
@@ -203,12 +203,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _bytes(text: str) -> int | None:
+def _parse_bytes(text: str) -> int | None:
     match = re.match(r"^([\d.]+)([KMGT]?)[nc]?$", text.strip())
     return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
-def _gpus(tres: Mapping[str, str]) -> int | None:
+def _count_gpus(tres: Mapping[str, str]) -> int | None:
     """Returns the number of allocated GPUs; None without GPUs or if the site does not count them."""
     if "gres/gpu" in tres:
         return int(tres["gres/gpu"])
@@ -217,7 +217,7 @@ def _gpus(tres: Mapping[str, str]) -> int | None:
 
 
 DRIVER = "driver"
-_EARLIER_S = 3600.0
+_START_MARGIN_S = 3600.0
 
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
@@ -254,12 +254,12 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
                 except (KeyError, ValueError):
                     continue
     return JobIds(
-        tuple(ids), min(timestamps) - _EARLIER_S if timestamps else None, frozenset(submitted_ids), num_drivers
+        tuple(ids), min(timestamps) - _START_MARGIN_S if timestamps else None, frozenset(submitted_ids), num_drivers
     )
 
 
 def account(
-    starts: Sequence[AccountingRow], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
+    starts: Sequence[AccountingRow], placement: Placement, jobs: JobIds, recorded_starts: Sequence[PlacedStart] = ()
 ) -> dict[str, Any]:
     """Computes the content of accounting.json.
 
@@ -268,15 +268,15 @@ def account(
         placement: Last placement from provenance.json. The placement gives the accelerators of each group, because Slurm
             assigns all accelerators of a node to each step there.
         jobs: The run's jobs.
-        of_starts: The run's starts with their placements, which may differ from the last placement.
+        recorded_starts: The run's starts with their placements, which may differ from the last placement.
     """
     started_components = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started_components) for start in started_components}
     roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
     for start in started_components:
         for step in start.steps:
-            step_placement = _placement_of(step, placement, of_starts)
-            role = _role(step, step_placement)
+            step_placement = _placement_of(step, placement, recorded_starts)
+            role = _role_of(step, step_placement)
             if role is not None:
                 roles.setdefault(role, []).append((step, _accelerators(step, role, step_placement, ranks[id(start)])))
     component_starts = {
@@ -288,7 +288,7 @@ def account(
         *(name for name in sorted(roles) if name not in placement),
     ]
     keys_by_step = {id(step): accelerators for rows in roles.values() for step, accelerators in rows}
-    placements = [placement, *(start.placement for start in of_starts)]
+    placements = [placement, *(start.placement for start in recorded_starts)]
     rank_entries = [entry for groups in placements for entries in groups.values() for entry in entries]
     first_components = {
         start.job_id: min(s.component for s in started_components if s.job_id == start.job_id)
@@ -303,24 +303,25 @@ def account(
         "complete": not any(row.live for start in started_components for row in (start, *start.steps)),
         "requeues": sum(s.component == first_components[s.job_id] for s in started_components) - len(first_components),
         "driver_starts": jobs.drivers,
-        "roles": {name: _of_role(roles[name]) for name in role_names},
+        "roles": {name: _role_entry(roles[name]) for name in role_names},
         "components": [
-            _of_component(k, component_starts[k], keys_by_step, rank_entries, ranks) for k in sorted(component_starts)
+            _component_entry(k, component_starts[k], keys_by_step, rank_entries, ranks)
+            for k in sorted(component_starts)
         ],
     }
 
 
-def _placement_of(step: AccountingRow, last: Placement, of_starts: Sequence[PlacedStart]) -> Placement:
+def _placement_of(step: AccountingRow, last_placement: Placement, recorded_starts: Sequence[PlacedStart]) -> Placement:
     """Returns the placement of a step's start, which is the last start in the step's job before the step.
 
-    Returns `last` if no start in the job has a recorded placement.
+    Returns `last_placement` if no start in the job has a recorded placement.
     """
-    in_job = [start for start in of_starts if start.job == step.job_id]
+    in_job = [start for start in recorded_starts if start.job == step.job_id]
     earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
-    return earlier_starts[-1].placement if earlier_starts else in_job[0].placement if in_job else last
+    return earlier_starts[-1].placement if earlier_starts else in_job[0].placement if in_job else last_placement
 
 
-def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
+def _role_of(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
     """Returns the name of the group that a step runs, or `DRIVER`; None for steps that rlhpc did not start."""
     if step.step == "batch":
         return DRIVER
@@ -353,7 +354,7 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
     }
 
 
-def _length(spans: Iterable[tuple[float, float]]) -> float:
+def _union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals."""
     length_s, covered_until = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -366,7 +367,7 @@ def _hours(seconds: float) -> float:
     return round(seconds / 3600.0, 6)
 
 
-def _idle(rows: Iterable[AccountingRow]) -> float | None:
+def _idle_share(rows: Iterable[AccountingRow]) -> float | None:
     measured_rows = [row for row in rows if row.measured]
     granted_cpu_s = sum(row.elapsed * row.cpus for row in measured_rows)
     return (
@@ -374,17 +375,17 @@ def _idle(rows: Iterable[AccountingRow]) -> float | None:
     )
 
 
-def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
+def _role_entry(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     rows = [row for row, _ in steps]
     components = {row.component for row in rows}
     rows_by_component = [[row for row in rows if row.component == component] for component in components]
     return {
         "components": sorted(components),
-        "elapsed_s": round(_length(row.span for row in rows), 3),
+        "elapsed_s": round(_union_length(row.span for row in rows), 3),
         "gpu_hours": _hours(sum(row.elapsed * len(accelerators) for row, accelerators in steps)),
         "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
-        "idle_share": _idle(rows),
+        "idle_share": _idle_share(rows),
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
         # Another job is the next segment or a new submission, not a restart.
         "restarts": max(
@@ -393,10 +394,10 @@ def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     }
 
 
-def _of_component(
+def _component_entry(
     index: int,
     starts: Sequence[AccountingRow],
-    keys: Mapping[int, set[Any]],
+    accelerators_by_step: Mapping[int, set[Any]],
     rank_entries: Sequence[Mapping[str, Any]],
     ranks: Mapping[int, Sequence[int]],
 ) -> dict[str, Any]:
@@ -404,9 +405,9 @@ def _of_component(
     for start in starts:
         spans: dict[Any, list[tuple[float, float]]] = {}
         for step in start.steps:
-            for key in keys.get(id(step), ()):
+            for key in accelerators_by_step.get(id(step), ()):
                 spans.setdefault(key, []).append(step.span)
-        accelerator_seconds.append(sum(_length(s) for s in spans.values()))
+        accelerator_seconds.append(sum(_union_length(s) for s in spans.values()))
     component_ranks = {rank for start in starts for rank in ranks[id(start)]}
     has_planned_gpus = any(
         rank_entry.get("accelerators")

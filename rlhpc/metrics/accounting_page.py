@@ -22,11 +22,11 @@ def accounting_tables(record: Mapping[str, Any]) -> str:
         [
             name,
             duration(role["elapsed_s"]),
-            _hours(role["gpu_hours"]),
-            _hours(role["cpu_hours"]),
-            _hours(role["cpu_hours_used"]),
+            _format_hours(role["gpu_hours"]),
+            _format_hours(role["cpu_hours"]),
+            _format_hours(role["cpu_hours_used"]),
             "–" if role["idle_share"] is None else f"{role['idle_share']:.1%}",
-            _size(role["max_rss_bytes"]),
+            _format_size(role["max_rss_bytes"]),
             role["restarts"],
         ]
         for name, role in record["roles"].items()
@@ -36,12 +36,12 @@ def accounting_tables(record: Mapping[str, Any]) -> str:
             f"{component['component']}: {', '.join(component['partitions']) or '–'}",
             component["nodes"],
             duration(component["elapsed_s"]),
-            _hours(component["gpu_hours"]),
-            _hours(component["gpu_hours_used"]),
-            _hours(component["cpu_hours"]),
-            _hours(component["cpu_hours_used"]),
-            _size(component["memory_bytes"]),
-            _size(component["max_rss_bytes"]),
+            _format_hours(component["gpu_hours"]),
+            _format_hours(component["gpu_hours_used"]),
+            _format_hours(component["cpu_hours"]),
+            _format_hours(component["cpu_hours_used"]),
+            _format_size(component["memory_bytes"]),
+            _format_size(component["max_rss_bytes"]),
             component["restarts"],
         ]
         for component in record["components"]
@@ -50,13 +50,13 @@ def accounting_tables(record: Mapping[str, Any]) -> str:
     component_header = ["component", "nodes", "elapsed", "GPU-hours", "held by groups", "CPU-hours", "used", "memory",
                  "largest process", "restarts"]  # fmt: skip
     return (
-        f'<p class="legend">{escape(_words(record, jobs))}</p>'
+        f'<p class="legend">{escape(_legend_text(record, jobs))}</p>'
         f'<div class="scroll">{table(role_header, roles, text_columns={0})}</div>'
         f'<h3>Job components</h3><div class="scroll">{table(component_header, components, text_columns={0})}</div>'
     )
 
 
-def _words(record: Mapping[str, Any], jobs: str) -> str:
+def _legend_text(record: Mapping[str, Any], jobs: str) -> str:
     sentences = [f"From sacct, {jobs}, asked {str(record['made']).replace('T', ' ')[:16]}."]
     if record["requeues"]:
         sentences.append(f"Requeued {record['requeues']} time{'s' if record['requeues'] > 1 else ''}.")
@@ -70,18 +70,18 @@ def _words(record: Mapping[str, Any], jobs: str) -> str:
     return " ".join(sentences)
 
 
-def _hours(value: float | None) -> str:
+def _format_hours(value: float | None) -> str:
     if value is None:
         return "not counted"
     return "0" if value == 0 else f"{value:.3f}" if value < 1 else f"{value:,.2f}"
 
 
-def _size(value: int | None) -> str:
+def _format_size(value: int | None) -> str:
     return "–" if value is None else format_bytes(value)
 
 
 #: Maximum number of ranks with a row on the page; earlier ranks are only counted.
-_ROWS = 200
+_MAX_ROWS = 200
 
 
 def joined_account(paths: RunPaths) -> dict[str, Any] | None:
@@ -108,22 +108,23 @@ def joined_section(paths: RunPaths) -> str:
         return ""
     rows: list[list[Cell]] = [
         [
-            f"{stay.group}-{stay.rank}", stay.node, stay.job or "–", *map(_clock, (stay.joined, stay.works, stay.left_at)),
+            f"{stay.group}-{stay.rank}", stay.node, stay.job or "–",
+            *map(_format_time, (stay.joined, stay.works, stay.left_at)),
             f"{stay.hours():.2f}", stay.leave_reason or "it was there to the end of this account",
         ]
-        for stay in rank_stays[-_ROWS:]
+        for stay in rank_stays[-_MAX_ROWS:]
     ]  # fmt: skip
     sentence = (
         f"{account['ranks']} ranks joined, for {account['rank_hours']:.2f} hours in all. "
         f"{len(account['jobs'])} jobs were submitted for them (cluster.elastic), which took {account['budget_hours']:.2f} "
         "hours of their budget."
     )
-    if len(rank_stays) > _ROWS:
-        sentence += f" The last {_ROWS} of them:"
+    if len(rank_stays) > _MAX_ROWS:
+        sentence += f" The last {_MAX_ROWS} of them:"
     header = ["rank", "node", "job", "joined", "took part", "left", "hours", "why"]
     table_html = f'<div class="scroll">{table(header, rows, text_columns={0, 1, 2, 3, 4, 5, 7})}</div>' if rows else ""
     return f'<p class="legend">{escape(sentence)}</p>{table_html}'
 
 
-def _clock(at: float | None) -> str:
-    return "–" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+def _format_time(timestamp: float | None) -> str:
+    return "–" if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))

@@ -23,18 +23,18 @@ WIDE: Size = (766, 330)
 TALL: Size = (CHART[0], WIDE[1])
 #: Absolute difference, and difference relative to the largest value, below which values count as equal.
 _NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
-_LEFT_MARGIN, _RIGHT, _BOTTOM = 54, 18, 42
+_LEFT_MARGIN, _RIGHT_MARGIN, _BOTTOM_MARGIN = 54, 18, 42
 _MAX_POINTS = 500
 #: Largest font size that a page may use (`STYLE`); the layout leaves room for it.
-_LETTERS = 12.5
-_BOLD = 1.12 * _LETTERS
-_LINE = 17
+_FONT_SIZE = 12.5
+_BOLD_FONT_SIZE = 1.12 * _FONT_SIZE
+_LINE_HEIGHT = 17
 #: Opening tags of a chart with data, an empty chart, and a chart that only has a sentence.
 _CHART = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
-_STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
+_SENTENCE = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
 #: Number of sections of the x axis, each with its own tooltip.
-_STRIPS = 32
+_MAX_STRIPS = 32
 
 STYLE = """
 :root{--bg:#ffffff;--panel:#ffffff;--ink:#1b2330;--muted:#5b6779;--line:#dfe4ec;--soft:#f4f6fa;
@@ -99,11 +99,11 @@ class Frame:
 
     @property
     def right(self) -> int:
-        return self.size[0] - _RIGHT
+        return self.size[0] - _RIGHT_MARGIN
 
     @property
     def bottom(self) -> int:
-        return self.size[1] - _BOTTOM
+        return self.size[1] - _BOTTOM_MARGIN
 
     def px(self, x: float) -> float:
         return self.plot_left + (x - self.x0) / (self.x1 - self.x0) * (self.right - self.plot_left)
@@ -112,12 +112,12 @@ class Frame:
         return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Returns about `about` round tick values; the first is at or below `low`, the last at or above `high`."""
+def ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
+    """Returns about `num_ticks` round tick values; the first is at or below `low`, the last at or above `high`."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
-    raw_step = (high - low) / about
+    raw_step = (high - low) / num_ticks
     power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
     step = next(factor * power_of_ten for factor in (1, 2, 2.5, 5, 10) if factor * power_of_ten >= raw_step * 0.999)
     first_index, last_index = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -156,11 +156,11 @@ def _decimals(step: float) -> int:
     return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
 
 
-def text_width(text: str, letters: float = _LETTERS) -> float:
+def text_width(text: str, font_size: float = _FONT_SIZE) -> float:
     """Estimates the width of a text in pixels. The estimate is large, because the font depends on the reader's machine."""
     num_narrow, num_wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
     num_capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
-    return letters * (
+    return font_size * (
         0.37 * num_narrow
         + 0.92 * num_wide
         + 0.72 * num_capitals
@@ -179,7 +179,7 @@ def line_chart(
     if not lines:
         return empty_chart(title, "nothing logged yet", size)
     if all(is_constant(line.y) and (line.markers or all(map(is_constant, (line.low, line.high)))) for line in lines):
-        return stated_chart(title, "; ".join(_in_words(line, x_label) for line in lines), size)
+        return stated_chart(title, "; ".join(_describe_constant(line, x_label) for line in lines), size)
     xs = [x for line in lines for x in line.x]
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
     has_dots = any(line.markers or len(line.x) == 1 for line in lines)
@@ -187,7 +187,7 @@ def line_chart(
     heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if key else 2)
     axes(frame, x_label)
     for line in lines:
-        _draw(frame, line)
+        _draw_line(frame, line)
     frame.elements += _strips(frame, x_label, lines)
     return drawing(title, frame)
 
@@ -200,7 +200,7 @@ def is_constant(values: Sequence[float]) -> bool:
     return highest - lowest <= max(_NOISE, _RELATIVE_NOISE * max(abs(lowest), abs(highest)))
 
 
-def _in_words(line: Line, x_label: str) -> str:
+def _describe_constant(line: Line, x_label: str) -> str:
     """Describes a line that never changes: its value, with its interval if it is a single point."""
     constant = line.y[0]
     if len(line.y) > 1 and abs(constant) <= _NOISE and not all(y == constant for y in line.y):
@@ -242,12 +242,12 @@ def is_empty(svg: str) -> bool:
 
 def statement(svg: str) -> str | None:
     """Returns the sentence of a chart whose values never change, as HTML for a page; None for other charts."""
-    if not svg.startswith(_STATED):
+    if not svg.startswith(_SENTENCE):
         return None
     return svg.split('aria-label="', 1)[1].split('"', 1)[0]
 
 
-def _draw(frame: Frame, line: Line) -> None:
+def _draw_line(frame: Frame, line: Line) -> None:
     color = f"var(--c{line.color % 8})"
     if line.band and line.low:
         outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
@@ -260,9 +260,11 @@ def _draw(frame: Frame, line: Line) -> None:
             f'style="stroke:{color};stroke-width:1.4;fill:none;opacity:.75"/>'
         )
     smooth = line.smooth and len(line.x) >= 60
-    frame.elements.append(_path(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0))
+    frame.elements.append(
+        _polyline(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0)
+    )
     if smooth:
-        frame.elements.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
+        frame.elements.append(_polyline(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
     if line.markers or len(line.x) == 1:
         rings = line.hollow or [False] * len(line.x)
         for x, y, ring in zip(line.x, line.y, rings, strict=True):
@@ -273,7 +275,7 @@ def _draw(frame: Frame, line: Line) -> None:
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
     """Yields transparent strips of the plot, each with a tooltip of the lines' values at its x."""
     xs = sorted({x for line in lines for x in line.x})
-    positions = xs[:: math.ceil(len(xs) / _STRIPS)]
+    positions = xs[:: math.ceil(len(xs) / _MAX_STRIPS)]
     if positions[-1] != xs[-1]:
         positions.append(xs[-1])
     middles = [(position + next_position) / 2 for position, next_position in itertools.pairwise(positions)]
@@ -293,7 +295,7 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
         )
 
 
-def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
+def _polyline(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
     points = " ".join(f"{frame.px(x_value):.1f},{frame.py(y_value):.1f}" for x_value, y_value in zip(x, y, strict=True))
     return (
         f'<polyline points="{points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
@@ -322,16 +324,16 @@ def running_mean(y: Sequence[float]) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
 
-def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
+def span(values: Sequence[float], pad: float, pads_both_ends: bool = False) -> tuple[float, float]:
     """Returns the ends of an axis: the range of the values plus a margin of `pad` times its width at each end.
 
-    If no value is negative and the lowest is near zero, the axis starts at zero, unless `both` is set.
+    If no value is negative and the lowest is near zero, the axis starts at zero, unless `pads_both_ends` is set.
     """
     lowest, highest = min(values), max(values)
     if lowest == highest:
         lowest, highest = lowest - (abs(lowest) * 0.1 or 1.0), highest + (abs(highest) * 0.1 or 1.0)
     width = highest - lowest
-    axis_start = 0.0 if 0 <= lowest <= 0.25 * width and not both else lowest - pad * width
+    axis_start = 0.0 if 0 <= lowest <= 0.25 * width and not pads_both_ends else lowest - pad * width
     return axis_start, highest + pad * width
 
 
@@ -346,16 +348,16 @@ def heading(
     elements.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
     bottom = 18.0
     if y_label:
-        bottom += _LINE
+        bottom += _LINE_HEIGHT
         elements.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
     if len(names) >= min_names:
-        rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
-        key_x = 32 + (text_width(y_label) if y_label else text_width(title, _BOLD))
+        rows = _wrap_key([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
+        key_x = 32 + (text_width(y_label) if y_label else text_width(title, _BOLD_FONT_SIZE))
         first_row_width = sum(entry_width for _, _, entry_width in rows[0])
         has_room = len(rows) == 1 and key_x + first_row_width <= width - 8
-        bottom -= _LINE if has_room else 0
+        bottom -= _LINE_HEIGHT if has_room else 0
         for row in rows:
-            bottom += _LINE
+            bottom += _LINE_HEIGHT
             x = width - 8 - first_row_width if has_room else 8.0
             for name, color, entry_width in row:
                 elements.append(
@@ -363,11 +365,11 @@ def heading(
                     f'<text class="key" x="{x + 14:.0f}" y="{bottom:.0f}">{escape(name)}</text>'
                 )
                 x += entry_width
-        frame.size = (width, frame.size[1] + max(0, len(rows) - 2) * _LINE)
+        frame.size = (width, frame.size[1] + max(0, len(rows) - 2) * _LINE_HEIGHT)
     frame.top = bottom + 14
 
 
-def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
+def _wrap_key(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
     """Divides the entries of a key into rows no wider than `width`."""
     rows: list[list[tuple[str, int, float]]] = [[]]
     for key_entry in names:
@@ -398,9 +400,9 @@ def axes(frame: Frame, x_label: str) -> None:
     elements.append(f'<text x="{middle_x:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
-def _x_ticks(frame: Frame, about: int) -> Iterator[tuple[float, str]]:
+def _x_ticks(frame: Frame, num_ticks: int) -> Iterator[tuple[float, str]]:
     """Yields the location in the drawing and the label of each tick of the x axis."""
-    positions = [x for x in ticks(frame.x0, frame.x1, about) if frame.x0 <= x <= frame.x1]
+    positions = [x for x in ticks(frame.x0, frame.x1, num_ticks) if frame.x0 <= x <= frame.x1]
     yield from zip(map(frame.px, positions), tick_labels(positions), strict=True)
 
 
@@ -409,7 +411,7 @@ def stated_chart(title: str, text: str, size: Size = CHART) -> str:
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     heading(frame, title, "")
     frame.elements.append(f'<text x="8" y="40">{escape(text)}</text>')
-    return drawing(f"{title}: {text}", frame, _STATED)
+    return drawing(f"{title}: {text}", frame, _SENTENCE)
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:
@@ -429,7 +431,7 @@ def drawing(title: str, frame: Frame, tag: str = _CHART) -> str:
 
 
 Spread = tuple[float, float, float]
-_ROW, _BAR = 20, 15
+_ROW_HEIGHT, _BAR_HEIGHT = 20, 15
 
 
 def stacked_bars(
@@ -486,27 +488,27 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
     frame.plot_left, y = 8.0, frame.top + 4
     bars_end = width - 8 - max(text_width(number(bound)) for bound in values)  # room for the values after the bars
 
-    def at(value: float) -> float:
+    def x_of(value: float) -> float:
         return 8 + (math.log10(value) - low_exponent) / (frame.x1 - low_exponent) * (bars_end - 8)
 
     bars: list[str] = []
     for name, spreads in rows.items():
         bars.append(f'<text class="key" x="8" y="{y + 10:.0f}">{escape(name)}</text>')
-        y += _ROW - 4
+        y += _ROW_HEIGHT - 4
         for subject, (low_value, median, high_value) in spreads.items():
             tooltip = (
                 f"{escape(subject)}: {number(median)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
             )
             bars.append(
-                f'<rect x="8" y="{y:.0f}" width="{max(at(median) - 8, 1):.1f}" height="{_BAR - 3}" rx="1.5" '
+                f'<rect x="8" y="{y:.0f}" width="{max(x_of(median) - 8, 1):.1f}" height="{_BAR_HEIGHT - 3}" rx="1.5" '
                 f'style="fill:var(--c{colors[subject] % 8})"><title>{tooltip}</title></rect>'
-                f'<path class="axis" d="M{at(low_value):.1f} {y + 6:.1f}H{at(high_value):.1f}"/>'
-                f'<text class="num" x="{max(at(median), at(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(median)}</text>'
+                f'<path class="axis" d="M{x_of(low_value):.1f} {y + 6:.1f}H{x_of(high_value):.1f}"/>'
+                f'<text class="num" x="{max(x_of(median), x_of(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(median)}</text>'
             )
-            y += _BAR
+            y += _BAR_HEIGHT
         y += 8
     for exponent in range(low_exponent, int(frame.x1) + 1):
-        x = at(10.0**exponent)
+        x = x_of(10.0**exponent)
         frame.elements.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
         anchor = "start" if exponent == low_exponent else "middle"  # the first label is at the drawing's edge
         frame.elements.append(
@@ -545,7 +547,7 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     if is_constant(axis_values):
         return stated_chart(title, f"{number(axis_values[0])} of all")
     width = CHART[0]
-    frame = Frame(*span(axis_values, 0.04, both=True), 0, 1, (width, 0))
+    frame = Frame(*span(axis_values, 0.04, pads_both_ends=True), 0, 1, (width, 0))
     heading(frame, title, "")
     max_name_width = 16 + max(text_width(row.name) for row in rows)
     names_above = max_name_width > 0.45 * width  # long names stand above their rows

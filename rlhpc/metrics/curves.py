@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.metrics.charts import CHART, Line, Size, is_constant, line_chart, stated_chart
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.provenance import Evaluated
+from rlhpc.metrics.provenance import EvaluationPoint
 
 Rows = Sequence[Mapping[str, Any]]
 #: Word of a metric's name → colour, in training and evaluation; metrics without such a word have `_DEFAULT_COLOR`.
@@ -79,7 +79,7 @@ def _are_equal(points: tuple[list[float], list[float]], other: tuple[list[float]
 
 
 def evaluation_chart(
-    title: str, y_label: str, suites: Mapping[str, Sequence[Evaluated]], name: str, size: Size = CHART
+    title: str, y_label: str, suites: Mapping[str, Sequence[EvaluationPoint]], name: str, size: Size = CHART
 ) -> str:
     """Draws a metric of all evaluations over steps, with 95 % intervals and a line per suite.
 
@@ -109,7 +109,7 @@ def evaluation_chart(
     return line_chart(title, "global step", y_label, lines, size)
 
 
-def hollow_points(suites: Mapping[str, Sequence[Evaluated]]) -> str:
+def hollow_points(suites: Mapping[str, Sequence[EvaluationPoint]]) -> str:
     """Returns a sentence about the points of evaluations in training, as HTML; "" if all points are of one kind."""
     kinds = {evaluation.in_training for evaluations in suites.values() for evaluation in evaluations}
     if len(kinds) < 2:

@@ -70,13 +70,13 @@ class MetricLogger:
         self._last_step: int | None = None
         self._last_row: dict[str, Any] = {}
         self._last_offset = 0
-        self._committed = 0
-        with self._writing():
+        self._committed_size = 0
+        with self._convert_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _set_aside(self._path)
+                _move_aside(self._path)
             else:
-                backlog = [(step, _numbers(row)) for step, row in self._truncate(resume_step)]
+                backlog = [(step, _numeric_row(row)) for step, row in self._truncate(resume_step)]
             self._file: IO[bytes] = self._path.open("ab")
             memory = Memory(paths.loggers, fresh=resume_step is None)
         for name, logger in loggers.items():
@@ -90,27 +90,27 @@ class MetricLogger:
             step: Global step, never smaller than the last one.
             metrics: `{"train/episode_return": 21.0, ...}`; namespaces train/ rollout/ env/ eval/ time/.
         """
-        values = {name: _plain(value) for name, value in metrics.items()}
+        values = {name: _to_json_number(value) for name, value in metrics.items()}
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}")
-        with self._writing():
+        with self._convert_errors():
             if step == self._last_step:
                 self._merge(values)
             else:
                 self._last_step, self._last_row, self._last_offset = step, values, self._file.tell()
-                self._file.write(_line(step, values))
+                self._file.write(_format_row(step, values))
                 self._file.flush()
         if self._feeds:
-            numeric_row = _numbers(values)
+            numeric_row = _numeric_row(values)
             for feed in self._feeds:
                 feed.log(step, numeric_row)
 
     def commit(self) -> None:
         """Makes all rows durable. Call this before committing a checkpoint: its step's row must not be lost."""
-        with self._writing():
+        with self._convert_errors():
             self._file.flush()
             os.fsync(self._file.fileno())
-        self._committed = self._file.tell()
+        self._committed_size = self._file.tell()
         for feed in self._feeds:
             feed.commit()
 
@@ -134,14 +134,14 @@ class MetricLogger:
         step = self._last_step
         assert step is not None
         self._last_row = {**self._last_row, **values}
-        line = _line(step, self._last_row)
-        if self._last_offset < self._committed:
+        line = _format_row(step, self._last_row)
+        if self._last_offset < self._committed_size:
             # The committed row must stay on disk at every moment.
             earlier_rows = self._path.read_bytes()[: self._last_offset]
             self._file.close()
             replace_durably(self._path, earlier_rows + line)
             self._file = self._path.open("ab")
-            self._committed = self._file.tell()
+            self._committed_size = self._file.tell()
             return
         self._file.truncate(self._last_offset)
         self._file.write(line)
@@ -153,19 +153,19 @@ class MetricLogger:
         Of two rows of one step, the later one remains.
         """
         file_bytes = self._path.read_bytes() if self._path.exists() else b""
-        rows = {step: row for step, row in _parse(file_bytes) if step <= resume_step}
-        kept_bytes = b"".join(_line(step, rows[step]) for step in sorted(rows))
+        rows = {step: row for step, row in _parse_rows(file_bytes) if step <= resume_step}
+        kept_bytes = b"".join(_format_row(step, rows[step]) for step in sorted(rows))
         if kept_bytes != file_bytes:
             replace_durably(self._path, kept_bytes)
         if rows:
             self._last_step = max(rows)
             self._last_row = rows[self._last_step]
-            self._last_offset = len(kept_bytes) - len(_line(self._last_step, self._last_row))
-        self._committed = len(kept_bytes)
+            self._last_offset = len(kept_bytes) - len(_format_row(self._last_step, self._last_row))
+        self._committed_size = len(kept_bytes)
         return sorted(rows.items())
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         """Converts an OSError of the block into an error that names the metrics file."""
         try:
             yield
@@ -187,7 +187,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return _rows(file_bytes)
+    return _sorted_rows(file_bytes)
 
 
 def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
@@ -200,13 +200,13 @@ def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
     try:
         with open_file(Path(path)) as file:
             file.seek(max(0, file.seek(0, 2) - size))
-            return _rows(file.read(size))
+            return _sorted_rows(file.read(size))
     except OSError:
         return []
 
 
-def _rows(raw: bytes) -> list[dict[str, Any]]:
-    rows = dict(_parse(raw))
+def _sorted_rows(raw: bytes) -> list[dict[str, Any]]:
+    rows = dict(_parse_rows(raw))
     return [{"step": step, **_rename_metrics(rows[step])} for step in sorted(rows)]
 
 
@@ -227,34 +227,36 @@ def _rename_metrics(row: dict[str, Any]) -> dict[str, Any]:
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
     """Returns the columns `against` and `name` as x and y, from the rows that have both."""
-    pairs = [(float(row[against]), float(row[name])) for row in rows if _has(row, name) and _has(row, against)]
+    pairs = [
+        (float(row[against]), float(row[name])) for row in rows if _has_number(row, name) and _has_number(row, against)
+    ]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _has(row: Mapping[str, Any], name: str) -> bool:
+def _has_number(row: Mapping[str, Any], name: str) -> bool:
     metric = row.get(name)
     return isinstance(metric, (int, float)) and math.isfinite(metric)
 
 
-def _plain(value: SupportsFloat) -> int | float | None:
+def _to_json_number(value: SupportsFloat) -> int | float | None:
     if isinstance(value, (bool, int)):
         return int(value)
     number = float(value)
     return number if math.isfinite(number) else None
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_row(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a row for loggers: None (a non-finite value) becomes NaN, other types are dropped."""
     row = {name: math.nan if value is None else value for name, value in values.items()}
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
-def _line(step: int, values: Mapping[str, Any]) -> bytes:
+def _format_row(step: int, values: Mapping[str, Any]) -> bytes:
     row = {"step": step, **{name: values[name] for name in sorted(values)}}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
+def _parse_rows(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
     rows: list[tuple[int, dict[str, Any]]] = []
     for line in raw.splitlines():
         try:
@@ -267,7 +269,7 @@ def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
-def _set_aside(path: Path) -> None:
+def _move_aside(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
     backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
@@ -304,7 +306,7 @@ def quiet_terminal() -> Iterator[None]:
 
 
 #: Displayed facts of a step, in this order.
-_ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
+_FACT_ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
 #: (fact, metric, text format). If a row has two metrics of a fact, the display shows the later one.
 _FACTS = (
     ("return", "train/episode_return", "return {:.1f}"),
@@ -350,13 +352,13 @@ class ProgressBar:
         self._stream = stream or sys.stderr
         self._total, self._initial, self._step = total, initial, initial
         self._name, self._unit, self._interval, self._clock = name, unit, interval_s, clock
-        self._start = self._printed = clock()
+        self._start = self._printed_at = clock()
         self._facts: dict[str, str] = {}
-        self._unprinted = False
+        self._has_unprinted_step = False
         self._bar: tqdm | None = None
-        self._quiet = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
         if self._stream.isatty():
-            self._quiet.enter_context(quiet_terminal())
+            self._exit_stack.enter_context(quiet_terminal())
             self._bar = tqdm(
                 total=total,
                 initial=initial,
@@ -375,14 +377,14 @@ class ProgressBar:
             metrics: The step's row; the metrics in `_FACTS` are shown.
         """
         facts = self._facts | _facts(metrics or {})
-        self._facts = {name: facts[name] for name in _ORDER if name in facts}
+        self._facts = {name: facts[name] for name in _FACT_ORDER if name in facts}
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts.values()), refresh=False)
             self._bar.update(step - self._step)
         self._step = step
-        self._unprinted = True
-        if self._bar is None and self._clock() - self._printed >= self._interval:
-            self._print()
+        self._has_unprinted_step = True
+        if self._bar is None and self._clock() - self._printed_at >= self._interval:
+            self._print_line()
 
     def message(self, text: str) -> None:
         """Prints a line without breaking the bar."""
@@ -396,9 +398,9 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-            self._quiet.close()
-        elif self._unprinted:
-            self._print()
+            self._exit_stack.close()
+        elif self._has_unprinted_step:
+            self._print_line()
 
     def eta_s(self) -> float | None:
         """Returns the seconds left at the average pace so far; None before the first step."""
@@ -411,13 +413,13 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _print(self) -> None:
+    def _print_line(self) -> None:
         eta = self.eta_s()
         fragments = [f"{self._name}: {self._unit} {self._step}/{self._total}", *self._facts.values()]
         if eta is not None and self._step < self._total:
             fragments.append(f"ETA {tqdm.format_interval(eta)}")
         print(", ".join(fragments), file=self._stream, flush=True)
-        self._printed, self._unprinted = self._clock(), False
+        self._printed_at, self._has_unprinted_step = self._clock(), False
 
 
 def _facts(metrics: Mapping[str, float]) -> dict[str, str]:

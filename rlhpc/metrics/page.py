@@ -13,7 +13,7 @@ from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.files import replace_durably
 
 Cell = str | int | float
-_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 _CSS = """
 *{box-sizing:border-box}
@@ -77,7 +77,7 @@ def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
     )
     # Text from logs and models may contain characters that a page must not have: control characters become their pictures,
     # and lone surrogates become question marks.
-    return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
+    return re.sub(r"\r\n?", "\n", html).translate(_CONTROL_PICTURES).encode("utf-8", "replace").decode()
 
 
 def write_page(html: str, output: Path) -> Path:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 #: Seconds between two readings of the clock, and the additional delay of a reading that shows that the process was stopped.
-_LOOK_S, _STOPPED_S = 1.0, 10.0
+_READING_INTERVAL_S, _MIN_STOP_S = 1.0, 10.0
 #: Share of a gap during which a running process computed and blocked all other threads.
 _BUSY_SHARE = 0.1
 
@@ -28,41 +28,41 @@ class ActiveClock:
     almost no CPU time during it. Shorter stops are counted.
 
     Args:
-        look_s: Seconds between two readings of the clock.
-        stopped_s: Seconds by which a gap must exceed `look_s` to count as a stop.
+        reading_interval_s: Seconds between two readings of the clock.
+        min_stop_s: Seconds by which a gap must exceed `reading_interval_s` to count as a stop.
         source: Clock that includes the stops, in seconds.
         processor: CPU time of this process, in seconds.
     """
 
     def __init__(
         self,
-        look_s: float = _LOOK_S,
-        stopped_s: float = _STOPPED_S,
+        reading_interval_s: float = _READING_INTERVAL_S,
+        min_stop_s: float = _MIN_STOP_S,
         source: Callable[[], float] = time.perf_counter,
         processor: Callable[[], float] = time.process_time,
     ) -> None:
-        self._look_s, self._stopped_s = look_s, stopped_s
+        self._reading_interval_s, self._min_stop_s = reading_interval_s, min_stop_s
         self._source, self._processor = source, processor
         self._lock = threading.Lock()
-        self._last, self._last_processor, self._stopped = source(), processor(), 0.0
+        self._last_reading, self._last_cpu_s, self._total_stopped_s = source(), processor(), 0.0
 
     def start(self) -> ActiveClock:
         """Starts a thread that reads the clock until the process ends."""
-        threading.Thread(target=self._run, name="rlhpc-active-time", daemon=True).start()
+        threading.Thread(target=self._read_periodically, name="rlhpc-active-time", daemon=True).start()
         return self
 
     def __call__(self) -> float:
         with self._lock:
             now, cpu_s = self._source(), self._processor()
-            gap = now - self._last - self._look_s
-            if gap > self._stopped_s and cpu_s - self._last_processor < _BUSY_SHARE * gap:
-                self._stopped += gap
-            self._last, self._last_processor = now, cpu_s
-            return now - self._stopped
+            gap = now - self._last_reading - self._reading_interval_s
+            if gap > self._min_stop_s and cpu_s - self._last_cpu_s < _BUSY_SHARE * gap:
+                self._total_stopped_s += gap
+            self._last_reading, self._last_cpu_s = now, cpu_s
+            return now - self._total_stopped_s
 
-    def _run(self) -> None:
+    def _read_periodically(self) -> None:
         while True:
-            time.sleep(self._look_s)
+            time.sleep(self._reading_interval_s)
             self()
 
 
@@ -93,15 +93,15 @@ def phase_columns(rows: Rows) -> dict[str, list[float]]:
     names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
     phases = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
     phases.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
-    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in phases}
-    steps = [_number(row.get("time/step_s")) for row in rows]
+    columns = {name: [_finite_or_zero(row.get(f"time/{name}_s")) for row in rows] for name in phases}
+    steps = [_finite_or_zero(row.get("time/step_s")) for row in rows]
     unattributed = [max(0.0, step - sum(columns[name][i] for name in phases)) for i, step in enumerate(steps)]
     if sum(unattributed) > 0.005 * sum(steps):
         columns["other"] = unattributed
     return columns
 
 
-def binned(
+def bin_rows(
     rows: Rows, columns: Mapping[str, Sequence[float]]
 ) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
     """Divides the rows into at most `_MAX_BARS` bars; returns the step interval of each bar, and the means of each column."""
@@ -117,7 +117,7 @@ def binned(
     return spans, means
 
 
-def _number(value: Any) -> float:
+def _finite_or_zero(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
@@ -131,7 +131,7 @@ class PhaseTimers:
     """
 
     def __init__(self) -> None:
-        self._spent: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -144,13 +144,13 @@ class PhaseTimers:
 
     def add(self, name: str, seconds: float) -> None:
         """Adds time measured elsewhere, for example in a worker."""
-        self._spent[name] = self._spent.get(name, 0.0) + seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def get(self, name: str) -> float:
         """Returns the seconds so far; 0 for a phase that did not run."""
-        return self._spent.get(name, 0.0)
+        return self._seconds.get(name, 0.0)
 
     def pop(self) -> dict[str, float]:
         """Returns metric names and seconds since the last call, then starts over."""
-        seconds_by_phase, self._spent = self._spent, {}
+        seconds_by_phase, self._seconds = self._seconds, {}
         return {f"time/{name}_s": seconds for name, seconds in seconds_by_phase.items()}

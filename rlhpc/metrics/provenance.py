@@ -87,19 +87,19 @@ def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str)
     Returns:
         The complete record.
     """
-    segment = _segment(cfg, command)
+    segment = _start_record(cfg, command)
     record = read_provenance(paths)
     if not record:
         record = {"format": 1, "run": paths.root.name, "created": segment["started"], **segment, "segments": []}
         del record["started"]
     record.setdefault("segments", []).append(segment)
-    _write(paths, record)
+    _write_record(paths, record)
     return record
 
 
 def update_provenance(paths: RunPaths, **facts: Any) -> None:
     """Adds or replaces keys of the record, e.g. `placement={"actor": [{"rank", "node", "accelerators"}]}`."""
-    _write(paths, {**read_provenance(paths), **facts})
+    _write_record(paths, {**read_provenance(paths), **facts})
 
 
 def record_placement(paths: RunPaths, placement: Placement) -> None:
@@ -159,14 +159,14 @@ def _is_group(ranks: Any) -> bool:
     )  # fmt: skip
 
 
-def _write(paths: RunPaths, record: dict[str, Any]) -> None:
+def _write_record(paths: RunPaths, record: dict[str, Any]) -> None:
     try:
         replace_durably(paths.provenance, json.dumps(record, indent=2, default=str).encode() + b"\n")
     except OSError as error:
         raise storage_error(error, paths.provenance, "provenance") from error
 
 
-def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
+def _start_record(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command if isinstance(command, str) else shlex.join(command),
@@ -215,7 +215,7 @@ _COUNTS = ("n", "problems", "episodes", "rows")
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationPoint:
     """Value of one metric in one evaluation.
 
     Attributes:
@@ -235,7 +235,7 @@ class Evaluated:
 
 
 #: Type check of each field of an evaluation's result; a field that is not listed may have any type.
-_FIELDS: dict[str, Callable[[Any], bool]] = {
+_FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("global_step", "n", "episodes", "samples", "steps", "successes"), is_count),
     **dict.fromkeys(
         ("accuracy", "return_mean", "return_std", "return_ci95_low", "return_ci95_high", "success_once", "success_at_end",
@@ -264,7 +264,7 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     typed_fields, mistyped_fields = dict[str, Any](), list[str]()
     for name, field_value in result.items():
-        type_check = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
+        type_check = _FIELD_CHECKS.get(name) or (_is_interval if name.endswith("_ci95") else None)
         if field_value is None:
             continue
         if type_check is not None and not type_check(field_value):
@@ -278,9 +278,9 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return typed_fields, mistyped_fields
 
 
-def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
-    """Returns the evaluation results that have metric `figure`, sorted by suite and step, without fields of a wrong type."""
-    results = [result | {figure: float(result[figure])} for result in read_all_results(paths) if figure in result]
+def typed_results(paths: RunPaths, metric: str) -> list[dict[str, Any]]:
+    """Returns the evaluation results that have metric `metric`, sorted by suite and step, without fields of a wrong type."""
+    results = [result | {metric: float(result[metric])} for result in read_all_results(paths) if metric in result]
     return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
 
 
@@ -350,7 +350,7 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     bounds = bounds or (result.get(f"{base_name}_ci95_low"), result.get(f"{base_name}_ci95_high"))
     if isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(end, int | float) for end in bounds):
         return float(bounds[0]), float(bounds[1])
-    count, std = _count(result), result.get("return_std")
+    count, std = _num_samples(result), result.get("return_std")
     if name == "return_mean" and isinstance(std, int | float) and count:
         half_width = 1.96 * float(std) / math.sqrt(count)
         return estimate - half_width, estimate + half_width
@@ -368,7 +368,7 @@ def is_share(name: str) -> bool:
 
 def evaluations_of(
     rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str, prefix: str = "eval"
-) -> list[Evaluated]:
+) -> list[EvaluationPoint]:
     """Returns metric `name` of all evaluations of one suite, sorted by step.
 
     If a step was evaluated both during training and as a checkpoint, the evaluation of the checkpoint counts: the weights are
@@ -380,23 +380,23 @@ def evaluations_of(
         name: Name of the metric, such as `accuracy`.
         prefix: Prefix of the suite's metrics in `rows`.
     """
-    by_step: dict[int, Evaluated] = {}
+    by_step: dict[int, EvaluationPoint] = {}
     for row in rows:
         if _is_number(row.get(f"{prefix}/{name}")):
             logged_metrics = {
                 key.removeprefix(f"{prefix}/"): metric for key, metric in row.items() if key.startswith(f"{prefix}/")
             }
-            by_step[int(row["step"])] = _evaluated(logged_metrics, name, int(row["step"]), in_training=True)
+            by_step[int(row["step"])] = _evaluation_point(logged_metrics, name, int(row["step"]), in_training=True)
     for evaluation in results:
         if _is_number(evaluation.get(name)):
             step = int(evaluation["global_step"])
-            by_step[step] = _evaluated(evaluation, name, step, in_training=False)
+            by_step[step] = _evaluation_point(evaluation, name, step, in_training=False)
     return [by_step[step] for step in sorted(by_step)]
 
 
 def evaluations_by_suite(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, list[Evaluated]]:
+) -> dict[str, list[EvaluationPoint]]:
     """Returns metric `name` of all evaluations, during training and of checkpoints, keyed by suite.
 
     Args:
@@ -414,7 +414,7 @@ def evaluations_by_suite(
     return {suite: evaluations for suite, evaluations in by_suite.items() if evaluations}
 
 
-def judged_results(
+def scored_results(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], suite: str, name: str
 ) -> list[dict[str, Any]]:
     """Returns all results of a suite that have metric `name`, sorted by step.
@@ -450,12 +450,12 @@ def _configured_suite(paths: RunPaths, *keys: str | int) -> str:
         return "default"
 
 
-def _evaluated(result: Mapping[str, Any], name: str, step: int, *, in_training: bool) -> Evaluated:
+def _evaluation_point(result: Mapping[str, Any], name: str, step: int, *, in_training: bool) -> EvaluationPoint:
     low, high = interval_of(result, name)
-    return Evaluated(step, float(result[name]), low, high, _count(result), in_training)
+    return EvaluationPoint(step, float(result[name]), low, high, _num_samples(result), in_training)
 
 
-def _count(result: Mapping[str, Any]) -> int:
+def _num_samples(result: Mapping[str, Any]) -> int:
     return next((int(result[key]) for key in _COUNTS if _is_number(result.get(key)) and result[key] > 0), 0)
 
 

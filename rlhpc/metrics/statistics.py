@@ -85,7 +85,7 @@ def interval(values: Numbers) -> Interval:
 
 
 #: Share of the runs that the interquartile mean omits at each end.
-_CUT = 0.25
+_TRIM_SHARE = 0.25
 
 
 class Estimate(NamedTuple):
@@ -113,7 +113,7 @@ def interquartile_mean(scores: Sequence[float]) -> Estimate:
     """
     ordered = np.sort(np.asarray(scores, np.float64))
     count = len(ordered)
-    num_trimmed = int(_CUT * count)
+    num_trimmed = int(_TRIM_SHARE * count)
     if not num_trimmed:
         return mean(scores)
     num_middle = count - 2 * num_trimmed
@@ -128,11 +128,11 @@ def interquartile_mean(scores: Sequence[float]) -> Estimate:
     return Estimate(iqm, iqm - half_width, iqm + half_width)
 
 
-def improvement(better: Sequence[float], other: Sequence[float]) -> float:
+def improvement(scores: Sequence[float], other_scores: Sequence[float]) -> float:
     """Returns the probability that a run of one configuration has a higher score than a run of another configuration.
 
     The probability is the share of pairs with a higher score, with ties counted half (Mann-Whitney's U over the number of
     pairs).
     """
-    difference = np.asarray(better, np.float64)[:, None] - np.asarray(other, np.float64)[None, :]
+    difference = np.asarray(scores, np.float64)[:, None] - np.asarray(other_scores, np.float64)[None, :]
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from rlhpc.config.constraints import LARGEST, Fail, check_choices, check_ranges
+from rlhpc.config.constraints import MAX_EXACT_INTEGER, Fail, check_choices, check_ranges
 from rlhpc.config.options import check_components
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
@@ -88,8 +88,8 @@ def _numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
     for key, value in _leaves(plain(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
-        if isinstance(value, int) and abs(value) > LARGEST:
-            raise fail(key, f"it must not be greater than {LARGEST}")
+        if isinstance(value, int) and abs(value) > MAX_EXACT_INTEGER:
+            raise fail(key, f"it must not be greater than {MAX_EXACT_INTEGER}")
     check_ranges(cfg, task_type.keys.by_path, fail)
 
 

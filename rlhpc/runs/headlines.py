@@ -14,7 +14,7 @@ from rlhpc.metrics.logger import read_last_metrics, series
 from rlhpc.metrics.page import decimals
 from rlhpc.metrics.provenance import (
     PASS_AT_K,
-    Evaluated,
+    EvaluationPoint,
     evaluations_of,
     judging_suite,
     largest_pass_at,
@@ -57,11 +57,11 @@ class RunMetrics:
         x, y = series(self.rows, name, against)
         return x, running_mean(y) if len(y) >= 60 else y
 
-    def evaluated(self, name: str) -> list[Evaluated]:
+    def evaluated(self, name: str) -> list[EvaluationPoint]:
         """Returns one metric of all evaluations: evaluations during training and evaluations of checkpoints."""
         return evaluations_of(self.rows, self.evaluations, name.removeprefix("eval/"))
 
-    def final(self, name: str) -> Evaluated | None:
+    def final(self, name: str) -> EvaluationPoint | None:
         """Returns the last value of a metric; for an evaluation metric, the value of the best checkpoint if the run tracks the
         best checkpoint. Returns None without a value.
         """
@@ -73,7 +73,7 @@ class RunMetrics:
                 evaluations[-1] if evaluations else None,
             )
         x, y = series(self.rows, name)
-        return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
+        return EvaluationPoint(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
 
 
 def read_run(paths: RunPaths) -> RunMetrics:
@@ -146,7 +146,7 @@ def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
     return mean_text(values, number if headline.form == "count" else decimals)
 
 
-def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
+def _share_ends(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
     if len(finals) == 1:
         return finals[0].low, finals[0].high
     from rlhpc.metrics.statistics import mean  # imports numpy

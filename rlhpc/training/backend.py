@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rlhpc.config.parallel import MeshSizes, undivided
+from rlhpc.config.parallel import MeshSizes, unsupported_backend_sizes
 from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
@@ -196,7 +196,7 @@ class TrainingBackend(abc.ABC):
         self.rank, self.ranks = worker.rank, worker.world_size
         self.sizes = MeshSizes.of(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
         if not (self.divides or self.sizes.plain):
-            raise ConfigError(undivided(blueprint.key, self.name or type(self).__name__, self.sizes))
+            raise ConfigError(unsupported_backend_sizes(blueprint.key, self.name or type(self).__name__, self.sizes))
         self.device = torch.device(torch_device(worker.accelerators))
         self.dtype = blueprint.dtype
         self.optim = AdamOptions.of(actor.optim)

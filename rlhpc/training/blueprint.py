@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.config.parallel import policy_undivided
+from rlhpc.config.parallel import unsupported_policy_sizes
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Blueprint(abc.ABC):
             ConfigError: The module has no plan, or the sizes do not suit it.
         """
         if mesh.sizes.block > 1 or mesh.sizes.expert > 1:
-            raise ConfigError(policy_undivided(self.key, mesh.sizes))
+            raise ConfigError(unsupported_policy_sizes(self.key, mesh.sizes))
 
     def apart(self, module: nn.Module) -> list[nn.Module]:
         """Returns the submodules whose parameters are sharded by experts."""

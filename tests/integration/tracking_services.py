@@ -47,8 +47,8 @@ def write(paths: RunPaths, first: int, last: int, resume: int | None, mark: str)
         logger.commit()
         if mark == "kill":
             deadline = time.monotonic() + 240
-            while any(feed._rows.unfinished_tasks for feed in logger._feeds):  # until all have been given all rows
-                assert time.monotonic() < deadline and not any(feed._over for feed in logger._feeds)
+            while any(feed._queue.unfinished_tasks for feed in logger._feeds):  # until all have been given all rows
+                assert time.monotonic() < deadline and not any(feed._has_ended for feed in logger._feeds)
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -26,22 +26,22 @@ from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import cut, short_repr
 
-_DEEPEST = 10
+_MAX_DEPTH = 10
 #: OmegaConf 2.4 uses the old name for the new function, and warns about the other name.
 _REGISTER = (
     "register_resolver" if "replace" in signature(OmegaConf.register_resolver).parameters else "register_new_resolver"
 )
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    "multiply": lambda *numbers: math.prod(map(_number, numbers)),
-    "add": lambda *numbers: sum(map(_number, numbers)),
-    "subtract": lambda a, b: _number(a) - _number(b),
-    "int_div": lambda a, b: _number(a) // _number(b),
+    "multiply": lambda *numbers: math.prod(map(_to_number, numbers)),
+    "add": lambda *numbers: sum(map(_to_number, numbers)),
+    "subtract": lambda a, b: _to_number(a) - _to_number(b),
+    "int_div": lambda a, b: _to_number(a) // _to_number(b),
     "not": lambda value: not value,
 }
 
 
 @dataclass
-class Composed:
+class ComposedConfig:
     """Configuration composed of several files.
 
     Attributes:
@@ -59,23 +59,23 @@ class Composed:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-def compose(path: Path) -> Composed:
+def compose(path: Path) -> ComposedConfig:
     """Reads a configuration and all files that its `defaults:` name.
 
     Raises:
         ConfigError: A file is missing, is not YAML or not a mapping, or files include each other.
     """
-    composed = Composed()
+    composed = ComposedConfig()
     _resolve(_read(path, composed, (), []), composed)
     return composed
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else float(value) if "." in str(value) else int(str(value))
 
 
-def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
-    if path in chain or len(chain) > _DEEPEST:
+def _read(path: Path, composed: ComposedConfig, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
+    if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
     content = read_content(path, loader=WrittenScalars)
     if not isinstance(content, dict):
@@ -92,8 +92,8 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
             has_self_entry = True
             merged_content = _merge(merged_content, content)
             continue
-        for group, package in _groups(default, path, composed):
-            file = _find(group, path, search)
+        for group, package in _parse_entry(default, path, composed):
+            file = _find_group_file(group, path, search)
             subtree = _read(file, composed, (*chain, path), search)
             for name in reversed(package):
                 subtree = {name: subtree}
@@ -116,7 +116,7 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
     return folders
 
 
-def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[str]]]:
+def _parse_entry(entry: Any, path: Path, composed: ComposedConfig) -> list[tuple[str, list[str]]]:
     """Returns (file without suffix, keys of the package) pairs for an entry of `defaults:`."""
     if isinstance(entry, dict) and len(entry) == 1:
         key, option = next(iter(entry.items()))
@@ -125,22 +125,22 @@ def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[
             return []
         group, _, package = str(key).removeprefix("optional ").partition("@")
         options = option if isinstance(option, list) else [option]
-        return [(f"{group}/{name}", _package(package, group)) for name in options]
+        return [(f"{group}/{name}", _split_package(package, group)) for name in options]
     if not isinstance(entry, str):
         raise ConfigError(
             f"{path}: defaults has {short_repr(entry)}; Hydra has a file's name or one `group: name` there"
         )
     name, _, package = entry.partition("@")
-    return [(name, _package(package, name.rpartition("/")[0]))]
+    return [(name, _split_package(package, name.rpartition("/")[0]))]
 
 
-def _package(package: str, group: str) -> list[str]:
+def _split_package(package: str, group: str) -> list[str]:
     if package == "_global_":
         return []
     return [name for name in (package or group.strip("./").replace("/", ".")).split(".") if name and name != ".."]
 
 
-def _find(name: str, path: Path, search: list[Path]) -> Path:
+def _find_group_file(name: str, path: Path, search: list[Path]) -> Path:
     """Returns the file of a group: next to the file that names the group, on the search path, or up to two folders above."""
     folders = [path.parent, *search, *list(path.parent.parents)[:2]]
     for folder in folders:
@@ -161,7 +161,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return {**below, **above, **merged_sections}
 
 
-def _resolve(tree: dict[str, Any], composed: Composed) -> None:
+def _resolve(tree: dict[str, Any], composed: ComposedConfig) -> None:
     hydra = tree.pop("hydra", None)  # its references are resolved by Hydra only
     variable_texts: list[str] = []
 
@@ -175,14 +175,16 @@ def _resolve(tree: dict[str, Any], composed: Composed) -> None:
     def restore(text: str) -> str:
         return re.sub(r"<variable (\d+)>", lambda mark: variable_texts[int(mark[1])], text)
 
-    composed.texts = {".".join(map(str, names)): leaf.text for names, leaf in _paths(tree) if isinstance(leaf, Scalar)}
+    composed.texts = {
+        ".".join(map(str, names)): leaf.text for names, leaf in _iter_leaves(tree) if isinstance(leaf, Scalar)
+    }
     tree, hydra = scalar_values(tree), scalar_values(hydra)
     cfg = OmegaConf.create(_map_texts(tree, hide))
     missing_resolvers = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
     for name in missing_resolvers:
         getattr(OmegaConf, _REGISTER)(name, _RESOLVERS[name])
     try:
-        for names, leaf in _paths(tree):
+        for names, leaf in _iter_leaves(tree):
             key = ".".join(map(str, names))
             try:
                 value = plain(functools.reduce(lambda section, name: section[name], names, cfg))
@@ -193,14 +195,14 @@ def _resolve(tree: dict[str, Any], composed: Composed) -> None:
     finally:
         for name in missing_resolvers:
             OmegaConf.clear_resolver(name)
-    for names, leaf in _paths(hydra if isinstance(hydra, dict) else {}):
+    for names, leaf in _iter_leaves(hydra if isinstance(hydra, dict) else {}):
         composed.leaves[".".join(("hydra", *map(str, names)))] = leaf
 
 
-def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _iter_leaves(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _paths(value, (*parents, name))
+            yield from _iter_leaves(value, (*parents, name))
         else:
             yield (*parents, name), value
 

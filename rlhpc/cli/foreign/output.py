@@ -28,7 +28,7 @@ def format_config(translation: Translation, source: str, project: str) -> str:
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
         f"{len(translation.used)} of {len(translation.foreign)} keys are used."
     ]
-    if omitted := _omitted(translation, changes_training=True):
+    if omitted := _omitted_by_reason(translation, changes_training=True):
         lines.append("# Left out; training will differ:")
         for reason, texts in omitted.items():
             lines += _wrap(f"{', '.join(texts)} ({reason})", "#   ", "#     ")
@@ -38,10 +38,10 @@ def format_config(translation: Translation, source: str, project: str) -> str:
         subtree = tree
         for section in sections:
             subtree = subtree.setdefault(section, {})
-        comment = _origin([name for name in translation.origin[key] if name != key])
-        subtree[leaf_name] = _Leaf(value, comment or _default(translation, key, project))
+        comment = _origin_comment([name for name in translation.origin[key] if name != key])
+        subtree[leaf_name] = _Leaf(value, comment or _default_comment(translation, key, project))
     for name, section in tree.items():
-        lines += ["", f"{name}:", *_lines(section, 2)]
+        lines += ["", f"{name}:", *_format_section(section, 2)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,24 +67,24 @@ def format_report(translation: Translation, source: str, project: str, files: Se
         origin = (
             f"from {', '.join(translation.origin[key])}"
             if translation.origin[key]
-            else _default(translation, key, project)
+            else _default_comment(translation, key, project)
         )
-        lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
+        lines.append(f"  {key:<{width}} {_format_value(value)}{f'   {origin}' if origin else ''}")
     for title, changes_training in (("training will differ", True), ("training is the same", False)):
-        omitted = _omitted(translation, changes_training=changes_training)
+        omitted = _omitted_by_reason(translation, changes_training=changes_training)
         lines += ["", f"left out; {title}: {sum(map(len, omitted.values()))} keys"]
         for reason, texts in omitted.items():
             lines += [f"  {reason}", *_wrap(", ".join(texts), "    ", "    ")]
     return "\n".join([*lines, "", verdict]) + "\n"
 
 
-def _default(translated_config: Translation, key: str, project: str) -> str:
+def _default_comment(translated_config: Translation, key: str, project: str) -> str:
     """Returns the comment for a value that comes only from the foreign project's defaults; "" for other values."""
     keys = translated_config.defaults.get(key, ())
     return f"{project}'s default of {', '.join(keys)}" if keys and not translated_config.origin[key] else ""
 
 
-def _origin(names: Sequence[str]) -> str:
+def _origin_comment(names: Sequence[str]) -> str:
     """Formats up to three foreign keys, and the number of further keys; the report lists all keys."""
     return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
@@ -96,7 +96,7 @@ class _Leaf(NamedTuple):
     comment: str
 
 
-def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
+def _format_section(section: Mapping[str, Any], indent: int) -> Iterable[str]:
     for name, subtree in section.items():
         if isinstance(subtree, _Leaf):
             leaf_text = (
@@ -107,19 +107,19 @@ def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
             yield f"{' ' * indent}{name}: {leaf_text}{f'  # {subtree.comment}' if subtree.comment else ''}"
         else:
             yield f"{' ' * indent}{name}:"
-            yield from _lines(subtree, indent + 2)
+            yield from _format_section(subtree, indent + 2)
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return cut("null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}", 80)
 
 
-def _omitted(translation: Translation, *, changes_training: bool) -> dict[str, list[str]]:
+def _omitted_by_reason(translation: Translation, *, changes_training: bool) -> dict[str, list[str]]:
     """Returns the omitted keys with their values, by reason."""
     texts_by_reason: dict[str, list[str]] = {}
     for key, (reason, key_changes_training) in translation.omitted.items():
         if key_changes_training == changes_training:
-            texts_by_reason.setdefault(reason, []).append(f"{key}: {_value(translation.foreign[key])}")
+            texts_by_reason.setdefault(reason, []).append(f"{key}: {_format_value(translation.foreign[key])}")
     return texts_by_reason
 
 

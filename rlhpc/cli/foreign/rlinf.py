@@ -12,14 +12,14 @@ from typing import Any
 
 from rlhpc.cli.foreign import rlinf_defaults, rlinf_language
 from rlhpc.cli.foreign import rlinf_embodied as embodied
-from rlhpc.cli.foreign.hydra import Composed
+from rlhpc.cli.foreign.hydra import ComposedConfig
 from rlhpc.cli.foreign.rlinf_embodied import LOSSES
 from rlhpc.cli.foreign.rlinf_unsupported import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
 from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Translation, apply_rules
 from rlhpc.runtime.errors import ConfigError
 
 
-def translate(composed: Composed, source: str) -> Translation:
+def translate(composed: ComposedConfig, source: str) -> Translation:
     """Translates a composed configuration.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 REVISION = "a3816b596478dcd8a5c69a6ec1468c9519f77b5b"
 
 #: Defaults of all task types.
-_EVERY: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "actor.optim.adam_eps": 1e-8,  # hybrid_engines/fsdp/fsdp_model_manager.py, build_optimizer and build_optimizers
 }
 _EMBODIED: dict[str, Any] = {
@@ -22,7 +22,7 @@ _EMBODIED: dict[str, Any] = {
     "runner.val_check_interval": -1,  # config.py, validate_embodied_cfg
 }
 EMBODIED: dict[str, Any] = {
-    **_EVERY,
+    **_COMMON,
     **_EMBODIED,
     "actor.optim.weight_decay": 0.01,  # fsdp_model_manager.py, build_optimizer: AdamW
     "algorithm.gamma": 1.0,  # embodied_fsdp_actor_worker.py, async_ppo_fsdp_worker.py
@@ -30,7 +30,7 @@ EMBODIED: dict[str, Any] = {
     "algorithm.normalize_advantages": True,
 }
 SAC: dict[str, Any] = {
-    **_EVERY,
+    **_COMMON,
     **_EMBODIED,
     "actor.optim.adam_beta1": 0.9,  # fsdp_model_manager.py, build_optimizers: Adam without weight decay
     "actor.optim.adam_beta2": 0.999,
@@ -41,7 +41,7 @@ SAC: dict[str, Any] = {
     "algorithm.entropy_tuning.initial_alpha": 0.01,
 }
 #: Defaults of the trained groups of a language model's run.
-_TRAINED: dict[str, Any] = {
+_TRAINED_GROUP: dict[str, Any] = {
     "optim.adam_eps": 1e-8,
     "optim.weight_decay": 0.01,  # fsdp_model_manager.py, build_optimizer; config.py, validate_megatron_cfg
     "fsdp_config.cpu_offload": False,  # config.py, validate_fsdp_cfg
@@ -72,7 +72,7 @@ def language_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dict(_LANGUAGE)
     for group in ("actor", "critic") if has_critic(leaves) else ("actor",):
         megatron = leaves.get(f"{group}.training_backend") == "megatron"
-        trained_defaults = _TRAINED | (_MEGATRON if megatron else _FSDP)
+        trained_defaults = _TRAINED_GROUP | (_MEGATRON if megatron else _FSDP)
         defaults |= {f"{group}.{key}": value for key, value in trained_defaults.items()}
     if leaves.get("actor.training_backend") != "megatron":  # Megatron requires the key
         defaults["algorithm.clip_ratio_c"] = 3.0  # workers/actor/fsdp_actor_worker.py

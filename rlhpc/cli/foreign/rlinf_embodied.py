@@ -46,7 +46,7 @@ def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
 
 
 #: Policies that start from random weights.
-_FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
+_RANDOM_START_POLICIES = ("mlp_policy", "cnn_policy", "flow_policy")
 _MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
 #: RLinf model type → action head of rlhpc's `openvla`.
 _OPENVLA = {"openvla": "tokens", "openvla_oft": "parallel"}
@@ -73,7 +73,7 @@ def _decisions(read: Reading) -> int:
     return max(1, max_steps // chunk)
 
 
-def _rounds(read: Reading) -> int:
+def _rollout_epochs(read: Reading) -> int:
     return int(read("env.train.rollout_epoch", 0) or read("algorithm.rollout_epoch", 1))
 
 
@@ -82,13 +82,13 @@ def _has_rollout_parts(read: Reading) -> bool:
     return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
 
 
-def _slots(read: Reading) -> int:
+def _num_env_slots(read: Reading) -> int:
     """Returns the number of env slots.
 
     Without rollout parts, a slot plays one episode per rollout, and each further rollout epoch of RLinf adds slots.
     """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
-    if not _has_rollout_parts(read) and (rounds := _rounds(read)) > 1:
+    if not _has_rollout_parts(read) and (rounds := _rollout_epochs(read)) > 1:
         read.omit(
             "env.train.rollout_epoch",
             f"a slot plays one episode a step here: {rounds} rounds of {slots} slots became {rounds * slots} slots; if that "
@@ -98,7 +98,7 @@ def _slots(read: Reading) -> int:
 
 
 def _rollout_steps(read: Reading) -> int:
-    return _decisions(read) * (_rounds(read) if _has_rollout_parts(read) else 1)
+    return _decisions(read) * (_rollout_epochs(read) if _has_rollout_parts(read) else 1)
 
 
 def _env_id(side: str) -> Rule:
@@ -136,7 +136,7 @@ def _env_arguments(side: str) -> Rule:
         kwargs: dict[str, Any] = {}
         for name, value in read.below(f"{env_key}.init_params").items():
             argument, _, nested_name = name.partition(".")
-            if argument in _ARGUMENTS_LEFT:
+            if argument in _OMITTED_ARGUMENTS:
                 read.read_keys.discard(f"{env_key}.init_params.{name}")
             elif nested_name and value is not None:
                 kwargs.setdefault(argument, {})[nested_name] = value
@@ -147,17 +147,17 @@ def _env_arguments(side: str) -> Rule:
         if (mode := read(f"{env_key}.reward_mode")) == "only_success":
             kwargs["reward_mode"] = "sparse"
         elif mode != "raw":
-            read.omit(f"{env_key}.reward_mode", _SHAPED)
+            read.omit(f"{env_key}.reward_mode", _SHAPED_REWARD)
         return kwargs or UNSET
 
     return rule
 
 
-_SHAPED = "RLinf adds up rewards of its own for grasping here; rlhpc takes the simulator's reward"
-_ARGUMENTS_LEFT = ("id", "num_envs", "max_episode_steps", "render_mode", "sim_backend")
+_SHAPED_REWARD = "RLinf adds up rewards of its own for grasping here; rlhpc takes the simulator's reward"
+_OMITTED_ARGUMENTS = ("id", "num_envs", "max_episode_steps", "render_mode", "sim_backend")
 
 
-def _fixed(side: str) -> Rule:
+def _fixed_reset_states(side: str) -> Rule:
     def rule(read: Reading) -> Any:
         if not read(f"env.{side}.use_fixed_reset_state_ids", False):
             return UNSET
@@ -178,20 +178,20 @@ def _episodes(read: Reading) -> Any:
     return slots * rounds * max(1, int(steps) // int(max_steps)) if slots else UNSET
 
 
-def _films(read: Reading) -> Any:
+def _video_episodes(read: Reading) -> Any:
     if read("env.eval.video_cfg.save_video", False):
         read.omit("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
         return 4
     return UNSET
 
 
-def _ends(read: Reading) -> Any:
-    if (ignored := bool(read("env.train.ignore_terminations", False))) or _is_grpo(read):
+def _ignore_terminations(read: Reading) -> Any:
+    if (ignores_terminations := bool(read("env.train.ignore_terminations", False))) or _is_grpo(read):
         read.omit("algorithm.bootstrap_type", "no episode ends before its limit, or nothing is bootstrapped", False)
-    return ignored
+    return ignores_terminations
 
 
-def _scale(read: Reading) -> Any:
+def _reward_scale(read: Reading) -> Any:
     if read.leaves.get("env.train.env_type") not in ("libero", "metaworld"):
         return read.omit("env.train.reward_coef", "RLinf uses it with LIBERO and MetaWorld only", False)
     return float(read("env.train.reward_coef", 1.0))
@@ -203,22 +203,22 @@ ENVIRONMENTS: Rows = [
     ("algorithm.rollout_steps", _rollout_steps),
     ("env.train.env_type", _env_type),
     ("env.train.env_id", _env_id("train")),
-    ("env.train.num_envs", _slots),
+    ("env.train.num_envs", _num_env_slots),
     ("env.train.max_episode_steps", "env.train.max_episode_steps"),
     ("env.train.seed", "env.train.seed"),
-    ("env.train.ignore_terminations", _ends),
-    ("env.train.use_fixed_reset_state_ids", _fixed("train")),
+    ("env.train.ignore_terminations", _ignore_terminations),
+    ("env.train.use_fixed_reset_state_ids", _fixed_reset_states("train")),
     ("env.train.use_rel_reward", "env.train.use_rel_reward"),
-    ("env.train.reward_scale", _scale),
+    ("env.train.reward_scale", _reward_scale),
     ("env.train.kwargs", _env_arguments("train")),
     ("env.eval.env_id", _env_id("eval")),
     ("env.eval.num_envs", "env.eval.total_num_envs"),
     ("env.eval.num_episodes", _episodes),
     ("env.eval.max_episode_steps", "env.eval.max_episode_steps"),
     ("env.eval.ignore_terminations", "env.eval.ignore_terminations"),
-    ("env.eval.use_fixed_reset_state_ids", _fixed("eval")),
+    ("env.eval.use_fixed_reset_state_ids", _fixed_reset_states("eval")),
     ("env.eval.kwargs", _env_arguments("eval")),
-    ("env.eval.video_episodes", _films),
+    ("env.eval.video_episodes", _video_episodes),
     ("env.eval.video_fps", "env.eval.video_cfg.fps"),
     ("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
     ("actor.global_batch_size", "actor.global_batch_size"),
@@ -249,7 +249,7 @@ def _value_clip(read: Reading) -> Any:
     return UNSET if _is_grpo(read) or clip is None else clip
 
 
-def _without_use(read: Reading) -> Any:
+def _omit_unused(read: Reading) -> Any:
     """Omits keys that have no effect in this configuration but may have an effect in another one."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.omit("actor.optim.value_lr", "policy and critic share one learning rate", False)
@@ -263,7 +263,7 @@ def _without_use(read: Reading) -> Any:
 
 
 PPO: Rows = [
-    ("", _without_use),
+    ("", _omit_unused),
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
     ("algorithm.gae_lambda", lambda read: UNSET if _is_grpo(read) else read("algorithm.gae_lambda")),
@@ -277,7 +277,7 @@ PPO: Rows = [
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
-    ("algorithm.rollout_parts", lambda read: _rounds(read) if _has_rollout_parts(read) else UNSET),
+    ("algorithm.rollout_parts", lambda read: _rollout_epochs(read) if _has_rollout_parts(read) else UNSET),
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
     ("actor.micro_batch_size", lambda read: read("actor.micro_batch_size", UNSET)),
     ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),
@@ -289,15 +289,15 @@ PPO: Rows = [
 # -- SAC ----------------------------------------------------------------------------------------------------------------
 
 
-def _ratio(read: Reading) -> float:
+def _update_to_data(read: Reading) -> float:
     """Returns the number of updates per transition; RLinf configures updates per runner step."""
-    transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
+    transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rollout_epochs(read)
     return int(read("algorithm.update_epoch")) / transitions
 
 
 SAC: Rows = [
     ("algorithm.tau", "algorithm.tau"),
-    ("algorithm.update_to_data", _ratio),
+    ("algorithm.update_to_data", _update_to_data),
     ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type") != "fixed_alpha"),
     ("algorithm.initial_alpha", "algorithm.entropy_tuning.initial_alpha"),
     ("algorithm.target_entropy", "algorithm.entropy_tuning.target_entropy"),
@@ -339,7 +339,7 @@ def _for_vla(rule: str | Rule) -> Rule:
     """Returns the rule restricted to vision-language-action models."""
 
     def rule_for_vla(read: Reading) -> Any:
-        if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:
+        if read.leaves.get("actor.model.model_type", "mlp_policy") in _RANDOM_START_POLICIES:
             return UNSET
         return read(rule, UNSET) if isinstance(rule, str) else rule(read)
 

@@ -25,7 +25,7 @@ def _trainer(group: str) -> Rule:
     return rule
 
 
-def _clip(side: str) -> Rule:
+def _clip_ratio(side: str) -> Rule:
     def rule(read: Reading) -> Any:
         side_clip = read(f"algorithm.clip_ratio_{side}")
         return read("algorithm.ratio_clip_eps", UNSET) if side_clip is None else side_clip
@@ -59,19 +59,19 @@ def _new_tokens(read: Reading) -> Any:
     return UNSET if max_tokens is None else int(max_tokens)
 
 
-def _pass_tokens(read: Reading) -> Any:
+def _micro_batch_tokens(read: Reading) -> Any:
     if read("runner.enable_dynamic_batch_size", False):
         return read("runner.max_tokens_per_mbs", UNSET)
     length = read("runner.seq_length")
     return int(length) * int(read("algorithm.training_batch_size_per_gpu")) if length else UNSET
 
 
-def _responses(read: Reading) -> int:
+def _global_batch_size(read: Reading) -> int:
     prompts, group = int(read("data.rollout_batch_size", 32)), int(read("algorithm.group_size", 8))
     return max(1, prompts * group // int(read("algorithm.n_minibatches")))
 
 
-def _file(read: Reading, key: str) -> str | None:
+def _first_file(read: Reading, key: str) -> str | None:
     paths = read(key)
     paths = [paths] if isinstance(paths, str) else list(paths or ())
     if len(paths) > 1:
@@ -83,12 +83,12 @@ def _source(path: str) -> str:
     return {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}.get(Path(path).suffix, "hf")
 
 
-def _template(read: Reading) -> bool:
+def _uses_chat_template(read: Reading) -> bool:
     return bool(read("data.apply_chat_template", False) or read("data.use_chat_template", False))
 
 
-def _suites(read: Reading) -> Any:
-    if (path := _file(read, "data.val_data_paths")) is None:
+def _eval_suites(read: Reading) -> Any:
+    if (path := _first_file(read, "data.val_data_paths")) is None:
         return UNSET
     suite = {
         "name": "validation",
@@ -96,13 +96,13 @@ def _suites(read: Reading) -> Any:
         "path": path,
         "prompt_key": read("data.prompt_key"),
         "answer_key": read("data.answer_key"),
-        "chat_template": _template(read),
+        "chat_template": _uses_chat_template(read),
         "system_prompt": read("data.system_prompt"),
     }
     return [{name: value for name, value in suite.items() if value is not None}]
 
 
-def _terms(read: Reading) -> Any:
+def _reward_terms(read: Reading) -> Any:
     name = str(read("reward.reward_type", "math"))
     if name != "math":
         read.omit("reward.reward_type", f"rlhpc has no reward {name}: register yours (docs/how-to/add-reward.md)")
@@ -112,7 +112,7 @@ def _terms(read: Reading) -> Any:
     return [{"name": name, "weight": weight}]  # an answer is worth 0 or 1 before its weight
 
 
-def _kl(read: Reading) -> float:
+def _kl_coef(read: Reading) -> float:
     return float(read("algorithm.reinpp_kl_beta") or read("algorithm.kl_beta", 0.0))
 
 
@@ -163,7 +163,7 @@ def _warmup(group: str) -> Rule:
     return lambda read: max(0, int(steps(read) or 0))  # a negative number means no warm-up
 
 
-def _offloaded(read: Reading) -> Any:
+def _offload_in_rollout(read: Reading) -> Any:
     is_colocated = any(
         {"actor", "rollout"} <= set(map(str.strip, k.split(","))) for k in read.below("cluster.component_placement")
     )
@@ -172,7 +172,7 @@ def _offloaded(read: Reading) -> Any:
     )
 
 
-def _checkpointed(group: str) -> Rule:
+def _gradient_checkpointing(group: str) -> Rule:
     keys = (f"{group}.fsdp_config.gradient_checkpointing", f"{group}.model.recompute_granularity")
     return lambda read: any(read(key, False) for key in keys)
 
@@ -185,14 +185,14 @@ def _optimizer(group: str) -> Rule:
     return rule
 
 
-def _trained(group: str) -> Rows:
+def _trained_group_rows(group: str) -> Rows:
     """Returns the rows of a trained group, `actor` or `critic`."""
     return [
         (f"{group}.training_backend", _trainer(group)),
-        (f"{group}.max_tokens_per_micro_batch", _pass_tokens),
+        (f"{group}.max_tokens_per_micro_batch", _micro_batch_tokens),
         (f"{group}.enable_dp_load_balance", f"{group}.enable_dp_load_balance"),
         (f"{group}.model.dtype", _dtype(f"{group}.model.precision", "bfloat16")),
-        (f"{group}.model.gradient_checkpointing", _checkpointed(group)),
+        (f"{group}.model.gradient_checkpointing", _gradient_checkpointing(group)),
         (f"{group}.fsdp.cpu_offload", f"{group}.fsdp_config.cpu_offload"),
         (f"{group}.fsdp.reshard_after_forward", f"{group}.fsdp_config.reshard_after_forward"),
         (f"{group}.optim.name", _optimizer(group)),
@@ -209,11 +209,11 @@ ROWS: Rows = [
     ("algorithm.loss_agg", "algorithm.loss_agg_func"),
     ("algorithm.group_size", "algorithm.group_size"),
     ("algorithm.normalize_advantages", _language_normalization),
-    ("algorithm.clip_ratio_low", _clip("low")),
-    ("algorithm.clip_ratio_high", _clip("high")),
+    ("algorithm.clip_ratio_low", _clip_ratio("low")),
+    ("algorithm.clip_ratio_high", _clip_ratio("high")),
     ("algorithm.clip_ratio_c", "algorithm.clip_ratio_c"),
     ("algorithm.entropy_coef", "algorithm.entropy_bonus"),
-    ("algorithm.kl_coef", _kl),
+    ("algorithm.kl_coef", _kl_coef),
     (
         "algorithm.kl_type",
         choice(
@@ -236,15 +236,18 @@ ROWS: Rows = [
     ("data.max_prompt_tokens", "data.max_prompt_length"),
     ("data.overlong_prompts", lambda read: "drop" if read("data.filter_prompt_by_length") else "error"),
     ("data.prompts_per_step", "data.rollout_batch_size"),
-    ("data.train.source", lambda read: _source(path) if (path := _file(read, "data.train_data_paths")) else UNSET),
-    ("data.train.path", lambda read: _file(read, "data.train_data_paths") or UNSET),
+    (
+        "data.train.source",
+        lambda read: _source(path) if (path := _first_file(read, "data.train_data_paths")) else UNSET,
+    ),
+    ("data.train.path", lambda read: _first_file(read, "data.train_data_paths") or UNSET),
     ("data.train.prompt_key", "data.prompt_key"),
     ("data.train.answer_key", "data.answer_key"),
-    ("data.train.chat_template", _template),
+    ("data.train.chat_template", _uses_chat_template),
     ("data.train.system_prompt", "data.system_prompt"),
-    ("data.eval", _suites),
+    ("data.eval", _eval_suites),
     ("workflow.eval_suites", lambda read: ["validation"] if read("data.val_data_paths") else UNSET),
-    ("reward.terms", _terms),
+    ("reward.terms", _reward_terms),
     ("rollout.rollout_backend", _backend),
     ("rollout.temperature", lambda read: float(read("algorithm.sampling_params.temperature", 1.0))),
     ("rollout.top_p", "algorithm.sampling_params.top_p"),
@@ -258,19 +261,19 @@ ROWS: Rows = [
         "rollout.engine_kwargs",
         lambda read: {"enforce_eager": True} if read("rollout.enforce_eager", False) else UNSET,
     ),
-    ("actor.global_batch_size", _responses),
-    ("actor.offload_in_rollout", _offloaded),
+    ("actor.global_batch_size", _global_batch_size),
+    ("actor.offload_in_rollout", _offload_in_rollout),
     (
         "actor.model.model_path",
         lambda read: read("actor.model.model_path") or read("rollout.model.model_path", UNSET),
     ),
     *adapter_rows(),
-    *_trained("actor"),
+    *_trained_group_rows("actor"),
 ]
 #: Further keys of runs with a value model.
 CRITIC: Rows = [
     ("algorithm.gae_lambda", "algorithm.gae_lambda"),
     ("algorithm.value_clip", "algorithm.value_cliprange"),
     ("critic.warmup_steps", "algorithm.critic_warmup_steps"),
-    *_trained("critic"),
+    *_trained_group_rows("critic"),
 ]

@@ -17,14 +17,14 @@ class Reading:
     Attributes:
         leaves: Dotted key → value. Keys that the configuration omits have the foreign project's default, if one exists.
         defaults: Dotted key → the foreign project's default.
-        written: Keys that the configuration sets.
+        configured_keys: Keys that the configuration sets.
         reasons: Omitted key → (reason, True if training differs because of the omission).
     """
 
     def __init__(self, leaves: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.defaults = dict(defaults or {})
         self.leaves = {**self.defaults, **leaves}
-        self.written = set(leaves)
+        self.configured_keys = set(leaves)
         self.reasons: dict[str, tuple[str, bool]] = {}
         self.read_keys: set[str] = set()
 
@@ -43,7 +43,7 @@ class Reading:
 
     def omit(self, key: str, reason: str, changes_training: bool = True) -> Any:
         """Records the reason for omitting a key. Returns `UNSET`, so that a rule can return the result of this call."""
-        if key in self.written:
+        if key in self.configured_keys:
             self.reasons[key] = (reason, changes_training)
         return UNSET
 
@@ -133,11 +133,11 @@ def apply_rules(
         elif key in unused_keys and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
-            translation.omitted[key] = _reason(key, config_value, unsupported)
+            translation.omitted[key] = _omission_reason(key, config_value, unsupported)
     return translation
 
 
-def _reason(key: str, value: Any, unsupported: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
+def _omission_reason(key: str, value: Any, unsupported: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
     for entry in unsupported:
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
             return entry.reason, not (entry.harmless is True or value in list(entry.harmless))

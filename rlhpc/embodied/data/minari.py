@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
+from rlhpc.checkpoint.hdf5 import member, members, open_hdf5, require_local
 from rlhpc.embodied.data.trajectory import FolderWriter, Trajectory, check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
@@ -78,7 +78,7 @@ def _episode(group: Any, source: str) -> Trajectory:
 def _load(node: Any, source: str) -> Any:
     if isinstance(node, h5py.Group):
         return {name: _load(child, source) for name, child in members(node)}
-    if checked(node).dtype.kind not in "biuf":
+    if require_local(node).dtype.kind not in "biuf":
         raise ConfigError(
             f"{source}: {node.name} holds {node.dtype}, no numbers; write pictures as they are (Minari's jpeg_encoding=False)"
         )
@@ -91,7 +91,7 @@ def _success(group: Any, length: int) -> np.ndarray | None:
     omitted.
     """
     try:
-        success = np.asarray(checked(member(group, "infos/success"))[()], bool).reshape(-1)
+        success = np.asarray(require_local(member(group, "infos/success"))[()], bool).reshape(-1)
     except KeyError:
         return None
     return success[1:] if len(success) == length + 1 else success if len(success) == length else None

@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
+from rlhpc.checkpoint.hdf5 import has, member, members, open_hdf5, require_local
 from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
 from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, check, describe_nonfinite, shapes
@@ -206,7 +206,7 @@ def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajecto
 
 def _load(node: Any, depth: int = 0) -> Any:
     if not isinstance(node, h5py.Group):
-        return checked(node)[()]
+        return require_local(node)[()]
     if depth > _DEEPEST:  # a group may be a member of itself
         raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
     return {name: _load(child, depth + 1) for name, child in members(node)}

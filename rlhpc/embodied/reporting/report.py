@@ -13,13 +13,13 @@ from rlhpc.metrics.charts import CHART, TALL, Line, Size, line_chart, number, st
 from rlhpc.metrics.curves import Metric, color_of, evaluation_chart, hollow_points, metric_charts
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table, time_unit
-from rlhpc.metrics.phase_times import Rows, binned, phase_columns
+from rlhpc.metrics.phase_times import Rows, bin_rows, phase_columns
 from rlhpc.metrics.provenance import (
     evaluations_by_suite,
     interval_of,
-    judged_results,
     judging_suite,
     of_suite,
+    scored_results,
     typed_results,
 )
 from rlhpc.runs.task_type import Parts
@@ -108,7 +108,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
     """Draws env steps (behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
     is_cloning = bool(series(rows, "train/demonstrations")[0])
     rate_name, unit = ("samples", "demonstrated steps") if is_cloning else ("env_steps", "environment steps")
-    bins, seconds_by_phase = binned(rows, phase_columns(rows))
+    bins, seconds_by_phase = bin_rows(rows, phase_columns(rows))
     return {
         "throughput": line_chart(
             "Throughput",
@@ -177,7 +177,7 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Contain
     return Parts(
         subject=_env_id(paths),
         cards=_key_figures(
-            rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judgements, suite), suite
+            rows, scored_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judgements, suite), suite
         ),
         curves=list(learning_curves(rows, always).values()),
         evaluation=_success_model_table(judgements)

@@ -154,7 +154,7 @@ class Hdf5File(_Table):
         import h5py
         import numpy as np
 
-        from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
+        from rlhpc.checkpoint.hdf5 import has, member, members, open_hdf5, require_local
 
         self.path = path
         self._columns: dict[str, list[Any]] = {}
@@ -165,7 +165,7 @@ class Hdf5File(_Table):
                 for name, column in members(member(file, group)):
                     if not isinstance(column, h5py.Dataset) or not column.shape:
                         continue
-                    checked(column)
+                    require_local(column)
                     column_values = column.asstr()[...] if h5py.check_string_dtype(column.dtype) else column[...]
                     self._columns[name] = np.asarray(column_values).tolist()
                     if column.attrs.get("encoding") == "json":

@@ -16,14 +16,14 @@ from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_char
 from rlhpc.metrics.curves import Metric, evaluation_chart, hollow_points, metric_charts
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
-from rlhpc.metrics.phase_times import STAGES, Rows, binned, phase_columns
+from rlhpc.metrics.phase_times import STAGES, Rows, bin_rows, phase_columns
 from rlhpc.metrics.provenance import (
     evaluations_by_suite,
-    judged_results,
     judging_suite,
     largest_pass_at,
     metric_title,
     of_suite,
+    scored_results,
     typed_results,
     with_pass_at,
 )
@@ -109,7 +109,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
             for color, (label, name) in enumerate(stages)
         ]
         charts["stages"] = line_chart("Work of the stages", "global step", "seconds", lines)
-    phases = stacked_bars("Time per phase", "global step", "seconds per step", *binned(rows, phase_columns(rows)))
+    phases = stacked_bars("Time per phase", "global step", "seconds per step", *bin_rows(rows, phase_columns(rows)))
     return charts | {"time_per_phase": phases}
 
 
@@ -190,7 +190,7 @@ def parts(
     }
     return Parts(
         subject=data_name(paths),
-        cards=key_figures(rows, judged_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
+        cards=key_figures(rows, scored_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
         curves=list(learning_curves(rows, always).values()),
         evaluation=evaluation_section(
             paths, rows, evaluations, samples.name if samples else None, episodes.name if episodes else None

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from rlhpc.runtime.plugins import required
 
-_switching = threading.Lock()
-_printing = 0
+_stdout_lock = threading.Lock()
+_num_redirections = 0
 _stdout = sys.stdout
 
 
@@ -98,21 +98,21 @@ def printing_to_stderr() -> Iterator[None]:
     Standard output is reserved for rlhpc's results. Several threads may be in the block at once. They do not wait for each
     other, because a service may hang; the last thread that leaves the block restores standard output.
     """
-    global _printing, _stdout
-    with _switching:
-        if not _printing:
+    global _num_redirections, _stdout
+    with _stdout_lock:
+        if not _num_redirections:
             _stdout, sys.stdout = sys.stdout, sys.stderr
-        _printing += 1
+        _num_redirections += 1
     try:
         yield
     finally:
-        with _switching:
-            _printing -= 1
-            if not _printing:
+        with _stdout_lock:
+            _num_redirections -= 1
+            if not _num_redirections:
                 sys.stdout = _stdout
 
 
-_HIDDEN = "***"
+_MASK = "***"
 #: Pattern of keys that name a secret. It matches complete words at the end, so not `max_new_tokens` and `token_level`.
 _SECRET_KEY = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|passphrase|credentials?|authorization|cookie|api_?key|access_?key|"
@@ -135,23 +135,23 @@ def public_config(raw: Any, resolved: Any) -> Any:
         raw: Nested containers as written, interpolations unresolved.
         resolved: The same containers with resolved interpolations.
     """
-    return _public("", raw, resolved, hidden=False)
+    return _mask_secrets("", raw, resolved, hidden=False)
 
 
-def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
+def _mask_secrets(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
     if isinstance(value, Mapping):
         raw_section = raw if isinstance(raw, Mapping) else value
         is_hidden = hidden or bool(_SECRET_SECTION.match(key))
-        return {str(k): _public(str(k), raw_section.get(k, v), v, hidden=is_hidden) for k, v in value.items()}
+        return {str(k): _mask_secrets(str(k), raw_section.get(k, v), v, hidden=is_hidden) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         items = raw if isinstance(raw, (list, tuple)) and len(raw) == len(value) else value
-        return [_public(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]
+        return [_mask_secrets(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]
     if isinstance(value, str):
         if value and (hidden or _SECRET_KEY.search(key)):
-            return _HIDDEN
-        return _SECRET_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+            return _MASK
+        return _SECRET_IN_URL.sub(rf"\1{_MASK}", _LOGIN_IN_URL.sub(rf"\1{_MASK}@", value))
     return value
 
 
@@ -164,23 +164,23 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flattened
 
 
-_BLOCK = 32768
+_BLOCK_BYTES = 32768
 #: Bytes of the file's header, and of each fragment's header (checksum, length, type).
-_HEADER = 7
+_HEADER_BYTES = 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def records(path: Path) -> Iterator[bytes]:
     """Yields the complete records of a file in LevelDB's log format; a killed process may have left an incomplete record."""
     file_bytes = path.read_bytes()
-    offset, record = _HEADER, b""
-    while offset + _HEADER <= len(file_bytes):
-        block_remainder = _BLOCK - offset % _BLOCK
-        if block_remainder < _HEADER:  # padding
+    offset, record = _HEADER_BYTES, b""
+    while offset + _HEADER_BYTES <= len(file_bytes):
+        block_remainder = _BLOCK_BYTES - offset % _BLOCK_BYTES
+        if block_remainder < _HEADER_BYTES:  # padding
             offset += block_remainder
             continue
         _, length, record_type = struct.unpack_from("<IHB", file_bytes, offset)
-        offset += _HEADER
+        offset += _HEADER_BYTES
         if not _FULL <= record_type <= _LAST or offset + length > len(file_bytes):
             return
         fragment = file_bytes[offset : offset + length]

@@ -16,7 +16,7 @@ from rlhpc.metrics.loggers.base import RunFacts, RunLogger
 from rlhpc.runtime.files import replace_durably
 
 #: Maximum number of queued rows, beyond which a logger is abandoned.
-_ROWS = 20_000
+_MAX_QUEUED_ROWS = 20_000
 #: Seconds within which all loggers must finish.
 CLOSE_S = 60.0
 _COMMIT, _END = object(), object()
@@ -73,39 +73,39 @@ class Feed:
         """
         self._name, self._logger, self._run, self._memory = name, logger, run, memory
         self._resume_step, self._backlog = resume_step, backlog
-        self._rows: queue.Queue[Any] = queue.Queue(_ROWS)
-        self._over = False
-        self._thread = threading.Thread(target=self._feed, name=f"metrics-{name}", daemon=True)
+        self._queue: queue.Queue[Any] = queue.Queue(_MAX_QUEUED_ROWS)
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._pass_rows, name=f"metrics-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Queues a row; returns at once."""
-        self._put((step, row))
+        self._enqueue((step, row))
 
     def commit(self) -> None:
         """Asks the logger to commit; returns at once."""
-        self._put(_COMMIT)
+        self._enqueue(_COMMIT)
 
     def end(self) -> None:
         """Asks the logger to close; `wait` waits for it."""
-        self._put(_END)
+        self._enqueue(_END)
 
     def wait(self, deadline: float) -> None:
         """Waits until the logger has ended; prints a warning if the logger still runs at `deadline` (of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive() and not self._over:
-            self._give_up("it did not end in time")
+        if self._thread.is_alive() and not self._has_ended:
+            self._abandon("it did not end in time")
 
-    def _put(self, item: Any) -> None:
-        if self._over:
+    def _enqueue(self, item: Any) -> None:
+        if self._has_ended:
             return
         try:
-            self._rows.put_nowait(item)
+            self._queue.put_nowait(item)
         except queue.Full:
-            self._give_up(f"it is {_ROWS} rows behind")
+            self._abandon(f"it is {_MAX_QUEUED_ROWS} rows behind")
 
-    def _give_up(self, reason: str) -> None:
-        self._over = True
+    def _abandon(self, reason: str) -> None:
+        self._has_ended = True
         print(
             f"rlhpc: warning: logger {self._name} is given up: {reason}. The run goes on and metrics.jsonl has every row; "
             "a resumed run hands over what is missing",
@@ -113,7 +113,7 @@ class Feed:
             flush=True,
         )
 
-    def _feed(self) -> None:
+    def _pass_rows(self) -> None:
         try:
             last_step = self._logger.open(self._run, self._resume_step)
             self._memory.keep(self._name, self._run.memory)
@@ -121,20 +121,20 @@ class Feed:
                 if last_step is None or step > last_step:
                     self._logger.log(step, row)
             self._backlog = ()
-            while not self._over and (item := self._rows.get()) is not _END:
+            while not self._has_ended and (item := self._queue.get()) is not _END:
                 if item is _COMMIT:
                     self._logger.commit()
                     self._memory.keep(self._name, self._run.memory)
                 elif last_step is None or item[0] > last_step:
                     self._logger.log(*item)
-                self._rows.task_done()
+                self._queue.task_done()
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)
         except Exception as error:
             # No exception of a service or its library may reach the training.
-            if not self._over:
+            if not self._has_ended:
                 first_line = next(iter(str(error).strip().splitlines()), "")
-                self._give_up(f"{type(error).__name__}: {first_line}")
+                self._abandon(f"{type(error).__name__}: {first_line}")
             with contextlib.suppress(Exception):
                 self._logger.close()
             with contextlib.suppress(OSError):

@@ -11,8 +11,8 @@ from typing import Any
 from rlhpc.metrics.loggers.base import RunFacts, flat, require
 
 #: Maximum batch sizes of MLflow.
-_PARAMS, _METRICS = 100, 1000
-_LONGEST_VALUE = 6000
+_MAX_PARAMS, _MAX_METRICS = 100, 1000
+_MAX_VALUE_LENGTH = 6000
 
 
 class MLflowLogger:
@@ -60,8 +60,8 @@ class MLflowLogger:
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(_to_allowed_name(name), float(value), now_ms, step) for name, value in row.items()]
-        for start in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS], synchronous=True)
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS], synchronous=True)
 
     def commit(self) -> None:
         """Does nothing: each row was a transaction."""
@@ -82,9 +82,9 @@ class MLflowLogger:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_to_allowed_name(name), str(value)[:_LONGEST_VALUE]) for name, value in flat(config).items()]
-        for start in range(0, len(params), _PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS], synchronous=True)
+        params = [Param(_to_allowed_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in flat(config).items()]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS], synchronous=True)
 
 
 def _to_allowed_name(name: str) -> str:

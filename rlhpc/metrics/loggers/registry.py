@@ -41,7 +41,7 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
     """
     lower_name = name.lower()
     if ":" not in name and lower_name not in LOGGERS.names():
-        raise ConfigError(_unknown(_KEY, name))
+        raise ConfigError(_unknown_logger_text(_KEY, name))
     packages = _PACKAGES.get(lower_name, (lower_name,)) if lower_name in LOGGERS.built_in else ()
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
@@ -69,11 +69,11 @@ def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, 
     allowed = {*map(str.lower, classes), *logger_names()}
     for name, arguments in kwargs.items():
         if str(name).lower() not in allowed:
-            raise ConfigError(_unknown("runner.logger.kwargs", str(name)))
+            raise ConfigError(_unknown_logger_text("runner.logger.kwargs", str(name)))
         if not isinstance(arguments, Mapping):
             raise ConfigError(f"runner.logger.kwargs.{name} is {arguments!r}; write a mapping of arguments")
     arguments_by_name = {str(name).lower(): arguments for name, arguments in kwargs.items()}
-    return {name: _build(name, cls, arguments_by_name.get(name.lower(), {})) for name, cls in classes.items()}
+    return {name: _build_logger(name, cls, arguments_by_name.get(name.lower(), {})) for name, cls in classes.items()}
 
 
 def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
     build_loggers(names, kwargs)
 
 
-def _build(name: str, cls: Callable[..., RunLogger], arguments: Mapping[str, Any]) -> RunLogger:
+def _build_logger(name: str, cls: Callable[..., RunLogger], arguments: Mapping[str, Any]) -> RunLogger:
     key = f"runner.logger.kwargs.{name}"
     options = check_options(cls, arguments, key, f"logger {name}")
     try:
@@ -90,7 +90,7 @@ def _build(name: str, cls: Callable[..., RunLogger], arguments: Mapping[str, Any
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _unknown(key: str, name: str) -> str:
+def _unknown_logger_text(key: str, name: str) -> str:
     names = logger_names()
     message = f"{key}: {name!r} is not a logger{nearest(name, names)} choose from {', '.join(names)}"
     return f"{message}, or name a class as module:Class"

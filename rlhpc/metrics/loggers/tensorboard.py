@@ -18,7 +18,7 @@ from rlhpc.metrics.loggers.base import RunFacts
 from rlhpc.runtime.host import node_name
 
 #: Key in `loggers.json` of the last step whose row was written.
-_LAST = "step"
+_LAST_STEP_KEY = "step"
 
 
 class TensorBoardLogger:
@@ -35,7 +35,7 @@ class TensorBoardLogger:
         self._folder, self._memory = RunPaths(run.folder).tensorboard, run.memory
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
-        last_step = self._memory.get(_LAST)
+        last_step = self._memory.get(_LAST_STEP_KEY)
         logged_step = None if last_step is None else min(int(last_step), resume_step)
         self._purge_step = 0 if logged_step is None else logged_step + 1
         return logged_step
@@ -45,10 +45,10 @@ class TensorBoardLogger:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._records is None:
-            self._begin()
+            self._open_file()
         summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=summary_values)))
-        self._memory[_LAST] = step
+        self._memory[_LAST_STEP_KEY] = step
 
     def commit(self) -> None:
         """Does nothing: no rows wait in memory."""
@@ -57,7 +57,7 @@ class TensorBoardLogger:
         if self._file is not None:
             self._file.close()
 
-    def _begin(self) -> None:
+    def _open_file(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 

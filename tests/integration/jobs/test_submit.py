@@ -93,7 +93,7 @@ import signal
 import sys
 from pathlib import Path
 from rlhpc.runtime.exit_codes import report_errors
-from rlhpc.cli.train import tell
+from rlhpc.cli.train import print_outcome
 from rlhpc.runtime import env_references
 from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.probes import ProcessId
@@ -110,7 +110,7 @@ if "KEY_OF_MINE" in os.environ:  # as a configuration would
 def main():
     request = SubmitRequest(Path(sys.argv[1]), sys.argv[2:], executor="local")
     wait = WaitOptions(poll_s=0.1, requester=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True)))
-    tell(Submission(request, wait).run(), answers=True)
+    print_outcome(Submission(request, wait).run(), as_json=True)
     return 0
 sys.exit(report_errors(main))
 """

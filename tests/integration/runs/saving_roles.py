@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhpc import Worker
-from rlhpc.checkpoint.async_writer import SavingWorker, SummedFile, write_file
+from rlhpc.checkpoint.async_writer import ChecksummedFile, SavingWorker, write_file
 from rlhpc.checkpoint.state import save_state, stream_tensors
 
 LARGE = 5 << 20
@@ -37,7 +37,7 @@ class Weights(SavingWorker):
         write_file(Path(folder) / f"weights-{self.rank}", {"w": self.weights}, self._write)
         save_state(Path(folder) / f"small-{self.rank}", {"step": 1})
 
-    def _write(self, file: SummedFile, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, file: ChecksummedFile, tensors: dict[str, torch.Tensor]) -> None:
         deadline = time.monotonic() + 120
         while self.rank < 2 and not self.gate.exists() and time.monotonic() < deadline:
             time.sleep(0.01)

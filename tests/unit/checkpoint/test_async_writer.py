@@ -55,7 +55,7 @@ def test_files_have_what_was_there_when_the_save_began(
     saved(tmp_path, writes, {"w": weights, "tied": weights}, {"step": 3, "sums": [torch.ones(LARGE), (weights[:7],)]})
     with writes.collecting():
         beside.write_file(tmp_path / "module.pt", module, lambda file, state: torch.save(state, file))  # type: ignore[arg-type]
-    assert writes.done is not room and (tmp_path / "model.safetensors").exists() is not room
+    assert writes.is_done is not room and (tmp_path / "model.safetensors").exists() is not room
     before = weights.clone()
     weights += 1
     module["w"].zero_()
@@ -72,7 +72,7 @@ def test_files_have_what_was_there_when_the_save_began(
 def test_what_is_small_is_written_at_once(tmp_path: Path) -> None:
     writes = Writes(tmp_path, HostBuffers())
     saved(tmp_path, writes, {"w": torch.ones(3)}, {"step": 1})
-    assert writes.done and writes.write().keys() == {"model.safetensors", "optimizer.pt"}
+    assert writes.is_done and writes.write().keys() == {"model.safetensors", "optimizer.pt"}
 
 
 def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:

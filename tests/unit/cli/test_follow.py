@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cli import parse
-from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, last_row, real_error
+from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, find_error, last_row
 from rlhpc.cli.run import same_command, snakemake_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.provenance import describe_result, last_result
@@ -110,10 +110,10 @@ def test_the_real_error_is_the_failed_rules_own(watched: Watched, tmp_path: Path
     own.parent.mkdir(parents=True)
     own.write_text("eval: episode 3/10\nrlhpc: error: the simulator is gone\n  log: x.err\n")
     watched.say(EVALUATES.format(2).replace("rule eval:", "Error in rule eval:"))
-    assert real_error(watched.log, watched.path) == ("rlhpc: error: the simulator is gone\n  log: x.err", own)
+    assert find_error(watched.log, watched.path) == ("rlhpc: error: the simulator is gone\n  log: x.err", own)
     own.unlink()
     watched.say("WorkflowError:\nno such file\n")
-    assert real_error(watched.log, watched.path)[0].startswith("WorkflowError:\nno such file")
+    assert find_error(watched.log, watched.path)[0].startswith("WorkflowError:\nno such file")
 
 
 def test_the_last_row_is_the_last_whole_one(tmp_path: Path) -> None:

@@ -90,4 +90,4 @@ def test_progress_names_each_run_once(sweep: Sweep, tmp_path: Path) -> None:
         f"  {names[0]}: done (1)",
         f"  {names[1]}: failed: eval, see {tmp_path / 'x.log'}",
     ]
-    assert follower.split("all") == ("", "all") and follower.split(f"{first}eval") == (names[0], "eval")
+    assert follower.split_rule("all") == ("", "all") and follower.split_rule(f"{first}eval") == (names[0], "eval")

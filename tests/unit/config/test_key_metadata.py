@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Module-level tables that name keys without describing them: when a key is read, which were removed, which a search varies.
 OTHER_TABLES = {
     "rlhpc/config/load.py:_REMOVED_KEYS",
-    "rlhpc/config/schema.py:_OPEN",
+    "rlhpc/config/schema.py:_OPEN_MAPPINGS",
     "rlhpc/config/sweep.py:_FIXED_KEYS",
     *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("BC", "OFF_POLICY", "PPO", "_DEMONSTRATED", "_POLICY")),
     *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("_RECORDED", "_SIMULATED")),

@@ -16,8 +16,8 @@ from rlhpc.metrics.accounting import (
     AccountingRow,
     JobIds,
     NoAccounting,
-    _bytes,
-    _seconds,
+    _parse_bytes,
+    _parse_seconds,
     account,
     job_ids,
     parse,
@@ -147,11 +147,11 @@ def test_a_site_that_measures_nothing() -> None:
     [("00:13.718", 13.718), ("02:00:01", 7201), ("1-00:00:00", 86400), ("3-01:00:00.500", 262800.5), ("", 0), ("?", 0)],
 )
 def test_times(text: str, seconds: float) -> None:
-    assert _seconds(text) == pytest.approx(seconds)
+    assert _parse_seconds(text) == pytest.approx(seconds)
 
 
 def test_sizes_and_odd_lines() -> None:
-    assert [_bytes(t) for t in ("225008K", "2.5G", "166006784", "4000Mn", "0", "", "?")] == [
+    assert [_parse_bytes(t) for t in ("225008K", "2.5G", "166006784", "4000Mn", "0", "", "?")] == [
         225008 << 10, 5 << 29, 166006784, 4000 << 20, 0, None, None,
     ]  # fmt: skip
     assert parse(["", "sacct: warning", "12|RUNNING", row("5_[0-3]"), row("9.0", JobName="of no job")]) == []

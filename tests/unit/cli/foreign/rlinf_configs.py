@@ -10,7 +10,7 @@ import yaml
 
 from rlhpc import cli
 from rlhpc.cli.foreign import rlinf, rlinf_defaults
-from rlhpc.cli.foreign.hydra import Composed
+from rlhpc.cli.foreign.hydra import ComposedConfig
 from rlhpc.cli.foreign.rules import Translation
 from rlhpc.runs.configuration import load_config
 
@@ -147,7 +147,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def translation(leaves: dict[str, Any]) -> Translation:
     known = {key: value for key, value in leaves.items() if "${" not in str(value)}
-    return rlinf.translate(Composed(known), "rlinf.yaml")
+    return rlinf.translate(ComposedConfig(known), "rlinf.yaml")
 
 
 def put(folder: Path, name: str, content: Any) -> Path:

@@ -62,7 +62,7 @@ def test_a_logger_that_hangs_holds_up_nothing(
     paths: RunPaths, limit: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "CLOSE_S", 0.2)
-    monkeypatch.setattr(feed, "_ROWS", 3 if limit == "rows" else 100)
+    monkeypatch.setattr(feed, "_MAX_QUEUED_ROWS", 3 if limit == "rows" else 100)
     write(paths, 1, 9, None, [BROKEN], at=1, hang=True)
     assert ("3 rows behind" if limit == "rows" else "did not end in time") in capsys.readouterr().err
     assert len(read_metrics(paths.metrics)) == 9
