@@ -24,7 +24,7 @@ def test_it_is_what_a_list_for_each_slot_would_hold() -> None:
         for slot in ended.tolist():
             lists[slot] = []
         for slot, kept in enumerate(lists):
-            found = played.of(slot)
+            found = played.actions_of(slot)
             assert found.dtype == np.float32 and found.shape == (len(kept), WIDTH)
             np.testing.assert_array_equal(found, np.array(kept, np.float32).reshape(-1, WIDTH))
         assert len(played._steps) == max(map(len, lists)), "steps before all resets are let go"
