@@ -17,7 +17,7 @@ import torch
 
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import as_arrays
-from rlhpc.embodied.envs.wrappers import entry
+from rlhpc.embodied.envs.wrappers import parse_entry
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.former_names import former_members
@@ -82,7 +82,7 @@ def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
         raise ConfigError(
             f"--intervene is {text!r}, which is no name and no mapping of one to settings: {error}"
         ) from None
-    name, settings = entry(content, "--intervene")
+    name, settings = parse_entry(content, "--intervene")
     return name, INTERVENTIONS.find(name), settings
 
 
