@@ -1,4 +1,4 @@
-"""CPU affinity of ranks: cores near their accelerators, unless all granted ones are equally near."""
+"""Operating system resources of a process: CPU affinity, open files, memory, and signals at the end of its parent."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def cores_in(text: str) -> set[int]:
 
 
 def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
-    """Returns the cores of the NUMA nodes that devices are on; empty if the kernel does not report them.
+    """Returns the cores of the devices' NUMA nodes; empty if the kernel does not report them.
 
     Args:
-        addresses: Addresses on the PCI bus, such as `0000:1b:00.0`.
-        pci: Sysfs folder of these devices.
+        addresses: PCI addresses of the devices, such as `0000:1b:00.0`.
+        pci: Sysfs folder of PCI devices.
     """
     cores: set[int] = set()
     for address in addresses:
@@ -44,18 +44,18 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
 
 
 def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
-    """Binds the calling thread, and with it all threads and processes that it starts later, to the granted cores near devices.
+    """Binds the calling thread, and the threads and processes that it starts later, to the granted cores near devices.
 
-    Ranks whose devices are near the same cores share these cores, as the kernel schedules them. A rank that would get fewer
-    cores than threads keeps all its cores: some are then far away.
+    Ranks with devices near the same cores share these cores. A rank keeps all its cores if fewer cores than threads are near
+    its devices.
 
     Args:
-        addresses: Addresses of the rank's accelerators on the PCI bus.
+        addresses: PCI addresses of the rank's accelerators.
         threads: Number of cores that the rank needs.
         pci: See `near`.
 
     Returns:
-        The action and its reason.
+        Text with the action and its reason, for the log.
     """
     cores = os.sched_getaffinity(0)
     near_cores = near(addresses, pci) & cores
@@ -72,15 +72,15 @@ def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     return f"bound to {len(near_cores)} of its {len(cores)} cores, those near its accelerators ({', '.join(addresses)})"
 
 
-#: With fewer the driver cannot start a rank.
+#: Minimum limit of open files that a run needs.
 MIN_OPEN_FILES = 64
-#: Never ask for more: programs that close every descriptor they might have inherited would be busy for seconds, such as
-#: older versions of srun.
+#: Maximum limit of open files that a process sets. Programs that close all possible descriptors, such as older versions of
+#: srun, would take seconds with a higher limit.
 _MAX_FILES = 65_536
 
 
 def raise_limit() -> None:
-    """Raises this process's soft limit of open files to the hard limit, within reason; child processes inherit it.
+    """Raises this process's soft limit of open files to the hard limit, at most to 65536; child processes inherit it.
 
     Raises:
         ConfigError: The hard limit is too low for a run.
@@ -99,9 +99,9 @@ def raise_limit() -> None:
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Waits until one of the descriptors can be read or has ended; returns those of which that is true.
+    """Waits until a descriptor can be read or its other side has closed; returns all such descriptors.
 
-    `select.select` refuses descriptors beyond 1023, which a process with many open files has.
+    Does not use `select.select`, which refuses descriptors above 1023.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -110,8 +110,9 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[
 
 
 def is_short_of_descriptors() -> bool:
-    """Returns whether three quarters of this process's descriptors are in use: the kernel always assigns the lowest free
-    one.
+    """Returns whether about three quarters of this process's file descriptors are in use.
+
+    Opens a descriptor to find out, because the kernel assigns the lowest free number.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -126,9 +127,7 @@ _MEMINFO, _CGROUP_ROOT, _PROCESS_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/c
 
 
 def free_memory() -> int:
-    """Returns the bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if
-    less.
-    """
+    """Returns the bytes of free memory of this host, or of this process's control groups (job, container) if that is less."""
     return max(0, min([_memory_of_host("MemAvailable"), *_left_in_groups()]))
 
 
@@ -143,7 +142,7 @@ def total_memory() -> int:
 
 
 def _memory_of_host(field: str) -> int:
-    """Returns the bytes in a field of /proc/meminfo."""
+    """Returns a field of /proc/meminfo in bytes."""
     lines = _MEMINFO.read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
@@ -157,7 +156,7 @@ def _left_in_groups() -> Iterator[int]:
                 inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
                             if line.startswith(("inactive_file ", "total_inactive_file "))]  # fmt: skip
             except (OSError, ValueError):
-                continue  # no such controller here, or one that we may not read
+                continue  # no such controller, or no permission to read it
             if maximum != "max":
                 # The kernel drops files' pages before it kills a process.
                 yield int(maximum) - used_bytes + max(inactive, default=0)
@@ -188,14 +187,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Asks the kernel for a signal to this process when its parent dies; exits at once if that has already happened."""
+    """Makes the kernel send this process a signal when its parent dies; exits at once if the parent has already died."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
-#: Runs in the child instead of a function between fork and exec: that would be Python in a copy of this process, in which
-#: other threads may have held any lock. Takes the parent's process id, the signal, and the command.
+#: Program that binds a child to its parent and then executes a command. A function between fork and exec would run Python in
+#: a copy of this process, and other threads may have held locks at the fork. Arguments: the parent's pid, the signal, the
+#: command.
 _ASKS_AND_EXECUTES = """
 import ctypes, os, signal, sys
 parent, number, *command = sys.argv[1:]
@@ -214,16 +214,15 @@ except OSError as error:
 def start_bound_to_parent(
     command: Sequence[str], number: int = signal.SIGKILL, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that gets a signal when this process, or the thread that calls this, ends. It starts with no signal
-    blocked.
+    """Starts a command with no signal blocked, which gets a signal when this process or the calling thread ends.
 
     Args:
         command: The command.
-        number: The signal.
+        number: Number of the signal.
         options: Options of `subprocess.Popen`.
 
     Raises:
-        OSError: There is no such command.
+        OSError: The command does not exist.
     """
     if shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH", os.defpath)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -237,5 +236,5 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes orphans among this process's descendants its direct children, so that it can end and reap them."""
+    """Makes orphaned descendants of this process its direct children, so that it can end and reap them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Ownership of folders: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
+"""Ownership of folders: checks that a run's secrets are in private folders of this user, which are not links."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path, *, parents: bool = False) -> None:
-    """Creates a folder that is private to this user (0700), or accepts an existing one.
+    """Creates a folder that is private to this user (0700), or accepts an existing folder.
 
-    A folder that others may read is closed to them; one that others may write to is refused.
+    If others may read an existing folder, closes it to them. Refuses a folder to which others may write.
 
     Raises:
-        OwnershipError: It is another user's, or a link, or others may write there.
+        OwnershipError: The folder belongs to another user, is a link, or others may write to it.
         OSError: The folder cannot be created.
     """
     if parents:
@@ -39,7 +39,7 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
 
     Raises:
         OwnershipError: The message has the fault and a remedy.
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder does not exist.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
@@ -64,7 +64,7 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
 
 
 def require_own_run_folder(folder: Path) -> None:
-    """Refuses another user's run folder. Its parent may belong to any user, and a link of this user may lead to it.
+    """Refuses a run folder of another user. The parent folder may belong to any user, and the path may be this user's link.
 
     Raises:
         OwnershipError: The message names the owner and a remedy.
@@ -96,8 +96,10 @@ _WAY_OUT = "Choose another runner.name or runner.run_dir"
 
 
 def _is_own(folder: Path, status: os.stat_result) -> bool:
-    """Returns whether this user created the folder. If the filesystem gives everything one owner (some network and container
-    mounts), files that this user creates there belong to that owner, too.
+    """Returns whether this user has created the folder.
+
+    Some network and container mounts show the same owner for all files. There this function creates a temporary file and
+    compares its owner with the folder's owner.
     """
     if status.st_uid == os.geteuid():
         return True
@@ -107,7 +109,7 @@ def _is_own(folder: Path, status: os.stat_result) -> bool:
 
 
 def owner(status: os.stat_result) -> str:
-    """Returns the owner's name, if it is known on this host, and user id."""
+    """Returns the owner's user name, if it is known on this host, and user id."""
     return _named(status.st_uid)
 
 

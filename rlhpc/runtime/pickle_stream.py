@@ -1,4 +1,4 @@
-"""Length-prefixed pickles over private sockets and pipes between a process and those that it starts (parent and child)."""
+"""Length-prefixed pickles over private sockets and pipes between a process and its children."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def encode(message: Any) -> bytes:
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Pickles and sends one message, after its length.
+    """Pickles a message and sends it, after its length.
 
     Raises:
-        OSError: The other side has ended, or has read nothing until the timeout; the connection has ended.
+        OSError: The other side has ended, or has not read for 180 s; the connection cannot be used any more.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
         sock.sendall(encode(message))
     except BlockingIOError:
-        sock.shutdown(socket.SHUT_RDWR)  # half a message may be on its way
+        sock.shutdown(socket.SHUT_RDWR)  # a part of the message may already be sent
         raise
 
 
@@ -45,10 +45,10 @@ def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
 
 
 def decode(read: Callable[[int], bytes]) -> Any:
-    """Reads one message, and nothing that comes after it.
+    """Reads and unpickles one message; does not read beyond its end.
 
     Args:
-        read: Returns at most so many bytes; none at the end.
+        read: Returns at most the given number of bytes, and b"" at the end of the stream.
 
     Raises:
         EOFError: The other side has ended.

@@ -1,4 +1,4 @@
-"""Names in a configuration: a registered or built-in name, another package's entry point, or `module:attribute`."""
+"""Registries of named classes and functions: built-in and registered names, entry points, and `module:attribute` paths."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """Imports `module:attribute`, of any type.
+    """Imports an attribute of any type from its path `module:attribute`.
 
     Raises:
-        ConfigError: It cannot be imported; the message has the reason.
+        ConfigError: The attribute cannot be imported; the message has the reason.
     """
     module, _, attribute = path.partition(":")
     try:
@@ -37,8 +37,9 @@ def import_attribute(path: str, key: str) -> Any:
 
 
 def _way_to(module: str, error: Exception) -> str:
-    """Returns how to make a module importable that lies in the working directory or next to the command's configuration file;
-    empty if it lies elsewhere.
+    """Returns a remedy for a module that cannot be imported because its folder is not on the import path.
+
+    Searches the working directory and the folders of the command's configuration files; returns "" if the module is not there.
     """
     name = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or error.name != name:
@@ -51,10 +52,10 @@ def _way_to(module: str, error: Exception) -> str:
 
 
 def load_attribute(path: str, key: str) -> Any:
-    """Imports `module:attribute`, a class or a function.
+    """Imports a class or a function from its path `module:attribute`.
 
     Raises:
-        ConfigError: It cannot be imported, or is not callable; the message has the reason.
+        ConfigError: The attribute cannot be imported, or is not callable; the message has the reason.
     """
     attribute = import_attribute(path, key)
     if not callable(attribute):
@@ -66,12 +67,12 @@ def required(module: str, purpose: str, extra: str = "llm") -> Any:
     """Imports a module of an optional package.
 
     Args:
-        module: Its name.
-        purpose: The feature and the package it needs, for messages: "videos need PyAV".
-        extra: The extra of rlhpc that installs the package.
+        module: Name of the module.
+        purpose: Feature and required package, for messages: "videos need PyAV".
+        extra: Extra of rlhpc that installs the package.
 
     Raises:
-        ConfigError: It cannot be imported.
+        ConfigError: The module cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -80,7 +81,7 @@ def required(module: str, purpose: str, extra: str = "llm") -> Any:
 
 
 def offered(group: str) -> dict[str, EntryPoint]:
-    """Returns entry points of a group in the installed packages, by name in lower case."""
+    """Returns the entry points of a group in all installed packages, by name in lower case."""
     entry_points_by_name: dict[str, EntryPoint] = {}
     packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
@@ -103,36 +104,34 @@ def _folder_and_mtime(folder: str) -> tuple[str, int]:
 
 @functools.lru_cache(maxsize=256)
 def _list_installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
-    """Returns name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
+    """Returns name and entry points of each package in a folder; cached, because reading hundreds of packages takes long."""
     return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
 
 
 def _name_of(package: Distribution) -> str:
-    """Returns a package's name, from the name of its folder if possible, as importlib does: the file with its metadata is
-    long.
-    """
+    """Returns a package's name, if possible from the name of its folder, because reading the metadata takes longer."""
     return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns `; did you mean 'gae'?`, or `;` if no name is close."""
+    """Returns `; did you mean 'gae'?` with the closest name, or `;` if no name is close."""
     return f"; {meant(name.lower(), names)}".rstrip()
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Returns `did you mean 'gae'? `, or "" if no name is close."""
+    """Returns `did you mean 'gae'? ` with the closest name, or "" if no name is close."""
     close_names = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {close_names[0]!r}? " if close_names else ""
 
 
 class Registry(Generic[ItemT]):
-    """Classes or functions of one kind, by name; case does not matter.
+    """Registry of classes or functions of one kind, by name; case does not matter.
 
     Args:
         kind: Noun for messages, such as "advantage estimator".
-        key: The configuration key that names one.
-        group: Entry point group in which other packages may offer more.
-        built_in: Name → `module:attribute`, imported when it is needed.
+        key: Configuration key that has such a name.
+        group: Entry point group in which other packages may offer further objects.
+        built_in: Name → `module:attribute`, which is imported when it is needed.
         form: Form of an import path, for messages: `module:function` or `module:Class`.
     """
 
@@ -149,7 +148,11 @@ class Registry(Generic[ItemT]):
         self._registered: dict[str, ItemT] = {}
 
     def register(self, *names: str) -> Callable[[CallableT], CallableT]:
-        """Decorates a class or function to register it; a name may be used only once."""
+        """Returns a decorator that registers a class or function under the given names.
+
+        Raises:
+            ConfigError: A name is already used.
+        """
         duplicates = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
         if duplicates:
             raise ConfigError(f"{self.kind} {duplicates[0]!r} is registered twice")
@@ -161,7 +164,7 @@ class Registry(Generic[ItemT]):
         return add
 
     def names(self) -> list[str]:
-        """Returns all names, entry points included."""
+        """Returns all names, including those of entry points."""
         return sorted({*self._registered, *self.built_in, *offered(self.group)})
 
     def choices(self) -> list[str]:
@@ -169,8 +172,9 @@ class Registry(Generic[ItemT]):
         return [*dict.fromkeys([*self.built_in, *self.names()]), self.form]
 
     def path(self, name: str) -> str | None:
-        """Returns the import path of `name`: that of a built-in name or of an entry point, or the name itself if it is a path;
-        None if it is unknown.
+        """Returns the import path of a built-in name or of an entry point; returns a name that is an import path unchanged.
+
+        Returns None for an unknown name.
         """
         path = self.built_in.get(name.lower(), name)
         if path == name and (entry_point := offered(self.group).get(name.lower())) is not None:
@@ -178,11 +182,11 @@ class Registry(Generic[ItemT]):
         return path if ":" in path else None
 
     def find(self, name: str, key: str = "") -> ItemT:
-        """Imports the object that `name` stands for.
+        """Returns the object with this name, and imports it if necessary.
 
         Args:
             name: Name in the configuration.
-            key: The key that has the name, if not the registry's own.
+            key: Configuration key that has the name; by default the registry's key.
 
         Raises:
             ConfigError: The name is unknown (the message gives the nearest and all allowed names), or cannot be imported.

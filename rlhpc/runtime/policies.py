@@ -33,14 +33,13 @@ class GroupPolicy:
     """Failure handling of one worker group.
 
     Attributes:
-        restartable: The other groups survive a failure of this one, and the run restarts it.
-        independent_ranks: The ranks have no collectives among themselves: a rank that has died is restarted alone. Only for
-            restartable groups.
-        min_ranks: Number of ranks that must remain while others leave; None for a group that is not elastic, which no rank
-            may leave or join.
-        replica_size: Number of neighbouring ranks that form one replica, such as an engine: they join, leave and end
-            together.
-        lease_s: Seconds of silence after which a rank counts as lost; None for the session's.
+        restartable: Whether the other groups survive a failure of this group, and the run restarts this group.
+        independent_ranks: Whether the ranks use no collectives with each other, so that a rank that has died is restarted
+            alone. Only for restartable groups.
+        min_ranks: Minimum number of ranks of an elastic group; None for a group that ranks cannot join or leave.
+        replica_size: Number of neighbouring ranks that form one replica, such as an engine. The ranks of a replica join, leave
+            and end together.
+        lease_s: Seconds of silence after which a rank counts as lost; None for the default.
     """
 
     restartable: bool = False
@@ -59,9 +58,9 @@ class SessionPolicies:
 
     Attributes:
         groups: Policies by group; the end of a rank of any other group ends the run.
-        max_recoveries: Maximum number of restarts of restartable groups without a new checkpoint in between; 0 restarts none.
-        closed_reason: Reason why no group accepts ranks, and the change that would allow it, for messages; "" if no change
-            would.
+        max_recoveries: Maximum number of restarts of restartable groups without a new checkpoint in between; 0: no restarts.
+        closed_reason: Reason why no group accepts ranks, and a change of the configuration that would allow it, for messages;
+            "" if no change would.
     """
 
     groups: Mapping[str, GroupPolicy] = field(default_factory=dict)
@@ -81,5 +80,5 @@ class SessionPolicies:
 
     @property
     def elastic(self) -> dict[str, int]:
-        """The groups whose ranks may join and leave, and the number of ranks of each that must remain."""
+        """The groups that ranks may join and leave, each with its minimum number of ranks."""
         return {name: policy.min_ranks for name, policy in self.groups.items() if policy.min_ranks is not None}

@@ -1,8 +1,8 @@
-"""The registry: small records on the shared filesystem through which the groups of a run find each other.
+"""Registry: small records on the shared filesystem, through which the processes of a run find each other.
 
-One folder per generation (job id and restart count), mode 0700. Each file has one writer, which writes a temporary name,
-fsyncs it and renames it, so a reader sees all of a file or none. The folder's parent names the current generation, and a
-process of an older one that wakes up is refused (fencing).
+Each generation (job id and restart count) has a folder with mode 0700. Each file has one writer, which writes a temporary
+file and renames it, so that a reader sees either the complete file or no file. A file in the parent folder names the current
+generation; a process of an older generation is refused (fencing).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ CURRENT = "current"
 
 #: Folder of the ranks' records.
 MEMBERS = "members"
-#: Kind of the records of members whose groups continue without them.
+#: Folder of the departures: records of ranks that have left while their groups continue.
 DEPARTED = "left"
-#: Where those who come from outside the cluster are met.
+#: Folder of the endpoints for robots outside the cluster.
 ROBOTS = "robots"
-#: Where those who take in weights compute.
+#: Folder of the records of weight receivers.
 WEIGHTS = "weights"
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:
-    """Replaces a file atomically: readers see the old content or the new one, also after a crash.
+    """Replaces a file atomically: readers see the old content or the new content, even after a crash.
 
     Raises:
         StorageError: The disk is full.
-        RegistryError: The filesystem refused for another reason, or the folder is gone.
+        RegistryError: The write failed for another reason, for example because the folder no longer exists.
     """
     try:
         replace_durably(path, data, mode=mode, sync=durable, parents=False)
@@ -61,11 +61,11 @@ class GenerationFolder:
 
     @classmethod
     def create(cls, parent: Path, generation: str) -> GenerationFolder:
-        """Creates the folder of a new generation and declares it the current one.
+        """Creates the folder of a new generation and makes it the current generation.
 
         Raises:
-            OwnershipError: A folder of that name is another user's, open to others, or a link.
-            StorageError, RegistryError: The filesystem refused.
+            OwnershipError: A folder with this name belongs to another user, is open to others, or is a link.
+            StorageError, RegistryError: The folder cannot be created.
         """
         root = parent / generation
         try:
@@ -85,7 +85,10 @@ class GenerationFolder:
 
     @staticmethod
     def job_generation(parent: Path, job: str, restart: str) -> str:
-        """Returns `<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
+        """Returns the name of a new generation in a Slurm job: `<job>-<restart>`.
+
+        If a driver has already started in the same job, the name has a suffix: `<job>-<restart>.<n>`.
+        """
         name = f"{job}-{restart}"
         folders = [path.name for path in parent.glob(f"{name}*")] if parent.is_dir() else []
         earlier = [
@@ -97,7 +100,7 @@ class GenerationFolder:
 
     @staticmethod
     def next_local_generation(parent: Path) -> str:
-        """Returns `local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
+        """Returns the name of a new generation outside a Slurm job: `local-<n>`."""
         used_numbers = (
             [int(path.name[6:]) for path in parent.glob("local-*") if path.name[6:].isdigit()]
             if parent.is_dir()
@@ -122,7 +125,7 @@ class GenerationFolder:
             )
 
     def removal_message(self) -> str:
-        """Returns the message for a registry that has vanished; it names the removed folder of the run."""
+        """Returns the message for a registry that was removed; the message has the removed folder."""
         folders = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
         name, folder = next(
             (label_and_folder for label_and_folder in folders.items() if not label_and_folder[1].is_dir()),
@@ -131,9 +134,9 @@ class GenerationFolder:
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
     def require_whole(self, keys: CurveKeys) -> None:
-        """Checks that this generation is still current, with the keys it began with. The driver calls this from time to time.
+        """Checks that this generation is still current and still has its original keys. The driver calls this regularly.
 
-        A name can occur again after a registry was removed and created anew; keys cannot.
+        If a registry is removed and created again, a generation's name may be used again, but its keys are new.
 
         Raises:
             StaleGeneration: The registry was removed, or another driver has taken over.
@@ -150,13 +153,13 @@ class GenerationFolder:
             )
 
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
-        """Publishes `record` as `<kind>/<name>.json`, stamped with the generation."""
+        """Publishes a record as `<kind>/<name>.json`, together with the generation."""
         self.check_current()
         record_json = json.dumps({"generation": self.generation, **record}).encode()
         write_atomic(self.root / kind / f"{name}.json", record_json, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Returns the record; None until it has been published."""
+        """Returns a record; None if it has not been published yet."""
         try:
             record = read_json(read_file(self.root / kind / f"{name}.json"))
         except FileNotFoundError:
@@ -168,9 +171,9 @@ class GenerationFolder:
         return record
 
     def version(self, kind: str, name: str) -> int:
-        """Returns a number that changes whenever the record is published again; 0 before the first time.
+        """Returns a number that changes whenever the record is published again; 0 before its first publication.
 
-        The file is opened for it: a network filesystem may answer `stat` from a cache that is a minute old.
+        Opens the file, because a network filesystem may answer `stat` from a cache that is up to a minute old.
         """
         try:
             fd = os.open(self.root / kind / f"{name}.json", os.O_RDONLY | os.O_CLOEXEC)
@@ -187,10 +190,10 @@ class GenerationFolder:
     def wait_for(
         self, kind: str, name: str, timeout: float, purpose: str, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Waits for a record, polling with growing intervals, and returns it.
+        """Returns a record; waits until it is published, and polls with growing intervals.
 
         Raises:
-            RegistryError: It did not appear within `timeout` seconds; the message names the awaited process.
+            RegistryError: The record was not published within `timeout` seconds; the message has the purpose.
         """
         deadline, pause = time.monotonic() + timeout, 0.002
         while (record := self.get(kind, name)) is None:
@@ -211,7 +214,7 @@ class GenerationFolder:
         """Returns the generation's key pair.
 
         Raises:
-            OwnershipError: The file is not this user's, so its creator could join the run.
+            OwnershipError: The file belongs to another user or is open to others, who could then join the run.
         """
         require_private(self.root)
         path = self.root / "keys.json"
@@ -228,7 +231,7 @@ class GenerationFolder:
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """CURVE key pair of one generation: it authenticates and encrypts every socket, in both directions."""
+    """CURVE key pair of a generation, which authenticates and encrypts all sockets between hosts."""
 
     public: bytes
     secret: bytes
@@ -240,17 +243,17 @@ class CurveKeys:
         return cls(*zmq.curve_keypair())
 
 
-#: How often two small files on the shared filesystem are read.
+#: Seconds between two checks, each of which reads two small files on the shared filesystem.
 LOOK_S = 5.0
 
 
 class RegistryWatch:
-    """A thread that checks whether the registry is still this driver's.
+    """Thread that checks whether the registry still belongs to this driver.
 
     Args:
-        registry: The registry of the driver's generation.
-        keys: The keys that the driver began with.
-        fail: Called once with the error; then the watch ends.
+        registry: Registry of the driver's generation.
+        keys: Original keys of the generation.
+        fail: Called once with the error if the registry no longer belongs to this driver; then the thread ends.
     """
 
     def __init__(self, registry: GenerationFolder, keys: CurveKeys, fail: Callable[[RlhpcError], None]) -> None:
@@ -267,10 +270,10 @@ class RegistryWatch:
                     self._fail(error)
                 return
             except (OSError, ValueError):
-                continue  # a filesystem that stalls or is being written to is no reason to end
+                continue  # a filesystem may stall for a while, which does not mean that the registry was removed
 
     def owns_registry(self) -> bool:
-        """Returns whether the registry is still this driver's; another driver's files must not be changed."""
+        """Returns whether the registry still belongs to this driver, so that the driver may change its files."""
         try:
             self._registry.require_whole(self._keys)
         except (RlhpcError, OSError, ValueError):
@@ -278,5 +281,5 @@ class RegistryWatch:
         return True
 
     def stop(self) -> None:
-        """Ends the watch: from now on nothing is reported."""
+        """Ends the checks; errors are no longer reported."""
         self._over.set()

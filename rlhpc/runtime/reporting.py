@@ -1,4 +1,4 @@
-"""Guard of the threads that report: an exception in the handling of one report never ends the thread that receives others."""
+"""Guards for threads that receive reports: an exception in the handler of a report does not end the thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 @contextlib.contextmanager
 def logged(message: str) -> Iterator[None]:
-    """Logs an exception of the block under a message, and continues after the block."""
+    """Logs an exception of the block with a message, and continues after the block."""
     try:
         yield
     except Exception:
@@ -23,7 +23,7 @@ def logged(message: str) -> Iterator[None]:
 
 
 def guarded(handler: Callable[P, None]) -> Callable[P, None]:
-    """Decorates the handler of a report: its exceptions are logged, and its thread continues."""
+    """Decorates the handler of a report, so that its exceptions are logged and its thread continues."""
 
     @functools.wraps(handler)
     def guard(*args: P.args, **kwargs: P.kwargs) -> None:

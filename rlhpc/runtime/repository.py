@@ -1,5 +1,7 @@
-"""Git repository around a folder, read safely. A repository's configuration can name commands (`core.fsmonitor`, filters,
-hooks, diff drivers), and the user who unpacked it may not have read it: git never reads it here.
+"""Safe reading of the git repository around a folder.
+
+A repository's configuration can name commands (`core.fsmonitor`, filters, hooks, diff drivers), and a user may have unpacked
+the repository without reading the configuration. Therefore git never reads this configuration here.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any
 from rlhpc.runtime.files import read_file
 
 _LIMIT_S = 10.0
-#: Most bytes of a file that names a commit or another folder.
+#: Maximum bytes of a file that names a commit or another folder.
 _LONGEST = 1 << 16
-#: Of a worktree, and of the repository that worktrees share: what git reads beside its configuration.
+#: Files that git reads besides the configuration: files of a worktree, and files of the repository that worktrees share.
 _OF_WORKTREE = ("index", "sharedindex.*")
 _SHARED = ("objects", "refs", "packed-refs", "reftable", "shallow", "info")
-#: The keys of a repository's configuration that say how its files are compared; with these values none names a command.
+#: Keys of a repository's configuration that control how files are compared, with their values that name no command.
 _VALUES = {
     "core.filemode": ("true", "false"), "core.ignorecase": ("true", "false"), "core.symlinks": ("true", "false"),
     "core.precomposeunicode": ("true", "false"), "core.trustctime": ("true", "false"),
@@ -30,7 +32,7 @@ _VALUES = {
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Returns the commit, the branch and whether the tree is dirty; empty outside a repository or without git."""
+    """Returns the commit, the branch and whether the tree is dirty; an empty dict outside a repository or without git."""
     try:
         return {
             "commit": run_git(folder, "rev-parse", "HEAD"),
@@ -44,16 +46,16 @@ def git_state(folder: Path) -> dict[str, Any]:
 def run_git(folder: Path, command: str, *arguments: str) -> str:
     """Returns the output of a read-only git command on the repository around a folder.
 
-    It uses a separate git directory, which has the repository's objects, references and index, but only those of its settings
-    that control how files are compared. Submodules are compared by their commit: they have a configuration, too.
+    Uses a separate git directory with the repository's objects, references and index, but only with the settings that control
+    how files are compared. Submodules are compared only by their commits, because they have configurations, too.
 
     Args:
-        folder: Folder of the repository, or one below it.
+        folder: Folder of the repository, or a folder below it.
         command: Git command, such as `status`.
         arguments: Arguments of the command.
 
     Raises:
-        OSError: There is no repository, or no git.
+        OSError: The folder is in no repository, or git is not installed.
         subprocess.SubprocessError: Git has failed.
     """
     top, worktree, common_dir = _find_repository(folder.absolute())
@@ -81,7 +83,7 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
 
 
 def _environment(git_folder: Path) -> dict[str, str]:
-    """Returns variables by which git works on that folder, changes nothing in it and fetches nothing."""
+    """Returns an environment in which git uses a git directory, writes nothing to it and fetches nothing."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name == "GIT_EXEC_PATH"
     }
@@ -92,7 +94,7 @@ def _environment(git_folder: Path) -> dict[str, str]:
 
 
 def _find_repository(folder: Path) -> tuple[Path, Path, Path]:
-    """Returns the top of the files, their git directory, and the one that all worktrees share."""
+    """Returns the top folder of the repository around a folder, its git directory, and the directory that worktrees share."""
     for top in (folder, *folder.parents):
         git = top / ".git"
         if git.is_file():
@@ -110,7 +112,7 @@ def _text_of(file: Path) -> str:
 
 
 def _harmless_settings(config: Path, empty: Path) -> str:
-    """Returns the settings of a repository that name no command, as the text of a configuration."""
+    """Returns the text of a configuration with the repository's settings that name no command."""
     argv = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
     completed = subprocess.run(
         argv, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True

@@ -1,8 +1,8 @@
 """Remote procedure calls on ranks: transport of calls and results, server, client, and handles of results.
 
-Calls travel over UNIX sockets within a host and over ZeroMQ between hosts. The thread that waits for a result reads the
-sockets itself. Data that a socket does not take at once is sent by a short-lived thread, so that neither side waits for the
-other to read. The driver and any worker that attaches to another group use the same client.
+Calls use UNIX sockets within a host and ZeroMQ between hosts. The thread that waits for a result reads the sockets itself. A
+short-lived thread sends data that a socket does not take at once, so that neither side waits for the other side to read. The
+driver and any worker that attaches to another group use the same client.
 
 A rank imports this module after its fork, because ZeroMQ's threads must not start in the fork server.
 """
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 _numbers = itertools.count()
-#: Milliseconds between checks that a connection is still open while data waits to be sent.
+#: Milliseconds between two checks whether a connection is still open, while data waits to be sent.
 _LOOK_MS = 1000
 
 
 class _CallConnection:
-    """Connection whose messages are sent in order and without blocking the sender."""
+    """Connection that sends messages in order and does not block the sender."""
 
     def __init__(self, connection: unix_sockets.UnixConnection) -> None:
         self.connection = connection
@@ -94,7 +94,7 @@ class _CallSockets:
         self._router: zmq.Socket[Any] | None = None
 
     def interrupt(self) -> None:
-        """Wakes a thread that waits for messages; callable on another thread or in a signal handler."""
+        """Wakes a thread that waits for messages. Other threads and signal handlers may call this."""
         os.eventfd_write(self._wake, 1)
 
     def _open_router(self, server: bool) -> zmq.Socket[Any]:
@@ -109,7 +109,7 @@ class _CallSockets:
         return self._connections[fd]
 
     def _receive(self, fd: int) -> list[list[bytes]]:
-        """Returns the messages that have arrived over a connection; removes the connection if the other side has closed it."""
+        """Returns the messages that have arrived on a connection; removes the connection if the other side has closed it."""
         caller = self._connections[fd]
         messages = caller.connection.receive()
         if caller.connection.closed:
@@ -150,7 +150,7 @@ class CallReceiver(_CallSockets):
             service.watch_port(port)
 
     def next(self) -> tuple[_CallConnection | bytes, list[bytes]] | None:
-        """Waits for a call; returns the caller and its message, or None if it was interrupted."""
+        """Waits for a call; returns the caller and the message, or None if the wait was interrupted."""
         while not self._calls:
             # ZeroMQ's descriptor only signals changes, so read the messages that have already arrived before waiting.
             self._calls += [(caller, message) for caller, *message in self._receive_remote()]
@@ -176,7 +176,7 @@ class CallReceiver(_CallSockets):
 
 
 class CallSender(_CallSockets):
-    """Connections of a caller to the ranks that it has called; used by one thread at a time."""
+    """Connections of a caller to ranks; only one thread at a time may use them."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -184,7 +184,11 @@ class CallSender(_CallSockets):
         self._routes: dict[str, bytes] = {}
 
     def send(self, record: dict[str, str], frames: list[Any]) -> bool:
-        """Sends a call to the rank whose `CallReceiver` published `record`; returns False if that rank is known to have ended.
+        """Sends a call to a rank; returns False if the rank is known to have ended.
+
+        Args:
+            record: `CallReceiver.record` of the rank.
+            frames: The call.
 
         Raises:
             RlhpcError: The connection cannot be opened for another reason.
@@ -218,7 +222,7 @@ class CallSender(_CallSockets):
         router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
-        """Returns the answers that have arrived; if there are none, waits up to `timeout_ms` for some."""
+        """Returns the answers that have arrived; waits up to `timeout_ms` milliseconds if no answer has arrived yet."""
         messages = [message for _, *message in self._receive_remote()]
         for fd, _ in self._epoll.poll(0 if messages else timeout_ms / 1000):
             if fd == self._wake:
@@ -237,7 +241,7 @@ class CallSender(_CallSockets):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Returns an exception's text, traceback and exit code, and the pickled exception if it can be pickled, for the caller."""
+    """Returns a picklable report of an exception: text, traceback, exit code, and the pickled exception if possible."""
     error = explained(error, "this rank")
     try:
         pickled_error = pickle.dumps(error)
@@ -258,7 +262,7 @@ class CallServer:
     Args:
         context: Context of this process.
         receiver: Receiver of the calls.
-        instance: The user's object whose methods are called.
+        instance: The user's object, which has the called methods.
     """
 
     def __init__(self, context: Context, receiver: CallReceiver, instance: Any) -> None:
@@ -289,13 +293,13 @@ class CallServer:
             self._receiver.answer(caller, [call_id, status, b"%.9f" % seconds, *packed.frames()])
 
     def _resume(self, frames: list[bytes]) -> None:
-        """Drops the unread messages from before a recovery, and accepts calls again now that it has ended."""
+        """Drops unread messages from the time before a recovery, and accepts calls again after the recovery."""
         (recovery,), _ = self._service.unpack(frames)
         p2p.clear_inbox(self._service)
         self._service.resume(recovery)
 
     def _execute(self, name: str, frames: list[bytes]) -> tuple[bytes, float, Packed]:
-        """Executes one call; returns its status, its duration in seconds, and its result or the report of its error."""
+        """Executes a call; returns its status, its duration in seconds, and its result or the report of its error."""
         started = time.perf_counter()
         try:
             self._service.check()
@@ -314,12 +318,12 @@ class CallServer:
         return status, time.perf_counter() - started, packed
 
 
-#: Seconds that all ranks together have to report their stacks.
+#: Seconds that all ranks together may take to report their stacks.
 PATIENCE_S = 1.0
 _HERE = Path(__file__).resolve()
 #: Paths of code that waits for other ranks; a rank with such code among its innermost frames is waiting.
 _WAITS = (f"{_HERE.parent}/comm/", str(_HERE), "/torch/distributed/")
-#: Functions of this module that run a rank's own work and do not wait for other ranks.
+#: Functions of this module that execute calls and do not wait for other ranks.
 _SERVING = (CallServer.run.__name__, CallServer._execute.__name__)
 _INNERMOST = 12
 
@@ -327,7 +331,7 @@ Frame = tuple[str, int, str]
 
 
 def main_stack() -> list[Frame]:
-    """Returns file, line and function of the main thread's innermost frames, the innermost last."""
+    """Returns file, line and function of the main thread's innermost frames; the innermost frame is last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[Frame] = []
     while frame is not None and len(frames) < _INNERMOST:
@@ -337,13 +341,14 @@ def main_stack() -> list[Frame]:
 
 
 def _waits(file: str, function: str) -> bool:
-    """Returns whether a frame of this function means that the rank waits for other ranks."""
+    """Returns whether a rank with a stack frame of this function waits for other ranks."""
     return any(path in file for path in _WAITS) and not (file == str(_HERE) and function in _SERVING)
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
-    """Asks ranks for their stacks; returns for each rank that is not waiting for other ranks a sentence with its position in
-    the code.
+    """Requests the stacks of ranks; returns a sentence for each rank that is busy, with its position in the code.
+
+    A rank is busy if it does not wait for other ranks.
 
     Args:
         service: Service of this process.
@@ -437,11 +442,11 @@ class Handle:
         return [self._results[rank] for rank in self.ranks]
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
-        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
+        """Waits like `wait`, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.to_thread(self.wait, timeout)
 
     def consume_durations(self, reduction: str = "max") -> dict[str, float]:
-        """Waits for the call, then returns and clears its duration on the ranks.
+        """Waits for the call, then returns its duration on the ranks and clears it.
 
         Args:
             reduction: "max", "min" or "mean" over the ranks.
@@ -457,7 +462,7 @@ class Handle:
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
     def _leave(self, rank: int) -> None:
-        """Removes a rank that will not answer, because its group continues without it."""
+        """Removes a rank that will not answer, because it has left its group."""
         self.ranks.remove(rank)
 
     def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
@@ -475,7 +480,7 @@ class RpcClient:
         context: This process's context.
         on_failure: Called with each exception that a rank reports; stops the run, or registers that the rank has left
             (`leave`).
-        check: Raises when the run has failed for another reason.
+        check: Raises an exception if the run has failed for another reason.
     """
 
     def __init__(self, context: Context, on_failure: Callable[[WorkerFailed], None], check: Callable[[], None]) -> None:
@@ -493,7 +498,7 @@ class RpcClient:
         self._sender.interrupt()
 
     def leave(self, record: dict[str, Any]) -> None:
-        """Registers that a rank has left its group, which continues; pending calls no longer wait for the rank's answers."""
+        """Registers that a rank has left its group; pending calls no longer wait for the rank's answers."""
         self._departed.add(_identity(record))
         self._leavers.append(_identity(record))
         self.interrupt()
@@ -508,7 +513,7 @@ class RpcClient:
         """Sends a call of `method` to the ranks of `records`; returns a handle at once."""
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
-        # The epoch tells a rank of membership changes before it runs the call, which may depend on them.
+        # The epoch notifies a rank of membership changes before the call, because the call may depend on them.
         name = f"{method} {service.epoch}".encode()
         holders = [process_key(record["data"]) for record in records]
         packed = service.pack((args, kwargs), len(records), holders=holders)
@@ -524,8 +529,9 @@ class RpcClient:
         return handle
 
     def overdue_error(self, handle: Handle, seconds: float) -> DeadlineExceeded:
-        """Returns the error for a call that took too long. Its message first names the ranks that are busy, possibly in other
-        calls.
+        """Returns the error for a call that took too long.
+
+        The message first names the ranks that are busy, possibly with other calls.
         """
         missing_ranks = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
@@ -562,7 +568,7 @@ class RpcClient:
         self._check()
 
     def _drop_calls_of_leavers(self) -> None:
-        """Removes ranks that have left from their pending calls; all their earlier answers have been received."""
+        """Removes ranks that have left from their pending calls. Their earlier answers must have been received already."""
         leavers = set[tuple[str, int, str]]()
         while self._leavers:
             leavers.add(self._leavers.popleft())

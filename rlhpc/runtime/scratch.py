@@ -1,9 +1,9 @@
-"""Node-local scratch folders of a session, mode 0700: for sockets, for shared memory, and for payloads that do not fit there.
+"""Node-local scratch folders of a session (mode 0700): for sockets, for shared memory, and for payloads on disk.
 
 Every process of the session holds a shared flock on `<sockets>/lock`, and on the other folders themselves, because a job may
-have a private /tmp but share /dev/shm. When all processes have ended, for whatever reason, the locks are free. The next
-session of the same user on this host then removes the remaining folders, as does `rlhpc clean`. Both only touch real folders
-that belong to this user, because any user may write to the parent folders.
+have a private /tmp but share /dev/shm. When all processes have ended for any reason, the locks are free. The next session of
+the same user on this host, or `rlhpc clean`, then removes the remaining folders. Both only remove real folders that belong to
+this user, because any user may write to the parent folders.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def _scratch_root() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Returns a private folder of this user on this host, below `cluster.scratch`, for reproducible data that later runs can
-    use; None without `cluster.scratch`.
+    """Returns a private folder of this user below `cluster.scratch`, for reproducible data that later runs can use.
+
+    Returns None without `cluster.scratch`.
 
     Raises:
         OwnershipError: Another user has created the folder, so its content must not be used.
@@ -66,21 +67,24 @@ def cache_folder() -> Path | None:
 
 
 def _session() -> Scratch | None:
-    """Returns the newest session of this process whose folder exists."""
+    """Returns the scratch folders of this process's newest session; None if the process has no session."""
     sessions = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
     return next((scratch for scratch in reversed(sessions) if scratch.sockets.is_dir()), None)
 
 
 def session_folder() -> Path | None:
-    """Returns the session's folder for temporary files on this host, which is removed when the session ends; None in a
-    process without a session."""
+    """Returns the session's folder for temporary files on this host; None in a process without a session.
+
+    The folder is removed when the session ends.
+    """
     session = _session()
     return session.files if session else None
 
 
 def folder_for_sockets(name: str) -> Path:
-    """Creates a private folder on this host for UNIX sockets, whose paths must be short; in a process of a session, inside the
-    session's socket folder.
+    """Creates a private folder with a short path on this host, for UNIX sockets.
+
+    In a process of a session, the folder is inside the session's socket folder.
     """
     session = _session()
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session.sockets if session else _SOCKET_ROOT))
@@ -89,17 +93,17 @@ def folder_for_sockets(name: str) -> Path:
 def make_temporary_folder(name: str) -> Path:
     """Creates a private folder for files that this process needs while it runs.
 
-    In a process of a session it is inside the session's folder and is removed with it, however the process ends.
+    In a process of a session, the folder is inside the session's folder, so that the end of the session removes both.
 
     Args:
-        name: Purpose of the folder, as a part of its name.
+        name: Purpose of the folder, used in the folder's name.
     """
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session_folder()))
 
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """Creates a folder as `make_temporary_folder` does, and removes it at the end of the block."""
+    """Creates a folder like `make_temporary_folder`, and removes the folder at the end of the block."""
     folder = make_temporary_folder(name)
     try:
         yield folder
@@ -137,16 +141,16 @@ class Scratch:
 
     @property
     def spill(self) -> Path:
-        """Folder for payloads as ordinary files, which are slower, for when the shared memory is full.
+        """Folder for payloads in ordinary files, which are slower than shared memory; used when the shared memory is full.
 
-        Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) if that is set, else in the socket folder.
+        The folder is below `RLHPC_SCRATCH` (the site's `cluster.scratch`) if this is set, otherwise in the socket folder.
         """
         root = _scratch_root()
         return root / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
 
     @property
     def files(self) -> Path:
-        """Folder for temporary files of any size, below `cluster.scratch` if that is set."""
+        """Folder for temporary files of any size, below `cluster.scratch` if this is set."""
         return self.spill if _scratch_root() else self.sockets
 
     @property
@@ -156,19 +160,19 @@ class Scratch:
 
     @property
     def _apart(self) -> tuple[Path, ...]:
-        """Folders of the session outside the folder with the lock."""
+        """Folders of the session that are not inside the folder with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
     def hold_caches(self) -> None:
-        """Makes this process and its children use a folder here for torch's compile cache, unless one is already set.
+        """Makes this process and its children use a session folder for torch's compile cache, unless a folder is already set.
 
-        Torch creates that folder with its first optimizer, whether it compiles or not; its default in /tmp would remain after
-        the session.
+        Torch creates the cache folder with its first optimizer, even if nothing is compiled. The default folder in /tmp would
+        remain after the session.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.sockets / "torchinductor"))
 
     def free_memory(self) -> None:
-        """Unlinks all payload segments; call it when no worker can read them any more."""
+        """Removes all payload segments; called when no worker can read them any more."""
         for folder in (self.shm, self.spill):
             with contextlib.suppress(FileNotFoundError):
                 for dir_entry in os.scandir(folder):
@@ -181,7 +185,7 @@ class Scratch:
 
         Raises:
             ConfigError: `cluster.scratch` cannot be used.
-            StorageError: /tmp or /dev/shm has no free space, or does not permit it.
+            StorageError: /tmp or /dev/shm has no free space or is not writable.
         """
         remove_stale()
         _check_scratch_root()
@@ -205,7 +209,7 @@ class Scratch:
         raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
 
     def ensure(self) -> None:
-        """Creates the folders if necessary, as on a host where the driver does not run, and takes the locks.
+        """Creates missing folders, for example on a host without the driver, and takes the locks.
 
         Raises:
             OwnershipError: Another user has created one of the folders.
@@ -229,7 +233,7 @@ class Scratch:
         raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
 
     def _is_whole(self) -> bool:
-        """Returns whether the folders exist and are the ones that this process has locked."""
+        """Returns whether the folders exist and are the same folders that this process has locked."""
         _, fds = _held[self.token]
         try:
             for folder in self.folders:
@@ -242,7 +246,7 @@ class Scratch:
     def hold(self) -> None:
         """Takes the shared locks and keeps them until `release`, or until the process ends."""
         if self.token in _held and _held[self.token][0] == os.getpid():
-            return  # a second descriptor would keep the folders forever: `leave` releases the first
+            return  # `leave` releases only one set of locks, so a second set would keep the folders forever
         fds: list[int] = []
         try:
             fds.append(os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -367,7 +371,7 @@ def _take(folder: Path) -> int | None:
     """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session holds it.
 
     Raises:
-        OSError: There is no lock, or it is nothing that a session creates.
+        OSError: The lock does not exist, or the path is no lock of a session.
     """
     if _has_lock(folder):
         # non-blocking: a pipe of this name would block the open
@@ -396,7 +400,7 @@ def _young(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folders: list[Path]) -> Iterator[bool]:
-    """Yields whether the session of these folders has ended. During the block, no process can join the session."""
+    """Yields whether the session of these folders has ended; during the block, no process can join the session."""
     fds: list[int] = []
     is_over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
@@ -410,7 +414,7 @@ def _locked(folders: list[Path]) -> Iterator[bool]:
             is_over = False
         else:
             fds.append(fd)
-    # without the folder with the lock, the session is either dead or just being created
+    # without the folder that has the lock, the session is either dead or just being created
     if not has_lock:
         is_over = is_over and not any(map(_young, folders))
     try:
@@ -423,7 +427,7 @@ def _locked(folders: list[Path]) -> Iterator[bool]:
 def remove_stale() -> list[Path]:
     """Removes the folders of this user's dead sessions on this host; returns the removed folders.
 
-    Never raises; ignores folders of other users with such names.
+    Ignores errors, and folders of other users with such names.
     """
     removed_folders = []
     for _, folders in sorted(_session_folders().items()):

@@ -1,4 +1,4 @@
-"""Session: the driver's side of a run. It starts and ends the ranks, and handles their failures."""
+"""Session of a driver: starts and ends the ranks of a run, and handles their failures."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ _launcher_of, _group_of = operator.attrgetter("launcher"), operator.attrgetter("
 _SETTLE_S = 0.3
 #: Seconds to wait for killed ranks to end.
 _KILLED_S = 5.0
-#: Seconds between the main thread's checks whether this process was asked to end.
+#: Seconds between two checks of the main thread whether this process was asked to end.
 _LOOK_S = 0.2
 
 
 class Session:
-    """Session of a driver process; created by `start`, or by the first launch.
+    """Session of a driver process, created by `start` or by the first launch.
 
     Args:
         registry_root: The run's registry folder on the shared filesystem; None uses the node's scratch, for scripts without a
             run folder.
         log_dir: Folder for the workers' stdout and stderr.
-        preload: Modules that the fork server imports in addition to its own list, so that ranks need not import them.
-        wait_deadline: Seconds after which any wait of any process gives up.
-        tcp_address: This host's address, if processes on other hosts take part. By default, in a Slurm job of several nodes,
-            the address on the route to the other nodes; otherwise None, and no TCP port is opened.
-        interface: Network interface whose address is used instead, on every node.
-        check_stop: Raises if this process was asked to end. All waits of the main thread call it while ranks start or recover,
-            when there is nothing to save.
-        on_membership: Called with events of ranks that join and leave (`Membership`).
+        preload: Modules that the fork server imports in addition to its default list, so that ranks need not import them.
+        wait_deadline: Seconds after which a wait of any process fails.
+        tcp_address: This host's address for processes on other hosts. The default in a Slurm job of several nodes is the
+            address on the route to the other nodes. Otherwise it is None, and no TCP port is opened.
+        interface: Network interface that determines the address on every node instead.
+        check_stop: Raises if this process was asked to end. The main thread calls it in all waits while ranks start or
+            recover, because there is nothing to save at these times.
+        on_membership: Called with the events of ranks that join and leave (`Membership`).
     """
 
     _running: Session | None = None
@@ -88,7 +88,7 @@ class Session:
         if tcp_address is None and steps:
             tcp_address = job_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
-        # if ranks are job steps, the fork server only removes the folders of a killed driver
+        # if ranks are job steps, the fork server forks no ranks and only removes the folders of a killed driver
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
         self._check_stop = check_stop
@@ -146,7 +146,7 @@ class Session:
 
     @classmethod
     def running(cls) -> Session | None:
-        """Returns the session of this process, or None if it is not a driver."""
+        """Returns the session of this process; None if this process is no driver."""
         session = cls._running
         return session if session is not None and session._pid == os.getpid() else None
 
@@ -157,7 +157,7 @@ class Session:
 
     @property
     def failure(self) -> RlhpcError | None:
-        """The first failure; None if there is no failure or the session has recovered from it."""
+        """First failure; None if nothing has failed, or if the session has recovered."""
         return self.failures.first
 
     @property
@@ -185,7 +185,7 @@ class Session:
             self.exited(joined_member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """Registers that the processes of all these ranks have ended; returns the ranks whose end is unexpected."""
+        """Registers that the processes of all these ranks have ended; returns the ranks that ended unexpectedly."""
         return self.ranks.processes_ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
@@ -210,8 +210,10 @@ class Session:
 
     @guarded
     def fail(self, failure: RlhpcError) -> None:
-        """Registers a failure. The first one ends all ranks that cannot survive it; later ones are ignored. If the failure is
-        the end of a rank that its group can continue without, only that rank's departure is registered.
+        """Registers a failure.
+
+        The first failure ends all ranks that cannot survive it; later failures are ignored. If the failure is the end of a
+        rank and its group can continue without it, only registers the departure of this rank.
         """
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
@@ -227,7 +229,7 @@ class Session:
         for launcher, members in group_by(doomed, _launcher_of).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
                 launcher.end(members)
-            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # twice, for ranks that had no process before
+            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # again for late processes
                 timer = threading.Timer(delay, self._kill, [launcher, members])
                 timer.daemon = True
                 timer.start()
@@ -239,11 +241,10 @@ class Session:
                 launcher.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
-        """Recovers from the failure of a restartable group or of an independent rank: waits for the failed ranks to end, and
-        aborts the calls of the others.
+        """Recovers from the failure of a restartable group or of an independent rank.
 
-        The other ranks abort their current call as soon as they wait for another rank, and drop the messages that they have
-        not received. Call `WorkerGroup.relaunch` afterwards.
+        Waits for the failed ranks to end, and aborts the calls of the other ranks. These abort their current call as soon as
+        they wait for another rank, and drop the messages that they have not received. Call `WorkerGroup.relaunch` afterwards.
 
         Returns:
             The ranks that have ended, by group.
@@ -254,7 +255,7 @@ class Session:
         failure = self.failure
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
-        time.sleep(_SETTLE_S)  # ranks that died together are reported one by one
+        time.sleep(_SETTLE_S)  # ranks that died at the same time are reported one by one
         self.ranks.settle(patience_s)  # a rank may be restarting or joining
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
@@ -270,7 +271,7 @@ class Session:
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
-            for command in (IDLE, RESUME):  # once all have answered IDLE, no rank sends messages any more
+            for command in (IDLE, RESUME):  # once all ranks have answered IDLE, no rank sends messages any more
                 groups = group_by(survivors, _group_of).values()
                 for handle in [
                     self.rpc.call([member.record for member in members], command, (self._recovery,), {})
@@ -293,7 +294,7 @@ class Session:
 
     @contextlib.contextmanager
     def training(self, policies: SessionPolicies) -> Iterator[None]:
-        """Applies the policies and lets ranks join elastic groups during the block; afterwards the session is closing."""
+        """Applies the policies and lets ranks join elastic groups during the block; enters the phase CLOSING afterwards."""
         self.failures.enter(SessionPhase.RUNNING, policies)
         try:
             yield
@@ -302,8 +303,9 @@ class Session:
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """Lets a request to stop end the main thread's waits during the block. A stop then only loses unsaved steps, which the
-        failure has lost anyway.
+        """Lets a request to stop end the waits of the main thread during the block.
+
+        Such a stop loses only the unsaved steps, which the failure has lost anyway.
         """
         self.failures.enter(SessionPhase.RECOVERING)
         try:
@@ -316,9 +318,10 @@ class Session:
             self._check_stop()
 
     def check(self) -> None:
-        """Raises the first failure, if there is one, after the ranks have ended and their shared memory has been freed.
+        """Checks whether the run has failed or the session has ended.
 
         Raises:
+            RlhpcError: The first failure, raised after the ranks have ended and their shared memory has been freed.
             ChannelError: The session has ended.
         """
         if self.service.stopped:
@@ -375,10 +378,10 @@ class Session:
         return started
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
-        """Restarts the ranks of a group that have ended, in the same places, and returns them; see `WorkerGroup.relaunch`.
+        """Restarts the ended ranks of a group with the same placement, and returns them; see `WorkerGroup.relaunch`.
 
-        A rank whose earlier process still runs after `patience_s` seconds is not restarted but only killed, because both
-        processes would share the accelerator.
+        If the earlier process of a rank still runs after `patience_s` seconds, kills this process and does not restart the
+        rank, because both processes would share the accelerator.
         """
         ended_members = self.membership.startable(name)
         running_members = self.ranks.await_exit(ended_members, patience_s)
@@ -401,7 +404,7 @@ class Session:
         with self.ranks.changed:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past is not None and any(member.state == "ended" for member in started):
-                    break  # the ranks failed before another group was launched
+                    break  # the failure happened before another group was launched
                 self.ranks.changed.wait(min(remaining_s, _LOOK_S))
                 self._raise_if_stopped()
         if (
@@ -424,8 +427,9 @@ class Session:
         return [member.record for member in started]
 
     def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
-        """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them. Does not wait for ranks that are
-        still starting.
+        """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them.
+
+        Does not wait for ranks that are still starting.
         """
         with self.ranks.changed:
             group_members = set(started)
@@ -452,7 +456,7 @@ class Session:
             self.ranks.announce(self.service, members)
 
     def stop(self) -> None:
-        """Ends all groups and the session, and removes its shared memory and its scratch folders."""
+        """Ends all groups and the session, and removes the session's shared memory and scratch folders."""
         if self._pid != os.getpid() or Session._running is not self:
             return
         Session._running = None
@@ -479,5 +483,5 @@ class Session:
 
 
 def here() -> contexts.Context:
-    """Returns this process's context; a process that belongs to no run becomes the driver of a new one."""
+    """Returns this process's context; a process that belongs to no run becomes the driver of a new run."""
     return contexts.installed() or Session.start().context

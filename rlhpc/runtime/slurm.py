@@ -1,4 +1,4 @@
-"""Execution of Slurm's commands: the only module that runs them and waits for their output."""
+"""Execution of Slurm's commands. All code that waits for the output of such a command uses this module."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 #: Seconds after which a command that has not ended counts as failed.
 TIMEOUT_S = 20.0
-#: By thread, the command it waits for: the process, and whether it leads a session.
+#: By thread: the process of the command for which the thread waits, and whether the process leads a session.
 _commands: dict[int, tuple[subprocess.Popen[str], bool]] = {}
-#: Variables by which a user's own queries have other columns, rows, orders or forms of time than their arguments say.
+#: Variables with which users change the columns, rows, order or time format of queries. They are removed, because code here
+#: parses the output.
 _OF_QUERIES = re.compile(
     r"(SQUEUE|SINFO|SACCT|SACCTMGR|SCONTROL|SCANCEL|SSHARE|SPRIO|SDIAG|SSTAT|SREPORT)_|SLURM_(TIME_FORMAT|BITSTR_LEN|JSON|YAML)$"
     r"|LANGUAGE$|LC_"
@@ -25,7 +26,7 @@ _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """Output of a command; code 127 if there is no such command, 124 if it did not end in time."""
+    """Output of a command. The code is 127 if the command does not exist, and 124 if it did not end in time."""
 
     code: int
     text: str
@@ -53,11 +54,10 @@ class CommandOutput:
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of every Slurm command: only its arguments decide what it shows and which jobs it selects, times
-    are ISO 8601, and messages are English.
+    """Returns the environment for Slurm's commands, without the variables that change the output of queries.
 
-    `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster to ask, stay, and so do sbatch's own variables, which describe
-    the submitted jobs.
+    Times are ISO 8601, and messages are English. `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster, are kept, and
+    so are sbatch's variables, which describe submitted jobs.
     """
     inherited = {name: value for name, value in environ.items() if not _OF_QUERIES.match(name)}
     return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
@@ -70,15 +70,15 @@ def ask(
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
 ) -> CommandOutput:
-    """Runs a command; never raises.
+    """Runs a command and returns its output; a failure of the command raises no error.
 
     Args:
         argv: The command.
-        stdin: Its input.
-        timeout_s: Seconds that it may take.
-        environment: Its environment, filtered by `query_environment`; by default this process's.
-        apart: Shield the command from signals to this process's session, and end its children with it if it takes too long: a
-            command that outlives its answer may still act unexpectedly.
+        stdin: Input of the command.
+        timeout_s: Seconds that the command may take.
+        environment: Environment of the command, filtered by `query_environment`; by default this process's environment.
+        apart: Run the command in a separate session, which signals to this process's session do not reach. If the command
+            takes too long, its children are killed, too, so that they cannot act later.
     """
     try:
         process = subprocess.Popen(
@@ -103,7 +103,7 @@ def ask(
 
 
 def give_up(thread: threading.Thread) -> None:
-    """Ends the command whose answer a thread waits for, if it waits for one."""
+    """Kills the command for which a thread waits, if it waits for a command."""
     if thread.ident is not None and (command := _commands.get(thread.ident)) is not None:
         _kill(*command)
 
@@ -111,7 +111,7 @@ def give_up(thread: threading.Thread) -> None:
 def _kill(process: subprocess.Popen[str], with_others: bool) -> None:
     if process.poll() is not None:
         return
-    if with_others:  # it leads a session; it has not been reaped, so no other process has its number
+    if with_others:  # the process leads a session and is not reaped yet, so no other process has its number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     else:

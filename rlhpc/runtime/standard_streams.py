@@ -1,4 +1,4 @@
-"""Standard input, output and errors, in any state in which a shell, a scheduler or a service provides them."""
+"""Setup of the standard streams, which a shell, a scheduler or a service may provide closed or with a limited encoding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OVERWRITE = re.compile(r"(\r *)*(\x1b\[2K)?")
 
 
 class VisibleText(io.TextIOWrapper):
-    """Text stream that makes control characters visible, whatever their origin.
+    """Text stream that makes control characters visible.
 
-    Run names, logs, errors of other processes and files from elsewhere are printed by nearly every command. A write
-    may begin with a carriage return, as progress bars do.
+    Nearly all commands print text from other sources, such as run names, logs, files and errors of other processes. A write
+    may begin with a carriage return, as progress bars need it.
     """
 
     def write(self, text: str, /) -> int:
-        """Writes text without anything that a terminal obeys."""
+        """Writes text with escapes in place of control characters."""
         prefix = _OVERWRITE.match(text)
         prefix_end = prefix.end() if prefix else 0
         super().write(text[:prefix_end] + printable(text[prefix_end:]))
@@ -31,9 +31,9 @@ class VisibleText(io.TextIOWrapper):
 
 
 def standard_streams() -> None:
-    """Opens closed standard streams, tolerates text that the terminal's encoding lacks, and shows control characters.
+    """Opens closed standard streams, and makes the output streams escape control characters and unsupported characters.
 
-    A closed descriptor would be assigned to the next file that is opened, and messages written into that file.
+    If a standard descriptor stayed closed, the next opened file would get its number, and messages would go to that file.
     """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -48,7 +48,8 @@ def standard_streams() -> None:
         if type(stream) is io.TextIOWrapper:
             stream.flush()
             encoding, by_line, write_through = stream.encoding, stream.line_buffering, stream.write_through
-            # The process's own stream stays usable; any other would close what both write to once nobody refers to it.
+            # The original stream of the process stays usable. Any other stream is detached, because it would close the shared
+            # buffer when it is deleted.
             buffer = stream.buffer if stream is getattr(sys, f"__{name}__") else stream.detach()
             setattr(sys, name, VisibleText(
                 buffer, encoding=encoding, errors="backslashreplace", line_buffering=by_line, write_through=write_through
@@ -56,7 +57,7 @@ def standard_streams() -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a message to standard error. If that cannot be written to, the exit code is still the intended one."""
+    """Prints a message to standard error. Ignores write errors, so that they do not change the exit code."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -64,12 +65,12 @@ def tell(text: str) -> None:
 
 
 def silence_output() -> None:
-    """Discards further output, which has no reader any more, so that the interpreter's last flush does not fail, too."""
+    """Discards further output after a write error, so that the interpreter's last flush does not fail, too."""
     _silence(sys.stdout)
 
 
 def _silence(stream: TextIO) -> None:
-    if isinstance(stream, VisibleText):  # the process's own, not one that a caller of `main` put in its place
+    if isinstance(stream, VisibleText):  # the stream of this process, not a replacement by the caller of `main`
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -1,9 +1,9 @@
-"""TCP ports of a run: other users of this host get no further than the queue of connections.
+"""TCP listener that resets the connections of other users of this host.
 
-The kernel puts all who connect to a port into one queue, and while that is full, a client waits for a second, three, or seven.
-So the queue is emptied at once and as fast as this process can, and the owner of each connection's other end is looked up: a
-connection of another user of this host is reset before the process works for it. A connection of another host shows no more
-than an address; the code that listens there bounds how many may be open without a key, and for how long.
+The kernel puts all connections to a port into one queue, and while the queue is full, a client waits for one, three or seven
+seconds. Therefore this listener empties the queue as fast as it can and looks up the user at the other end of each connection.
+It resets connections of other users of this host before the process does any work for them. For a connection from another host
+only the address is known; the code that uses the listener limits the number and duration of unauthenticated connections.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from rlhpc.runtime.tcp_sockets import PeerOwners, TcpConnection, libc
 
 log = logging.getLogger(__name__)
 
-#: The kernel makes it what it allows at most (`net.core.somaxconn`).
+#: Requested length of the connection queue; the kernel lowers it to its maximum (`net.core.somaxconn`).
 _BACKLOG = 65_535
-#: Most connections that are taken off the queue before those among them that may speak are handed over.
+#: Maximum number of connections that one call of `accept` takes off the queue.
 _BATCH = 256
-#: Errors of one connection, after which the next may be taken.
+#: Errors of a single connection, after which the next connection can be accepted.
 _ITS_OWN = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
 _ROOT = 0
 _RESET = struct.pack("ii", 1, 0)
-#: Seconds for which the addresses of this host's interfaces are taken for unchanged.
+#: Seconds for which the addresses of this host's interfaces are cached.
 _INTERFACES_S = 60.0
 
 T = TypeVar("T", bound=Hashable)
 
 
 class TcpListener:
-    """Listening socket that hands over connections of this user (or root) on this host, and connections of other hosts.
+    """Listening socket that admits connections of this user or root on this host, and all connections from other hosts.
 
     Args:
-        address: One address of this host, not the wildcard address.
-        port: 0 for one that the system chooses.
+        address: An address of this host, not the wildcard address.
+        port: Port; 0 lets the system choose a port.
 
     Attributes:
         sock: Listening socket; only `accept` takes connections off its queue.
@@ -62,12 +62,12 @@ class TcpListener:
         self.address: tuple[str, int] = self.sock.getsockname()[:2]
         self._local = socket.inet_pton(family, self.address[0]), self.address[1]
         self._owners = PeerOwners(family, self._local)
-        self._spare = os.eventfd(0, os.EFD_CLOEXEC)  # its number is for a connection where there is no other
+        self._spare = os.eventfd(0, os.EFD_CLOEXEC)  # reserves a descriptor for `_drop` when no other is free
         self._name = ctypes.create_string_buffer(128)
         self._interfaces, self._until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
 
     def accept(self) -> list[socket.socket]:
-        """Accepts a batch of queued connections; returns those that are admitted, in non-blocking mode."""
+        """Accepts queued connections; returns the admitted connections in non-blocking mode and resets the others."""
         arrived: list[tuple[int, TcpConnection]] = []
         for _ in range(_BATCH):
             fd = self._accept()
@@ -88,11 +88,11 @@ class TcpListener:
         return admitted
 
     def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
-        """Starts a thread that accepts connections and calls `take` with each."""
+        """Starts a thread that accepts connections and calls `take` with each connection."""
         return Acceptor(self, take, name)
 
     def close(self) -> None:
-        """Stops listening; connections in the queue are reset."""
+        """Stops listening; the kernel resets the connections in the queue."""
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -100,7 +100,7 @@ class TcpListener:
         self.sock.close()
 
     def _drop(self) -> None:
-        """Resets the next connection if no file descriptor is free for it; otherwise it would stay in the queue."""
+        """Resets the next connection when no file descriptor is free, so that it does not stay in the queue."""
         with contextlib.suppress(OSError):
             if self._spare >= 0:
                 os.close(self._spare)
@@ -120,7 +120,10 @@ class TcpListener:
         return host, int.from_bytes(sockaddr[2:4])
 
     def _is_local(self, host: bytes) -> bool:
-        """Returns whether an address belongs to this host. If no process owns that end any more, the client has hung up."""
+        """Returns whether an address belongs to this host.
+
+        A connection from such an address without an owner has been closed by the client.
+        """
         address = _address(host)
         if address.is_loopback:
             return True
@@ -134,11 +137,11 @@ class TcpListener:
 
 
 class Acceptor:
-    """Thread that accepts the connections of a listener, which it closes at its end.
+    """Thread that accepts the connections of a listener. `close` also closes the listener.
 
     Args:
         listener: The listener.
-        take: Called with each connection, on that thread.
+        take: Called with each connection, on this thread.
         name: Name of the thread.
     """
 
@@ -159,12 +162,12 @@ class Acceptor:
                 except (
                     OSError,
                     RuntimeError,
-                ) as error:  # no descriptor or thread is left for it; the next may find one
+                ) as error:  # no descriptor or thread is free for this connection
                     log.debug("a connection was closed: %s", error)
                     sock.close()
 
     def close(self) -> None:
-        """Ends the thread; safe to call twice."""
+        """Ends the thread and closes the listener; safe to call twice."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -173,7 +176,7 @@ class Acceptor:
 
 
 class ConnectionTable(Generic[T]):
-    """Connections by owner and age. The caller holds a lock where several threads use it.
+    """Table of connections by owner and age. If several threads use it, the callers must hold a lock.
 
     Args:
         limit: Maximum number of connections.
@@ -187,7 +190,7 @@ class ConnectionTable(Generic[T]):
         return len(self._owners)
 
     def add(self, connection: T, owner: str) -> T | None:
-        """Adds a connection; returns the one to close if there are now more than the limit."""
+        """Adds a connection. If the table now exceeds its limit, removes a connection and returns it, to be closed."""
         self._owners[connection] = owner
         self._by_owner.setdefault(owner, {})[connection] = None
         return self.pop() if len(self) > self._limit else None
@@ -205,7 +208,10 @@ class ConnectionTable(Generic[T]):
         return max(map(len, self._by_owner.values()), default=0)
 
     def pop(self) -> T:
-        """Removes the oldest connection of the owner with the most connections, so that no owner can block the others."""
+        """Removes and returns the oldest connection of the owner with the most connections.
+
+        In this way, no owner can block the others.
+        """
         connections = max(self._by_owner.values(), key=len)
         oldest = next(iter(connections))
         self.remove(oldest)
@@ -213,7 +219,7 @@ class ConnectionTable(Generic[T]):
 
 
 def host_of(sock: socket.socket) -> str:
-    """Returns the address of a connection's other end, "" if it is closed."""
+    """Returns the address of a connection's other end; "" if the connection is closed."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -221,7 +227,7 @@ def host_of(sock: socket.socket) -> str:
 
 
 def _reset(number: int) -> None:
-    """Resets a connection, so that the kernel keeps no state of it."""
+    """Resets a connection, so that the kernel keeps no state for it."""
     libc.setsockopt(number, socket.SOL_SOCKET, socket.SO_LINGER, _RESET, len(_RESET))
     libc.close(number)
 

@@ -1,5 +1,4 @@
-"""TCP sockets of this host by owner, as the kernel lists them (`/proc/net/tcp`, `/proc/net/tcp6`) or answers for one of them
-(netlink, sock_diag(7))."""
+"""TCP sockets of this host and their owners, from `/proc/net/tcp` and `/proc/net/tcp6`, or from netlink (sock_diag(7))."""
 
 from __future__ import annotations
 
@@ -18,11 +17,12 @@ from typing import NamedTuple
 _LISTEN = 0x0A
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
 _HEADER, _ID = struct.Struct("=IHHII"), struct.Struct("=2s2s16s16sIQ")
-#: Family, protocol, extensions, states; of a reply family, state, timer, retransmissions, and then what follows the id.
+#: Fields of a query (family, protocol, extensions, states), the first fields of a reply (family, state, timer,
+#: retransmissions), and the fields after a reply's id.
 _QUERY, _REPLY, _OWNER = struct.Struct("=BBBxI"), struct.Struct("=BBBB"), struct.Struct("=12xII")
 _REPLY_BYTES = 4096
-#: C functions that keep the interpreter's lock: each is done in microseconds, while to get the lock back from a thread that
-#: computes takes five milliseconds.
+#: C library whose functions are called without releasing the GIL: a call takes microseconds, but getting the GIL back from a
+#: thread that computes takes five milliseconds.
 libc = ctypes.PyDLL(None, use_errno=True)
 #: Addresses of a listener that get a connection to 127.0.0.1, from the most to the least specific.
 _TIERS = (("127.0.0.1",), ("0.0.0.0", "::ffff:127.0.0.1"), ("::",))
@@ -30,7 +30,15 @@ _TIERS = (("127.0.0.1",), ("0.0.0.0", "::ffff:127.0.0.1"), ("::",))
 
 @dataclass(frozen=True)
 class TcpSocket:
-    """A socket. `peer` is where it is connected to; `inode` is its number in `/proc/<pid>/fd`."""
+    """TCP socket of this host.
+
+    Attributes:
+        address: Local host and port.
+        peer: Host and port of the other end.
+        is_listening: Whether the socket listens for connections.
+        uid: User id of the owner.
+        inode: Inode of the socket, as in `/proc/<pid>/fd`.
+    """
 
     address: tuple[str, int]
     peer: tuple[str, int]
@@ -40,7 +48,7 @@ class TcpSocket:
 
 
 def tcp_sockets() -> Iterator[TcpSocket]:
-    """Yields the sockets of this network namespace, of all users."""
+    """Yields the TCP sockets of all users in this network namespace."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -59,7 +67,7 @@ class TcpConnection(NamedTuple):
 
 
 class PeerOwners:
-    """Owners of the other ends of a listener's connections. For one thread.
+    """Look-up of the users at the other ends of a listener's connections. For one thread.
 
     Args:
         family, local: Address family and local address of the listener, used to test whether netlink answers.
@@ -68,7 +76,7 @@ class PeerOwners:
     def __init__(self, family: int, local: tuple[bytes, int]) -> None:
         self._buffer = ctypes.create_string_buffer(_REPLY_BYTES)
         self._netlink: socket.socket | None = None
-        with contextlib.suppress(OSError):  # a sandbox that forbids it
+        with contextlib.suppress(OSError):  # a sandbox may forbid netlink
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             self._netlink.connect((0, 0))
             if self._ask(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
@@ -81,11 +89,11 @@ class PeerOwners:
             self._netlink = None
 
     def uids(self, connections: Sequence[TcpConnection]) -> list[int | None]:
-        """Returns the user whose process holds the other end of each connection; None if no process of this host does."""
+        """Returns the user id at the other end of each connection; None if no process of this host has that end."""
         if self._netlink is not None:
             try:
                 sockets = [self._ask(connection) for connection in connections]
-                # one that its process has closed has no inode, and a listener at that port is no end of this connection
+                # a closed socket has no inode, and a listener at that port is not the other end of the connection
                 return [
                     socket_state[1] if socket_state and socket_state[2] and socket_state[0] != _LISTEN else None
                     for socket_state in sockets
@@ -111,7 +119,7 @@ class PeerOwners:
         assert self._netlink is not None
         request = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
         netlink_fd = self._netlink.fileno()
-        # the answer is there once the question is sent
+        # the kernel answers during `send`, so `recv` need not wait
         if libc.send(netlink_fd, request, len(request), 0) < 0:
             raise OSError(ctypes.get_errno(), "netlink")
         size = libc.recv(netlink_fd, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
@@ -129,14 +137,14 @@ class PeerOwners:
 
 
 def loopback_listeners(port: int) -> list[TcpSocket]:
-    """Returns the sockets that get a connection to a port of 127.0.0.1; empty if there is no listener."""
+    """Returns the listening sockets that get connections to a port of 127.0.0.1; empty if no socket listens."""
     listening = [listener for listener in tcp_sockets() if listener.is_listening and listener.address[1] == port]
     listeners_by_tier = ([listener for listener in listening if listener.address[0] in hosts] for hosts in _TIERS)
     return next((tier for tier in listeners_by_tier if tier), [])
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int] | None:
-    """Returns the inodes of the sockets that some processes hold; None if one of these cannot be inspected."""
+    """Returns the inodes of the sockets that the given processes have open; None if a process cannot be inspected."""
     inodes = set[int]()
     for pid in pids:
         try:
@@ -145,7 +153,7 @@ def socket_inodes(pids: Iterable[int]) -> set[int] | None:
                     link_type, _, inode = os.readlink(f"/proc/{pid}/fd/{fd_name}").partition(":[")
                     if link_type == "socket":
                         inodes.add(int(inode.rstrip("]")))
-        except FileNotFoundError:  # it has ended
+        except FileNotFoundError:  # the process has ended
             continue
         except PermissionError:
             return None
@@ -165,12 +173,12 @@ def _host(packed: bytes) -> str:
 
 
 def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
-    """Returns the users whose processes hold the sockets connected to certain names, by both ends' names."""
+    """Returns the user ids of sockets with one of these peers, by local name and peer name (see `_name`)."""
     uids: dict[tuple[bytes, bytes], int] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{table}").read_bytes().split(b"\n"):
-                if any(peer in line for peer in peers):  # few of very many
+                if any(peer in line for peer in peers):  # parse only the few matching lines of a long table
                     _, local_address, peer, state, _, _, _, uid, _, inode = line.split()[:10]
                     if int(inode) and int(state, 16) != _LISTEN:
                         uids[local_address[-13:], peer[-13:]] = int(uid)
@@ -178,6 +186,6 @@ def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
 
 
 def _name(host: bytes, port: int) -> bytes:
-    """Returns the end of an address of either family in these tables: the last four bytes of the host, and the port."""
+    """Returns the end of an address's text in the tables of both families: the last four bytes of the host, and the port."""
     (host_word,) = struct.unpack_from("=I", host, len(host) - 4)
     return b"%08X:%04X" % (host_word, port)

@@ -1,6 +1,6 @@
-"""Text of messages: a long value is cut in the middle, so that the message stays readable.
+"""Text formatting for messages: long values are cut in the middle, and control characters are escaped.
 
-Text from files and other processes may hold characters that a terminal obeys; `printable` shows them instead.
+Text from files and other processes may contain characters that control a terminal; `printable` replaces them by escapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhpc.runtime.env_references import masked
 _LONGEST = 120
 _LONGEST_WORD = 500
 _LONGEST_MESSAGE = 3500
-#: Colours and other renditions of text: nothing is lost without them.
+#: Terminal codes for colours and other styles of text.
 _RENDITION = re.compile(r"\x1b\[[0-9;:]*m")
 #: C0 except tab and line feed, DEL, C1, line separators, and characters that change the direction of text.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -29,7 +29,7 @@ def short_repr(value: Any) -> str:
 
 
 def cut(text: str, longest: int = _LONGEST) -> str:
-    """Returns the text, or its beginning, end and length. Masks values from the environment before the cut."""
+    """Returns the text or, if it is too long, its beginning, end and length. First masks values from the environment."""
     text = masked(text)
     if len(text) <= longest:
         return text
@@ -37,7 +37,7 @@ def cut(text: str, longest: int = _LONGEST) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type if the message is empty."""
+    """Returns the first line of an error's message, or the name of its type if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -51,9 +51,9 @@ def format_bytes(count: float, decimals: int = 1) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces characters that a terminal obeys by their escapes (`\\x1b`, `\\u202e`); colours are left out.
+    """Replaces characters that control a terminal by their escapes (`\\x1b`, `\\u202e`), and removes colours.
 
-    Tabs and line feeds stay; a carriage return before a line feed goes.
+    Keeps tabs and line feeds, and removes a carriage return before a line feed.
     """
     if _OBEYED.search(text) is None:
         return text
@@ -62,18 +62,22 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Makes text `printable`, and shows line feeds as well: a row of a table stays one row."""
+    """Makes text `printable` and escapes line feeds, so that a row of a table stays one row."""
     return printable(text).replace("\n", "\\n")
 
 
 def readable(message: str) -> str:
-    """Cuts a message's overlong words, and the message itself: not all code that quotes input uses `short_repr`."""
+    """Cuts overlong words of a message, and the message itself, because not all code that quotes input uses `short_repr`."""
     return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)
 
 
 def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> str:
-    """Returns an interval as text, in the page's form or in that of a sentence (`to`); "" if it is unknown or has no width:
-    there was one value, or all were equal.
+    """Returns an interval as text; "" if the interval is unknown or both ends are equal.
+
+    Args:
+        ends: Lower and upper end; None if the interval is unknown.
+        form: Format of the ends.
+        to: Text between the ends.
     """
     low, high = ends or (0.0, 0.0)
     is_numeric = isinstance(low, int | float) and isinstance(high, int | float)
@@ -81,7 +85,7 @@ def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> s
 
 
 def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: str = " to ") -> str:
-    """Returns `interval_text` in parentheses after a space, with a label before it; "" where that is empty."""
+    """Returns a space and the `interval_text` with a label in parentheses; "" if the `interval_text` is empty."""
     interval = interval_text(ends, form, to)
     return interval and f" ({label}{interval})"
 
@@ -103,14 +107,14 @@ def align_columns(rows: Sequence[Sequence[str]], right_from: int | None = None) 
 
 
 def tail(path: str) -> str:
-    """Returns the last lines of a log, as the end of a message; "" if there are none."""
+    """Returns the last lines of a log file, as the end of a message; "" if the log is empty or cannot be read."""
     with contextlib.suppress(OSError):
         return last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
     return ""
 
 
 def last_lines(text: str) -> str:
-    """Returns the informative last lines of a log's text, as the end of a message; "" if there are none."""
+    """Returns the informative last lines of a log's text, as the end of a message; "" if the text is empty."""
     lines = text.strip().splitlines()
     return (
         "\n  last lines of its log:\n" + "\n".join("    " + line for line in _informative_lines(lines)) if lines else ""
@@ -118,11 +122,11 @@ def last_lines(text: str) -> str:
 
 
 def _informative_lines(lines: list[str]) -> list[str]:
-    """Returns the last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
+    """Returns the last lines. If `faulthandler` has written them, returns only its message and the stack of the fault."""
     fatal_lines = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not fatal_lines or not lines[-1].startswith(
         ("  File ", "Extension modules: ")
-    ):  # or it was an earlier process's
+    ):  # the output of `faulthandler` is not at the end, so an earlier process has written it
         return lines[-12:]
     index = next(
         (index for index in range(fatal_lines[-1], len(lines)) if lines[index].startswith("Current thread")),

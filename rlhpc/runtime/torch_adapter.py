@@ -1,7 +1,7 @@
-"""Replacements of torch's code, all in this module. It imports torch only where a function says so.
+"""Adapter for torch: all replacements of torch's code are in this module, which does not import torch itself.
 
-`VERIFIED` is the minor version whose sources were read for this; `tests/unit/runtime/test_torch_adapter.py` holds what is
-assumed of the installed one.
+The code relies on the sources of the version in `VERIFIED`; `tests/unit/runtime/test_torch_adapter.py` checks its assumptions
+for the installed version.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ VERIFIED = {"torch": "2.13"}
 
 _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _TORCHVISION_OPERATORS = ("nms", "qnms")
-#: Keeps the declarations of operators: they end with the object that made them.
+#: Objects with declarations of operators, which torch removes when the objects are deleted.
 _libraries: list[Any] = []
 
 # --- modules
 
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Makes calls of one module compute another function.
+    """Makes calls of a module compute another function.
 
-    A hook cannot do this: it sees inputs and outputs, and the layer's own computation still runs. Hooks that are registered
-    on the module are called as before.
+    A hook cannot do this, because it only sees inputs and outputs, and the module's computation still runs. The hooks of the
+    module are called as before.
 
     Args:
-        module: The module; its class stays as it is.
-        forward: Takes the arguments of the module's `forward`.
+        module: The module; its class does not change.
+        forward: New function, with the arguments of the module's `forward`.
     """
     module.forward = forward
 
@@ -42,7 +42,7 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Makes calls of a module compute another function for the duration of the block (`replace_forward`)."""
-    previous = vars(module).get("forward")  # one that was replaced before, e.g. by a tensor-parallel plan
+    previous = vars(module).get("forward")  # an earlier replacement, for example by a tensor-parallel plan
     replace_forward(module, forward)
     try:
         yield
@@ -57,7 +57,7 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
 def class_before_fsdp(module: Any) -> Iterator[None]:
     """Restores the original class of a module that FSDP2 wrapped, for the duration of the block.
 
-    FSDP2 changes the class of a module in place, and libraries look things up by the class's name.
+    FSDP2 changes the class of a module in place, but some libraries look up the class by its name.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -73,11 +73,11 @@ def class_before_fsdp(module: Any) -> Iterator[None]:
 
 
 def wrap_gloo_constructor(wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
-    """Wraps the constructor of gloo's process groups, which every way from Python to a gloo group calls.
+    """Wraps the constructor of gloo's process groups; Python code creates every gloo group with this constructor.
 
     Args:
-        wrap: Takes the class and its constructor, and returns the new constructor. If torch is not imported yet, it is
-            called right after torch.distributed's import: a process without torch never pays for it.
+        wrap: Takes the class and its constructor, and returns the new constructor. If torch is not imported yet, `wrap` is
+            called right after the import of torch.distributed, so that this function need not import torch.
     """
 
     def replace() -> None:
@@ -125,10 +125,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def import_torchvision() -> None:
-    """Imports torchvision, also where its operators are of another build than torch, such as CUDA's with a CPU torch.
+    """Imports torchvision, even if its operators are built for another torch, such as a CUDA build with a CPU build of torch.
 
-    It declares the shapes of two operators at its import, and fails if they do not exist: they are declared first. Only its
-    networks are used, which are plain torch.
+    The import of torchvision fails if two of its operators do not exist. In this case the function declares the operators
+    first. They are not needed, because rlhpc uses only torchvision's networks, which are written in Python.
     """
     try:
         importlib.import_module("torchvision")

@@ -1,6 +1,7 @@
-"""Trust in code that files name. The user's own configuration may name any code; a checkpoint, an export or a data set may
-not: it is loaded with built-in or registered names and installed packages' entry points only, until the user declares it
-trusted.
+"""Trust in files that name code to import or programs to start.
+
+The user's configuration may name any code. A checkpoint, an export or a data set may only use built-in names, registered names
+and entry points of installed packages, unless the user declares the file trusted.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from rlhpc.runtime.files import read_yaml
 
 FLAG = "--trust-checkpoint-code"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
-#: A reference to another key; anything else in braces calls a resolver, such as `oc.env`.
+#: Reference to another key. Any other text in braces calls a resolver, such as `oc.env`.
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
-#: Applied to an environment, and installed wherever one can be made.
+#: Import paths that need no trust: wrappers of Gymnasium, which only wrap an environment, and built-in names.
 _HARMLESS = re.compile(r"gymnasium\.wrappers:(?!RecordVideo\b)[A-Z]\w*|builtin:[a-z_]+")
-#: Sections that only training, its submission and the workflow read.
+#: Sections that only training, the submission of jobs and the workflow read.
 _ELSEWHERE = ("cluster", "workflow", "runner")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-"""An import path in the form that engines accept."""
+"""Import path with dots only, a form that engines accept."""
 _ENGINE = "rollout.engine_kwargs."
 _SWITCHES = {
     "simulator_python": "starts a program",
@@ -39,12 +40,11 @@ _SECRET = "token_env"
 
 @dataclass(frozen=True)
 class Trust:
-    """Permissions for loading code on behalf of a file from elsewhere.
+    """Permissions for loading the code that a file from another source names.
 
     Attributes:
         everything: Whether the user allows any code.
-        names: Import paths that the user's own configuration names, and the switches that it sets, such as
-            `trust_remote_code`.
+        names: Import paths that the user's configuration names, and switches that it sets, such as `trust_remote_code`.
     """
 
     everything: bool = False
@@ -52,7 +52,7 @@ class Trust:
 
     @classmethod
     def of(cls, content: Any, everything: bool = False) -> Trust:
-        """Returns trust in the names of the user's own configuration.
+        """Returns trust in the names of the user's configuration.
 
         Args:
             content: Mappings and lists, or a text such as an override.
@@ -66,7 +66,7 @@ class Trust:
 
     @classmethod
     def of_words(cls, words: Sequence[str], everything: bool = False) -> Trust:
-        """Returns trust in the names of the user's own overrides (`key=value`)."""
+        """Returns trust in the names of the user's overrides (`key=value`)."""
         values: list[Any] = []
         for override in words:
             value = override.partition("=")[2]
@@ -77,11 +77,11 @@ class Trust:
         return cls.of(values, everything)
 
     def check(self, content: Any, origin: str) -> None:
-        """Refuses content that names code, or that would expose data that only this user has.
+        """Refuses content that names untrusted code, starts programs, or exposes variables of the user's environment.
 
         Args:
             content: Parsed content: mappings and lists.
-            origin: Its source; a file's name.
+            origin: Source of the content, such as a file name, for messages.
 
         Raises:
             ConfigError: The content names such code or data; the message has the key, the name, and the flag that allows it.
@@ -100,10 +100,10 @@ class Trust:
             self.refuse(origin, key, repr(switch_value), _SWITCHES[_switch(key)])
 
     def refuse(self, origin: str, key: str, value: str, why: str) -> None:
-        """Raises the error for content that is not trusted.
+        """Refuses content that is not trusted.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: Always; the message has the key, the value, the reason, and the flag that allows the content.
         """
         raise ConfigError(
             f"{origin}: {key} is {value}, which {why}; a file that comes with weights may not. If you know where it is from, "
@@ -112,16 +112,17 @@ class Trust:
 
 
 def without_variables(content: Any, trust: Trust, origin: str, key: str = "") -> Any:
-    """Returns the content with `${oc.env:NAME}` and other resolvers as plain text: for files that another user made.
+    """Returns content from a file of another user, with `${oc.env:NAME}` and other resolvers as plain text.
 
     Args:
-        content: Mappings and lists, as they were written.
-        trust: Refuses a resolver if a policy, its environment or its judge would get the value.
-        origin: Source of the content; a file's name.
+        content: Unresolved mappings and lists.
+        trust: Refuses a resolver outside the sections that only training and jobs read, because a policy, an environment or
+            a reward would get the value.
+        origin: Source of the content, such as a file name, for messages.
         key: Key of `content`, for messages.
 
     Raises:
-        ConfigError: Names key and flag.
+        ConfigError: The content has such a resolver; the message has the key and the flag that allows it.
     """
     if isinstance(content, dict):
         return {n: without_variables(v, trust, origin, f"{key}.{n}" if key else str(n)) for n, v in content.items()}
@@ -138,7 +139,7 @@ def _nodes(content: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(content, dict):
         for name, child in content.items():
             if key or name not in _ELSEWHERE:
-                if isinstance(name, str) and ":" in name:  # a wrapper that has settings, by its path
+                if isinstance(name, str) and ":" in name:  # import path of a wrapper, used as the key of its settings
                     yield key, name
                 yield from _nodes(child, f"{key}.{name}" if key else str(name))
     elif isinstance(content, (list, tuple)):
@@ -157,6 +158,6 @@ def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _switch(key: str) -> str:
-    """Returns the name of a key, or of an entry of the list there, in `_SWITCHES`."""
+    """Returns the name in `_SWITCHES` for a key; list indices in the key are ignored."""
     section_key = ".".join(key.split("[")[0].split(".")[:2])
     return section_key if section_key in _SWITCHES else key.rsplit(".", 1)[-1]

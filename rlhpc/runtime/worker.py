@@ -34,12 +34,12 @@ class Worker:
     process's main thread, one after the other.
 
     Attributes:
-        group_name: Name under which the group was launched.
+        group_name: Name of the worker group.
         rank, world_size: Rank in the group, and the group's size.
         node, node_rank: Host name and rank of the node.
         local_rank, local_world_size: Index among the group's ranks on the node, and their number.
         accelerators: Indices of the node's accelerators that belong to this rank.
-        log: Logger of the class's module; the lines in the rank's log have group and rank.
+        log: Logger of the class's module; lines in the rank's log have group and rank.
     """
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class Worker:
 
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Returns a group of this class, to be launched; `args` and `kwargs` go to each rank's constructor."""
+        """Returns a group of this class, which is not launched yet; each rank's constructor gets `args` and `kwargs`."""
         return WorkerGroup(cls, args, kwargs)
 
     @classmethod
     def forks(cls, *args: Any, **kwargs: Any) -> bool:
         """Returns whether ranks with these arguments may be forked from the fork server.
 
-        If not, each rank gets a new interpreter, for engines that start processes or threads at import, or that check how they
-        were started.
+        If not, each rank gets a new interpreter. Engines need this if they start processes or threads at import, or if they
+        check how their process was started.
         """
         return True
 
@@ -81,10 +81,10 @@ class Worker:
 
     @staticmethod
     def before_leaving(act: Callable[[], None] | None) -> None:
-        """Sets the action that this rank runs before it leaves; with None it may end at once, in the middle of a call.
+        """Sets the action that this rank runs before it leaves; with None the rank may end at once, even during a call.
 
-        `act` is called on the main thread between two calls, so a long call should check `told_to_leave` and return early.
-        Only ranks that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
+        The main thread calls `act` between two calls, so a long call should check `told_to_leave` and return early. Only ranks
+        that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
         if (context := installed()) is not None:
             context.graceful_leave.first(act)
@@ -101,7 +101,7 @@ class Worker:
 
     @property
     def told_to_leave(self) -> bool:
-        """True if this rank has received a notice to leave the run; it may finish work first (`before_leaving`)."""
+        """True if this rank has received a notice to leave the run; the rank may finish work first (`before_leaving`)."""
         context = installed()
         return context is not None and context.graceful_leave.has_notice
 
@@ -120,26 +120,26 @@ class Worker:
     # -- point to point -------------------------------------------------------------------------------------------
 
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
-        """Sends any picklable object to a rank of another (or this) group; messages between two ranks arrive in order.
+        """Sends a picklable object to a rank of this or another group; messages between two ranks arrive in order.
 
-        Tensors keep their dtype. Tensors from an accelerator arrive on the receiver's accelerator, or on the CPU if it has
-        none. Returns once the receiver's inbox has the message, which may be before its `recv`. The inbox then has all data of
-        an object of less than 32 KiB; larger data usually stays on this host until the `recv`. The caller may change the
-        object afterwards. With `async_op` returns an `AsyncWork` at once.
+        Tensors keep their dtype. Tensors from an accelerator arrive on the receiver's accelerator, or on the CPU if the
+        receiver has no accelerator. Returns once the receiver's inbox has the message, which may be before the receiver calls
+        `recv`. The inbox then has all data of an object of less than 32 KiB; larger data usually stays on this host until the
+        `recv`. The caller may change the object afterwards. With `async_op` returns an `AsyncWork` at once.
 
         Raises:
             ValueError: A GPU tensor is not contiguous.
             DeadlineExceeded: The receiver's inbox stayed full until the session's wait deadline.
-            RendezvousTimeout: The receiver never arrived.
+            RendezvousTimeout: The receiver has not started in time.
         """
         return p2p.send(obj, self.group_name, self.rank, dst_group_name, dst_rank, async_op=async_op)
 
     @staticmethod
     def notify(obj: Any, dst_group_name: str, dst_rank: int, about: str) -> bool:
-        """Puts an object into the inbox of a rank, which reads it with `notice(about)`.
+        """Puts an object into the inbox of a rank, which reads the object with `notice(about)`.
 
         Returns:
-            False if the rank has left and its group continues without it.
+            False if the rank has left and its group continues without this rank.
         """
         return p2p.post(obj, about, dst_group_name, dst_rank)
 
@@ -148,7 +148,7 @@ class Worker:
         """Returns the next object that another rank has sent with `notify(…, about)`, without waiting.
 
         Raises:
-            queue.Empty: There is no such object.
+            queue.Empty: No such object has arrived.
         """
         return p2p.poll(about)
 
@@ -161,14 +161,14 @@ class Worker:
         return in_background(f"recv-{src_group_name}-{src_rank}", receive) if async_op else receive()
 
     def send_tensor(self, tensor: torch.Tensor, dst_group_name: str, dst_rank: int, async_op: bool = False) -> Any:
-        """Sends a tensor as `send` does; the receiver passes a tensor of the same shape and dtype to `recv_tensor`."""
+        """Sends a tensor like `send`; the receiver passes a tensor of the same shape and dtype to `recv_tensor`."""
         return p2p.send(tensor, self.group_name, self.rank, dst_group_name, dst_rank, tag="t", async_op=async_op)
 
     def recv_tensor(self, tensor: torch.Tensor, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
-        """Receives into `tensor`, in place, and returns it; with `async_op` returns an `AsyncWork` at once.
+        """Receives a tensor into `tensor` and returns it; with `async_op` returns an `AsyncWork` at once.
 
         Raises:
-            ValueError: Shape or dtype differ from the sent tensor's.
+            ValueError: The sent tensor has another shape or dtype.
         """
 
         def receive() -> None:
@@ -182,10 +182,10 @@ class Worker:
     def broadcast(
         self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int], *, read_only: bool = False
     ) -> Any:
-        """Sends one object from rank `src` to all ranks in `groups`; all of them call this and return the object.
+        """Sends an object from rank `src` to all ranks in `groups`; sender and receivers call this and get the object.
 
-        Large data is written once per host and mapped by each receiver. With `read_only`, a receiver promises not to write to
-        the tensors it gets, so that all receivers on a host can use the same memory.
+        Large data is written once per host, and each receiver maps it. With `read_only`, a receiver must not write to the
+        received tensors, so that all receivers on a host can use the same memory.
         """
         return p2p.broadcast(obj, self.group_name, self.rank, groups, src, read_only=read_only)
 
@@ -196,7 +196,7 @@ class Worker:
         return self._collectives.all_reduce(tensor, op)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects an object from every rank; all ranks return the list in rank order."""
+        """Collects an object from each rank of the group; all ranks get the list in rank order."""
         return self._collectives.all_gather_object(obj)
 
     def barrier(self) -> None:
@@ -204,12 +204,13 @@ class Worker:
         self._collectives.barrier()
 
     def init_process_group(self, ranks: range | None = None) -> Any:
-        """Creates torch's default process group over this worker group (gloo on CPU, NCCL on GPU); returns None for a single
-        rank.
+        """Creates torch's default process group over this worker group (gloo on CPU, NCCL on GPU) and returns it.
+
+        Returns None for a single rank.
 
         Args:
-            ranks: Neighbouring ranks, including this one, that form the process group instead; the worker's collectives then
-                run over them.
+            ranks: Neighbouring ranks, including this rank, that form the process group; by default the whole worker group.
+                The worker's collectives then run over these ranks.
         """
         if ranks is not None:
             group_rank = ranks.index(self.rank)

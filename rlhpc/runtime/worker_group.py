@@ -1,4 +1,4 @@
-"""WorkerGroup: the driver's handle on the ranks of one worker class."""
+"""Worker groups: handles of the ranks of a worker class."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Forking(Protocol):
 
 
 class WorkerGroup:
-    """Ranks of one worker class. `group.method(*args)` calls the method on all ranks and returns a `Handle`.
+    """Handle of the ranks of a worker class: `group.method(*args)` calls the method on all ranks and returns a `Handle`.
 
-    Created by `MyWorker.create_group(...)` and started by `launch`, or attached to by `from_group_name`.
+    `MyWorker.create_group(...)` creates a group and `launch` starts it; `from_group_name` attaches to a running group.
     """
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
@@ -77,18 +77,18 @@ class WorkerGroup:
         """Starts the ranks and waits until each has built its object.
 
         Args:
-            cluster: Nodes to run on.
-            placement_strategy: Placement of the ranks (default: one rank on the first node).
+            cluster: Nodes for the ranks.
+            placement_strategy: Placement of the ranks; by default one rank on the first node.
             name: Name of the group, unique among the running groups; by default the class's name.
             env_vars: Environment variables for every rank.
             fork: Fork the ranks from the node's fork server; False starts new interpreters, for engines that cannot be forked.
                 By default the class decides (`Worker.forks`).
-            timeout: Seconds that all ranks together have to arrive.
+            timeout: Seconds that all ranks together may take to become ready.
             wait: Wait for the ranks. False returns at once, so that groups can start in parallel; the first call on the group
                 then waits.
 
         Raises:
-            RendezvousTimeout: Some ranks did not arrive; the message names them, their nodes and their logs.
+            RendezvousTimeout: Some ranks did not become ready; the message has the ranks, their nodes and their logs.
             WorkerFailed: A constructor raised an exception.
         """
         self.name = name or self._cls.__name__
@@ -110,7 +110,7 @@ class WorkerGroup:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
-        """Restarts the ranks that have ended, in the same places; call `wait_ready` afterwards.
+        """Restarts the ended ranks with the same placement; call `wait_ready` afterwards.
 
         Raises:
             WorkerFailed: The earlier process of a rank cannot be killed.
@@ -134,27 +134,26 @@ class WorkerGroup:
 
     @property
     def present(self) -> list[int]:
-        """Ranks that take calls: all except those that have left."""
+        """Ranks that take calls, which are all ranks that have not left."""
         self.wait_ready()
         client = _client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
     def why_left(self, rank: int) -> str:
-        """Returns why a rank left after a notice to leave; "" if it ended otherwise."""
+        """Returns the reason for which a rank got a notice to leave and left; "" if it ended for another reason."""
         return Session.current().membership.why_left(self.name, rank)
 
     @property
     def leaving(self) -> list[int]:
-        """Ranks that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
+        """Ranks that have a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return Session.current().membership.leaving(self.name)
 
     def restart(self, patience_s: float = 0.0) -> list[int]:
-        """Restarts the ranks that have ended, in the same places, without waiting for them; `admit` later adds those that are
-        ready.
+        """Restarts the ended ranks with the same placement and returns at once; `admit` adds them later, when they are ready.
 
         Args:
-            patience_s: Seconds to wait for their earlier processes to end. A rank whose earlier process still runs is omitted;
-                call this again later.
+            patience_s: Seconds to wait for the earlier processes of the ranks to end. If the earlier process of a rank still
+                runs, the rank is not restarted; call this method again later.
 
         Returns:
             The restarted ranks.
@@ -167,7 +166,7 @@ class WorkerGroup:
         return ranks
 
     def admit(self) -> list[int]:
-        """Adds ranks that were restarted or have joined and that are ready; from now on they take calls.
+        """Adds the ready ranks that were restarted or have joined; they take calls from now on.
 
         Returns:
             The added ranks.
@@ -182,14 +181,14 @@ class WorkerGroup:
         return sorted(ranks)
 
     def took_in(self, rank: int) -> None:
-        """Registers that a rank that `admit` has added is completely set up and takes part from now on."""
+        """Registers that a rank from `admit` is completely set up and takes part from now on."""
         Session.current().membership.takes_part(self.name, rank)
 
     def wait_ready(self) -> WorkerGroup:
         """Waits until each rank has built its object, after `launch(wait=False)`.
 
         Raises:
-            RendezvousTimeout, WorkerFailed: As `launch` does.
+            RendezvousTimeout, WorkerFailed: As for `launch`.
         """
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
@@ -198,7 +197,7 @@ class WorkerGroup:
 
     @classmethod
     def from_group_name(cls, worker_cls: type, name: str, timeout: float = 60.0) -> WorkerGroup:
-        """Returns a handle on a running group; callable in the driver and in any worker of the run."""
+        """Returns a handle of a running group. The driver and any worker of the run may call this."""
         context = contexts.current()
         group = cls(worker_cls)
         group.name = name
@@ -216,7 +215,7 @@ class WorkerGroup:
         return self._size
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
-        """Restricts the next call, and only that one, to these ranks; returns the group."""
+        """Restricts only the next call to these ranks; returns the group."""
         joined = {record["rank"] for record in self._records}
         unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
         if unknown_ranks or not ranks:
@@ -225,7 +224,7 @@ class WorkerGroup:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Handle]:
-        """Returns a function that calls method `name` on all ranks, or on those of `execute_on`, and returns a `Handle`.
+        """Returns a function that calls method `name` on all ranks, or on the ranks of `execute_on`, and returns a `Handle`.
 
         The call waits until the ranks are ready and skips ranks that have left.
 
@@ -252,10 +251,10 @@ class WorkerGroup:
         return call
 
     def shutdown(self, grace: float = 5.0) -> None:
-        """Ends the group: ranks finish their current call, and are killed if they take longer than `grace` seconds. Does not
-        wait for ranks that are still starting.
+        """Ends the group: ranks finish their current call, and are killed if they take longer than `grace` seconds.
 
-        Does nothing on a group that has ended or failed; an attached group is only detached.
+        Does not wait for ranks that are still starting. Does nothing if the group has ended or failed. A group from
+        `from_group_name` keeps running; only this handle becomes unusable.
         """
         session = Session.running()
         if self._members and session is not None:

@@ -1,4 +1,4 @@
-"""Worker process of a rank: registers itself, builds the user's object, then executes calls one after another."""
+"""Worker process of a rank, which registers itself, builds the user's object, and executes calls one after another."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ def ignore_job_signals() -> None:
 
 
 def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = lambda: False) -> None:
-    """Makes SIGTERM call `act` and end this process at once, whatever its main thread is doing, unless `ends_itself` returns
-    True because the process will end by itself.
+    """Makes SIGTERM call `act` and end this process at once, even while the main thread is busy.
+
+    Args:
+        act: Called before the process ends.
+        ends_itself: Called first; returns True if the process will end by itself, and SIGTERM must not end it.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
@@ -63,12 +66,12 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
         if ending.acquire(blocking=False):
             with contextlib.suppress(Exception):
                 act()
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python lets only the main thread set it
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python allows this only on the main thread
             os.kill(os.getpid(), signal.SIGTERM)
 
     def watch() -> None:
-        # C code writes the byte, so it arrives even while the main thread is inside a library. If other code has set its
-        # own handler, that handler applies.
+        # C code writes the byte, so it arrives even while the main thread is inside a library. If other code has set another
+        # handler, that handler applies.
         while signal_byte := os.read(reader, 1):
             if signal_byte[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
                 end(signal_byte[0], None)
@@ -82,7 +85,7 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def in_child() -> None:
-        # a signal to the child must not be handled as the parent's; it has been blocked until here
+        # The parent's handler must not handle a signal to the child; the signal has been blocked until here.
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -128,7 +131,7 @@ def _stay_near_devices(spec: WorkerSpec) -> None:
 
 
 class _Rank:
-    """Connections of a rank's process to its run.
+    """Connections between a rank's process and its run.
 
     Args:
         spec: Specification of the rank.
@@ -201,7 +204,7 @@ def _prepare_process(
 ) -> None:
     """Sets up log files, signals, environment and limits of a rank's process."""
     _redirect(spec)
-    faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
+    faulthandler.enable()  # prints the Python stack after a fault in a library's native code
     ignore_job_signals()
     if on_sigterm is not None:
         before_sigterm(on_sigterm, graceful_leave.tell if graceful_leave is not None else lambda: False)
@@ -222,7 +225,7 @@ def _build_instance(spec: WorkerSpec) -> Any:
 
 
 def _close(instance: Any, name: str) -> None:
-    """Calls the user's object's `close`, if it has one, before the rank ends; only logs its exceptions."""
+    """Calls `close` of the user's object, if it has this method, before the rank ends; only logs its exceptions."""
     if isinstance(instance, Closing):
         try:
             instance.close()
@@ -253,7 +256,7 @@ def run_worker(
     except BaseException as error:
         traceback.print_exc()
         rank.note("failed", error=describe_error(error))
-        time.sleep(0.2)  # let the note be sent before the process ends
+        time.sleep(0.2)  # the note must be sent before the process ends
         return 1
     rank.note("ready", record=rank.record)
     status = CallServer(rank.context, rank.receiver, instance).run()
@@ -264,8 +267,9 @@ def run_worker(
 def live(
     spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
 ) -> int:
-    """Runs a worker as `run_worker` does; reports an exception in the rank's log and in this process's output, and returns the
-    exit status.
+    """Runs a worker like `run_worker`; returns its exit status.
+
+    Reports an exception in the rank's log and in this process's output.
     """
     try:
         return run_worker(spec, on_sigterm, graceful_leave)
@@ -283,17 +287,16 @@ def live(
 
 
 def _step_id() -> str:
-    """Returns `<job>.<step>` if this rank is a task of a job step."""
+    """Returns `<job>.<step>` if this rank is a task of a job step, else ""."""
     job, step = os.environ.get("RLHPC_STEP_JOB"), os.environ.get("SLURM_STEP_ID")
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
 def _task(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
-    """Reads the specification of a rank that is a task of a job step or has joined, and adds its devices and its address for
-    other hosts.
+    """Reads the specification of a task of a job step or of a joined rank from stdin; adds the rank's devices and address.
 
     Args:
-        number: Index of its specification on stdin.
+        number: Index of the specification in the list on stdin.
         graceful_leave: Graceful leave of a joined rank.
     """
     from rlhpc.runtime.allocation import visible_accelerators

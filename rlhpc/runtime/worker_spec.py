@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import Placement
 
-#: Requests of the driver to a rank besides calls of methods: to end; in a recovery, to be idle and to resume.
+#: Requests of the driver to a rank besides method calls: to end, and in a recovery to be idle and to resume.
 EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
 
 
 @dataclass
 class WorkerSpec:
-    """Specification of one rank, passed through the fork server's pipe (never through files or the environment).
+    """Specification of a rank, sent to the rank's process through a pipe and never through files or the environment.
 
     Attributes:
         group, rank, world_size: Identity of the rank.
@@ -44,9 +44,9 @@ class WorkerSpec:
         threads: Number of threads of OpenMP and torch.
         bind_cores: Whether the rank is bound to cores near its accelerators.
         tcp_address: Address to listen on for other hosts; None if all processes share this host.
-        interface: Network interface for that address; None takes the one on the route to the driver.
+        interface: Network interface for that address; None means the interface on the route to the driver.
         driver: Endpoints of the driver's service, for notes such as ready and alive.
-        wait_deadline: Seconds after which any wait gives up.
+        wait_deadline: Seconds after which a wait fails.
         interpreter: Python that runs the rank in a new process; empty to fork.
         incarnation: Identifier of this start of the rank; a restarted rank has a new one.
     """
@@ -89,7 +89,7 @@ class WorkerSpec:
         """Parses a specification from `to_json`.
 
         Raises:
-            ValueError: The text is no specification.
+            ValueError: The text is not a specification.
         """
         fields = read_json(text)
         if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
@@ -134,12 +134,12 @@ def spec_of(
     """Builds the specification of a rank.
 
     Args:
-        group, placement, world_size: Identity and place of the rank.
+        group, placement, world_size: Identity and placement of the rank.
         cluster: The nodes.
-        env_vars: Environment variables; they take precedence over those of its node group.
-        sharing: Number of ranks that share its node's cores.
-        log_dir: Folder for its logs.
-        common: Fields with the same values on all ranks of the session or the group.
+        env_vars: Environment variables; they take precedence over those of the node group.
+        sharing: Number of ranks that share the cores of the node.
+        log_dir: Folder for the rank's logs.
+        common: Fields with the same values for all ranks of the session or the group.
     """
     node = cluster.nodes[placement.node_rank]
     node_group = cluster.node_group(placement.node_group) if placement.node_group else None
@@ -158,7 +158,7 @@ def spec_of(
     )  # fmt: skip
 
 
-#: Byte on the standard input of a joined rank that tells it to leave.
+#: Byte on the standard input of a joined rank that is a notice to leave.
 LEAVE = b"L"
 
 
@@ -181,13 +181,13 @@ def read_specs(stream: int) -> list[WorkerSpec]:
 
 
 def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
-    """Starts a thread that ends this process when its input ends, because the driver or srun has ended then.
+    """Starts a thread that ends this process at the end of its input, which means that the driver or srun has ended.
 
     Args:
         stream: File descriptor of the input.
         leave: Function to call before the process ends.
         ends_itself: Called when the input contains `LEAVE`; returns whether this process will end by itself. If not, the
-            thread ends it at once.
+            thread ends the process at once.
     """
 
     def watch() -> None:
@@ -207,15 +207,20 @@ def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Calla
 
 
 def step_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
-    """Returns the rank's `CUDA_VISIBLE_DEVICES`: its index i stands for the i-th device that the step was granted on the node.
+    """Returns the rank's `CUDA_VISIBLE_DEVICES`. Index i of an accelerator means the i-th device of the step on the node.
+
+    Args:
+        spec: Specification of the rank.
+        environ: Environment of the task.
+        visible: Devices of the step on the node.
 
     Raises:
-        ConfigError: The step was granted fewer devices than the placement needs.
+        ConfigError: The step has fewer devices than the placement needs.
     """
     if not spec.accelerators:
         return ""
     if not visible and "CUDA_VISIBLE_DEVICES" not in environ:
-        return ",".join(str(i) for i in spec.accelerators)  # the site masks nothing
+        return ",".join(str(i) for i in spec.accelerators)  # a site that sets no mask
     if max(spec.accelerators) >= len(visible):
         raise ConfigError(
             f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.accelerators)}, but the step was given "

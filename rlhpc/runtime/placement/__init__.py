@@ -7,9 +7,9 @@ The grammar of `cluster.component_placement` is `resource ranks[:process ranks]`
     reward: 0,2,4-5:0-1                     # two processes with two accelerators each
     env: {node_group: cpu, placement: "0-1:0-3,3-5:4-6"}
 
-A resource is an accelerator, or a node if the cluster (or the node group) has no accelerators. Where a process is an engine
-over several resources (`rollout: 0-7:0-3`: four engines of two accelerators), each of them is a rank: eight, of which two
-neighbours are an engine.
+A resource is an accelerator, or a node if the cluster (or the node group) has no accelerators. If a process is an engine over
+several resources, each resource is a rank of the engine: `rollout: 0-7:0-3` has four engines of two accelerators, which are
+eight ranks.
 """
 
 from rlhpc.runtime.placement.components import (

@@ -18,19 +18,19 @@ class Clustered(Protocol):
 
     @property
     def cluster(self) -> ClusterConfig:
-        """The machines, and the placement of components on them."""
+        """Section with the machines and the placement of components."""
 
 
 @dataclass(frozen=True)
 class ComponentPlacementStrategy:
-    """A component's placement as the configuration gives it.
+    """Placement of a component, from the configuration.
 
     Attributes:
-        component: Name.
+        component: Name of the component.
         processes: Resource ranks of each process.
-        node_group: Label of the node group in which they are counted.
-        by_node: The resources are nodes, not accelerators.
-        replica: Number of neighbouring ranks that form one engine; 1 for all components but `ENGINES`.
+        node_group: Label of the node group; resource ranks count within this group.
+        by_node: Whether the resources are nodes rather than accelerators.
+        replica: Number of neighbouring ranks that form one engine; 1 for components that are no engines.
     """
 
     component: str
@@ -40,7 +40,7 @@ class ComponentPlacementStrategy:
     replica: int = 1
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """Returns the place of each process of the component on this cluster, in rank order."""
+        """Returns the placement of each process of the component on a cluster, in rank order."""
         key = f"cluster.component_placement.{self.component}"
         nodes = group_nodes(cluster, self.node_group, key)
         if self.by_node:
@@ -49,17 +49,17 @@ class ComponentPlacementStrategy:
 
 
 class HybridComponentPlacement:
-    """The placement of every component of a configuration, without constraints between components.
+    """Placement of all components of a configuration, without constraints between components.
 
-    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a separate rank,
-    and these neighbouring ranks form one engine.
+    If the section of a component in `ENGINES` has `parallel`, each process of the component is an engine. Each resource of the
+    process is then a separate rank, and these neighbouring ranks form the engine.
 
     Args:
-        cfg: A configuration with `cluster.component_placement`.
-        cluster: Where to place.
+        cfg: Configuration with `cluster.component_placement`.
+        cluster: Cluster on which to place the components.
 
     Raises:
-        PlacementError: A rule is broken; the message names the rule, the component and the place.
+        PlacementError: The placement breaks a rule; the message has the rule, the component and the text.
     """
 
     ENGINES = ("rollout",)
@@ -114,7 +114,7 @@ class HybridComponentPlacement:
             )
         strategy = ComponentPlacementStrategy(name, tuple(map(tuple, processes)), label, by_node, replica)
         try:
-            strategy.place(self.cluster)  # every rule is checked here, before anything starts
+            strategy.place(self.cluster)  # checks all rules before any process starts
         except PlacementError as error:
             raise PlacementError(f"{key}: {str(layout)!r}: {str(error).removeprefix(f'{key}: ')}") from None
         self._strategies[name] = strategy
@@ -122,10 +122,10 @@ class HybridComponentPlacement:
     def _ranks_of_engines(
         self, name: str, at: str, unit: str, processes: list[list[int]]
     ) -> tuple[list[list[int]], int]:
-        """Returns one process for each resource of each process, and the number of them that form an engine.
+        """Splits the processes into ranks with one resource each; returns the ranks' resources and the ranks per engine.
 
         Raises:
-            PlacementError: Engines would differ in size, or from the size in the configuration.
+            PlacementError: The engines differ in size, or their size differs from the size in the configuration.
         """
         key, tp_size = f"{name}.parallel.tensor", _read_path(self._parallel[name], "tensor")
         widths = sorted({len(ranks) for ranks in processes})
@@ -178,14 +178,14 @@ class HybridComponentPlacement:
 
 
 class ModelParallelComponentPlacement(HybridComponentPlacement):
-    """Placement of `actor` and `rollout` (and `inference`, `critic`, `critic_inference`) for large models.
+    """Placement of `actor`, `rollout` and the other model-parallel components (`COMPONENTS`) for large models.
 
-    Collocated: actor and rollout alternate on the same accelerators. Disaggregated: each of the five has separate
-    accelerators. Other components (env, reward, …) may be anywhere.
+    Collocated: actor and rollout alternate on the same accelerators. Disaggregated: each of these components has separate
+    accelerators. Other components (env, reward, …) may use any resources.
 
     Raises:
-        PlacementError: Actor or rollout has no placement, its accelerators have gaps, it overlaps in part, or a mode's needs
-            are not met.
+        PlacementError: Actor or rollout has no placement, the accelerators of a component have gaps, components overlap in
+            part, or a rule of the mode is broken.
     """
 
     COMPONENTS = ("actor", "rollout", "inference", "actor_inference", "critic", "critic_inference")
@@ -248,7 +248,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
 
 
 def _read_path(source: Any, *path: str) -> Any:
-    """Returns the value at a path in a mapping, a DictConfig or a dataclass; None if it is absent."""
+    """Returns the value at a path in a mapping, a DictConfig or a dataclass; None if the path does not exist."""
     for key in path:
         if source is None:
             return None

@@ -1,4 +1,4 @@
-"""The grammar of `cluster.component_placement`: `resource ranks[:process ranks]`, comma-separated."""
+"""Grammar of `cluster.component_placement`: `resource ranks[:process ranks]`, comma-separated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fail = Callable[[str, str], PlacementError]
 
 @dataclass(frozen=True)
 class _Segment:
-    """A piece of a placement: resources, and the processes that share them."""
+    """Segment of a placement: resources, and the processes that share them."""
 
     text: str
     resources: tuple[int, ...]
@@ -44,9 +44,9 @@ def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
 def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     """Splits a placement into segments.
 
-    Parts without `:` before one with `:` are either separate segments, one process per resource, or the head of a comma
-    list whose processes the last part names. The first process rank after the `:` decides: either it counts the processes of
-    those parts, or it does not.
+    Parts without `:` before a part with `:` have two possible meanings. They are separate segments with one process per
+    resource, or they are resources of the segment that ends with the part with `:`. The first process rank after the `:`
+    decides: in the first case, it counts on after the processes of these parts.
     """
     segments: list[_Segment] = []
     open_parts: list[tuple[str, list[int]]] = []
@@ -92,17 +92,17 @@ def parse_placement(
     """Parses one placement string.
 
     Args:
-        component: Name, for messages.
+        component: Name of the component, for messages.
         text: `resource ranks[:process ranks]`, comma-separated.
         resources: Number of resources.
-        unit: Their type (accelerator or node), for messages.
-        label: Their node group, for messages.
+        unit: Type of the resources (accelerator or node), for messages.
+        label: Node group of the resources, for messages.
 
     Returns:
-        The resource ranks of each process, in rank order.
+        Resource ranks of each process, in rank order.
 
     Raises:
-        PlacementError: The text breaks a rule; names the component, the text at fault and the rule.
+        PlacementError: The text breaks a rule; the message has the component, the wrong part of the text and the rule.
     """
 
     def fail(part: str, rule: str) -> PlacementError:

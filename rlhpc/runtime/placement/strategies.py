@@ -1,4 +1,4 @@
-"""Strategies: which resources each process gets on the nodes of a cluster."""
+"""Placement strategies, which assign the resources of a cluster to the processes of a group."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of one process.
+    """Placement of one process.
 
     Attributes:
-        rank: Its rank in the group.
-        node_rank: Rank of its node.
-        local_rank, local_world_size: Position among the group's processes of that node.
-        accelerators: Indices on that node.
+        rank: Rank of the process in its group.
+        node_rank: Rank of the node.
+        local_rank, local_world_size: Index among the group's processes on the node, and their number.
+        accelerators: Indices of the process's accelerators on the node.
         node_group: Label of the node group.
     """
 
@@ -37,7 +37,7 @@ class PlacementStrategy(Protocol):
 
 
 def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> list[Placement]:
-    """Makes placements from (node, accelerators) pairs in rank order, adding ranks and local ranks."""
+    """Returns placements for pairs (node, accelerators) in rank order, with ranks and local ranks."""
     totals: dict[int, int] = {}
     for node, _ in where:
         totals[node] = totals.get(node, 0) + 1
@@ -51,7 +51,7 @@ def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> li
 
 
 def group_nodes(cluster: Cluster, label: str, label_text: str) -> tuple[int, ...]:
-    """Returns the node ranks of a node group; those of the whole cluster for the reserved labels."""
+    """Returns the node ranks of a node group; for a reserved label, those of all nodes."""
     try:
         return cluster.node_group(label).node_ranks
     except ConfigError as error:
@@ -59,7 +59,7 @@ def group_nodes(cluster: Cluster, label: str, label_text: str) -> tuple[int, ...
 
 
 def extent(label: str, resource: str, total: int) -> str:
-    """Describes the available resources, for messages."""
+    """Returns a text with the number of available resources, for messages."""
     scope = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
     indices = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
     return f"{scope} has {total} {resource}{'' if total == 1 else 's'}{indices}"
@@ -68,9 +68,10 @@ def extent(label: str, resource: str, total: int) -> str:
 def _one_node(
     available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], origin: str
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns the node of one process and its indices there, from its global accelerator ranks.
+    """Returns the node of a process and the indices of its accelerators on the node, from global accelerator ranks.
 
-    A node is in at most one node group, so the accelerators of a node are of one type.
+    Raises:
+        PlacementError: An accelerator does not exist, or the accelerators are on several nodes.
     """
     for rank in ranks:
         if not 0 <= rank < len(available):
@@ -87,13 +88,13 @@ def _one_node(
 
 
 class PackedPlacementStrategy:
-    """Consecutive resources from `start` to `end` (inclusive), `num_accelerators_per_process` to each process.
+    """Placement on consecutive resources from `start` to `end` (inclusive).
 
     Args:
-        start, end: Global accelerator ranks; node ranks if there are no accelerators.
-        num_accelerators_per_process: How many each process gets.
+        start, end: Global accelerator ranks; node ranks if the nodes have no accelerators.
+        num_accelerators_per_process: Number of accelerators of each process.
         stride: Distance between the accelerators of one process.
-        node_group: Count within this group only.
+        node_group: Node group in which the ranks count; by default the cluster.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class PackedPlacementStrategy:
 
 
 class FlexiblePlacementStrategy:
-    """An explicit list of accelerator ranks for every process, such as `[[0, 1], [2]]`."""
+    """Placement by an explicit list of accelerator ranks for each process, such as `[[0, 1], [2]]`."""
 
     def __init__(self, accelerators: Sequence[Sequence[int]], node_group: str | None = None) -> None:
         if not accelerators or not all(len(a) for a in accelerators):
@@ -157,7 +158,10 @@ class FlexiblePlacementStrategy:
 
 
 class NodePlacementStrategy:
-    """One process for each listed node, without accelerators: `[0, 0, 1]` puts two on node 0 and one on node 1."""
+    """Placement of one process for each listed node, without accelerators.
+
+    For example, `[0, 0, 1]` places two processes on node 0 and one process on node 1.
+    """
 
     def __init__(self, node_ranks: Sequence[int], node_group: str | None = None) -> None:
         if not node_ranks:
