@@ -1,4 +1,4 @@
-"""Checkpoints: saving, verification, resume and conversion. Modules that need torch are imported where they are used."""
+"""Checkpoints: saving, verification, resume and conversion. This package itself does not import torch."""
 
 from rlhpc.checkpoint.manifest import is_complete, read_manifest, verify
 from rlhpc.checkpoint.store import (

@@ -77,7 +77,7 @@ class ChecksummedFile:
         self._file.close()
 
     def end(self) -> tuple[int, str]:
-        """Makes the content durable; returns its size and checksum."""
+        """Makes the content durable; returns the size and the checksum."""
         os.fsync(self._file.fileno())
         self._file.close()
         return self.size, self._hash.hexdigest()
@@ -94,7 +94,7 @@ def write_summed(path: Path, write: Callable[[ChecksummedFile], None]) -> tuple[
         Size and SHA-256.
 
     Raises:
-        CheckpointError: The filesystem refused.
+        CheckpointError: The file could not be written.
     """
     try:
         file = ChecksummedFile(path)
@@ -247,11 +247,11 @@ def write_file(path: Path, value: Value, write: Callable[[ChecksummedFile, Value
 
     Args:
         path: The file.
-        value: Its content: tensors in dicts, lists and tuples.
-        write: Function that writes the value, or a copy of it.
+        value: Content of the file: tensors in dicts, lists and tuples.
+        write: Function that writes the value or a copy of the value.
 
     Raises:
-        CheckpointError: The filesystem refused.
+        CheckpointError: The file could not be written.
     """
     if (save := _active_writes.get()) is not None:
         save.add(path, value, write)
@@ -285,7 +285,7 @@ class SavingWorker(Worker):
             The written files; None if a thread still writes, in which case `saved` returns the files later.
 
         Raises:
-            CheckpointError: The filesystem refused.
+            CheckpointError: A file could not be written.
         """
         if async_write and self._copies is None:
             self._copies = HostBuffers()

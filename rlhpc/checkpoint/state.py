@@ -62,7 +62,7 @@ def save_state(path: Path, state: Any) -> None:
     """Writes a state file durably, or queues it in the active save (`async_writer.write_file`).
 
     Raises:
-        CheckpointError: The state contains a type that `dump_state` refuses, or the filesystem refused.
+        CheckpointError: The state contains a type that `dump_state` refuses, or the file could not be written.
     """
     write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _without_views(copies)))
 
@@ -92,7 +92,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Tied tensors are written once per name.
 
     Raises:
-        CheckpointError: The filesystem refused.
+        CheckpointError: The file could not be written.
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     write_file(path, detached, lambda file, copies: stream_tensors(file, on_host(copies)))

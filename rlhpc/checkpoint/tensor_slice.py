@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return tuple(map(slice, self.starts, self.ends))
 
     def meet(self, other: Box) -> Box | None:
-        """Returns the intersection; None if it is empty."""
+        """Returns the intersection with another box; None if the boxes do not overlap."""
         overlap = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
         return overlap if all(size > 0 for size in overlap.sizes) else None
 

@@ -62,7 +62,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _write(text: str, output: Path | None) -> None:
-    """Writes a text to a file, or to standard output without one."""
+    """Writes a text to a file, or to standard output if `output` is None."""
     if output is None:
         print(text, end="")
     else:

@@ -60,8 +60,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """Returns the folder of a profile, given by its path or found by name in `./profiles` or in rlhpc; for a profile of the
-    user or the site, returns the name, which Snakemake finds.
+    """Returns the folder of a profile, from its path or from its name in `./profiles` or in rlhpc.
+
+    For a profile of the user or the site, returns the name, which Snakemake finds.
 
     Raises:
         ConfigError: The profile does not exist.

@@ -1,4 +1,4 @@
-"""Configuration: YAML files as typed dataclasses, checked before anything is started or written."""
+"""Configuration: YAML files as typed dataclasses, checked before a run starts."""
 
 from rlhpc.config.files import find_config
 from rlhpc.config.load import config_to_yaml, segment_end, segment_ends, total_steps

@@ -88,14 +88,14 @@ def check_name(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None
 
 
 def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
-    """Raises an error for the first broken rule.
+    """Refuses a configuration that breaks a rule.
 
     Args:
         rules: For each rule, True if it is broken, its key, and its text.
         fail: Function that builds the error.
 
     Raises:
-        ConfigError: A rule is broken.
+        ConfigError: The error of the first broken rule.
     """
     for is_broken, key, rule in rules:
         if is_broken:

@@ -1,4 +1,4 @@
-"""Configuration files: search by name, and reading with the files they include."""
+"""Configuration files: search by name, and reading of a file with the files that it includes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
     Scalars keep their text.
 
     Args:
-        config: YAML file, or a mapping in place of its content, whose `defaults` are relative to the working directory.
+        config: YAML file, or a mapping with its content. The `defaults` of a mapping are relative to the working directory.
         trust: Code that the file may name, if it came with a checkpoint.
 
     Raises:

@@ -48,7 +48,7 @@ _VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def open_mapping_of(key: str) -> str | None:
-    """Returns the mapping with user-chosen keys that contains or is a dotted key: `env.train.kwargs` for
+    """Returns the mapping with user-chosen keys that contains or equals a dotted key: `env.train.kwargs` for
     `env.train.kwargs.g`; None if there is no such mapping.
     """
     key_parts = key.split(".")
@@ -82,7 +82,7 @@ def fields_of(cls: type) -> Mapping[str, Any]:
 
 @functools.cache
 def docs_of(cls: type) -> Mapping[str, str]:
-    """Returns the docstring under each field of a dataclass, including those of base classes."""
+    """Returns the docstring under each field of a dataclass, including fields of base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -102,7 +102,7 @@ def docs_of(cls: type) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """Key or section of a configuration, as the field of its dataclass declares it.
+    """Key or section of a configuration, declared by a field of a dataclass.
 
     Attributes:
         path: Dotted key; a key in an element of a list of sections is written `list[].name`.
@@ -240,7 +240,7 @@ def without_null(value_type: Any) -> tuple[Any, bool]:
 
 
 def typed_value(content: Any, value_type: Any) -> Any:
-    """Replaces each `Scalar` by its text where the type is text, and by its YAML value elsewhere.
+    """Replaces each `Scalar` by its text if the type is `str`, otherwise by its YAML value.
 
     Args:
         content: Value as it was written, or a section.

@@ -14,7 +14,7 @@ from rlhpc.runtime.text import format_bytes
 
 
 def accounting_tables(record: Mapping[str, Any]) -> str:
-    """Renders two tables from accounting.json: one of the roles, one of the job's components."""
+    """Renders two tables from accounting.json: the roles, and the job's components."""
     jobs = "job" + ("s " if len(record["jobs"]) > 1 else " ") + ", ".join(str(job) for job in record["jobs"])
     if not record.get("available"):
         return missing(f"Accounting is not available for {escape(jobs)}: {escape(str(record.get('reason', '')))}.")

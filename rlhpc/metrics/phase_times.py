@@ -24,8 +24,8 @@ _BUSY_SHARE = 0.1
 class ActiveClock:
     """Seconds in which this process was not stopped, from an arbitrary moment on.
 
-    A gap between two readings of the clock is not counted if it is longer than a busy machine causes and the process used
-    almost no CPU time during it. Shorter stops are counted.
+    The clock omits a gap between two readings if the gap is longer than on a busy machine and the process used almost no CPU
+    time meanwhile. The clock does not detect shorter stops.
 
     Args:
         reading_interval_s: Seconds between two readings of the clock.
@@ -135,7 +135,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times a block, even if it raises."""
+        """Measures the time of a block, even if the block raises an error."""
         start = active_s()
         try:
             yield

@@ -208,7 +208,7 @@ def _iter_leaves(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iter
 
 
 def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
-    """Returns the content with a function applied to each text in it."""
+    """Applies a function to each text in nested mappings and lists."""
     if isinstance(value, dict):
         return {key: _map_texts(element, function) for key, element in value.items()}
     if isinstance(value, list):

@@ -37,7 +37,7 @@ class RunFacts:
 class RunLogger(Protocol):
     """Destination of metric rows, built with the arguments under its name in `runner.logger.kwargs`.
 
-    All methods are called on one thread, which is not the training thread. Any exception ends this logger with a
+    All methods are called on one thread, which is not the training thread. An exception ends this logger with a
     warning; the run and the other loggers continue.
     """
 
@@ -83,7 +83,7 @@ class ServiceLogger:
 
 
 def require(name: str) -> Any:
-    """Imports the optional package that a logger is named after.
+    """Imports the optional package with the name of a logger.
 
     Raises:
         ConfigError: The package is missing; the message names what to install.
