@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
     def meet(self, other: Box) -> Box | None:
         """Returns the intersection with another box; None if the boxes do not overlap."""
-        overlap = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
+        overlap = box_between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
         return overlap if all(size > 0 for size in overlap.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
@@ -65,7 +65,7 @@ class Box(NamedTuple):
         )
 
 
-def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
+def box_between(starts: Iterable[int], ends: Iterable[int]) -> Box:
     """Returns the box from `starts` up to but not including `ends`."""
     start_indices = tuple(starts)
     return Box(start_indices, tuple(end - start for start, end in zip(start_indices, ends, strict=True)))
@@ -77,10 +77,10 @@ def full_box(shape: Iterable[int]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
-def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
-    """Returns boxes that together cover the part of `target` outside all boxes of `held`."""
+def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
+    """Returns boxes that together cover the part of `target` outside the given boxes."""
     remaining = [target]
-    for box in held:
+    for box in boxes:
         overlaps = [(uncovered_box, uncovered_box.meet(box)) for uncovered_box in remaining]
         remaining = [
             remainder

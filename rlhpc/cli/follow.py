@@ -82,24 +82,24 @@ class WorkflowLog:
     """Incremental reader of Snakemake's output.
 
     Attributes:
-        started: Jobs that started since the last `read`.
-        running: Running rules, with the number of jobs of each.
-        failed: Jobs that failed, in the order of their failures.
-        waiting: Last line about a queued job.
+        started_jobs: Jobs that started since the last `read`.
+        running_counts: Running rules, with the number of jobs of each.
+        failed_jobs: Jobs that failed, in the order of their failures.
+        queued_job: Last line about a queued job.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._path, self._folder, self._offset = path, folder, 0
         self._block: RuleJob | None = None
         self._is_failure = False
-        self.started: list[RuleJob] = []
-        self.running: dict[str, int] = {}
-        self.failed: list[RuleJob] = []
-        self.waiting = ""
+        self.started_jobs: list[RuleJob] = []
+        self.running_counts: dict[str, int] = {}
+        self.failed_jobs: list[RuleJob] = []
+        self.queued_job = ""
 
     def read(self) -> list[RuleJob]:
         """Reads new lines; returns the jobs that started."""
-        self.started = []
+        self.started_jobs = []
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -110,7 +110,7 @@ class WorkflowLog:
         self._offset += len(new_bytes) - len(incomplete_line)
         for line in lines:
             self._parse_line(line.decode("utf-8", "replace"))
-        return self.started
+        return self.started_jobs
 
     def _parse_line(self, line: str) -> None:
         if match := _RULE.match(line):
@@ -123,7 +123,7 @@ class WorkflowLog:
             self._end_block()  # the end of a short job may directly follow its start
             self._change_count(match[1], -1)
         elif match := _QUEUED_JOB.match(line):
-            self.waiting = match[1]
+            self.queued_job = match[1]
         elif self._block is not None and self._block.read_line(line, self._folder):
             pass
         elif not line.startswith(" ") or _BLOCK_END.match(line):
@@ -134,14 +134,14 @@ class WorkflowLog:
         if job is None or job.rule in ("all", "train"):
             return
         if self._is_failure:
-            self.failed.append(job)
+            self.failed_jobs.append(job)
             self._change_count(job.rule, -1)
         else:
-            self.started.append(job)
+            self.started_jobs.append(job)
             self._change_count(job.rule, 1)
 
     def _change_count(self, rule: str, change: int) -> None:
-        self.running[rule] = max(0, self.running.get(rule, 0) + change)
+        self.running_counts[rule] = max(0, self.running_counts.get(rule, 0) + change)
 
 
 @dataclass
@@ -239,12 +239,14 @@ class WorkflowFollower:
                 self._print_phase(self._job)
 
     def _is_training(self) -> bool:
-        return any(self._log.running.get(rule) for rule, track in _TRACKS_BY_RULE.items() if track == self._track)
+        return any(
+            self._log.running_counts.get(rule) for rule, track in _TRACKS_BY_RULE.items() if track == self._track
+        )
 
     def _has_next_segment(self) -> bool:
         """Returns whether another segment follows; between two segments no rule trains."""
         track = self._tracks[self._track]
-        return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
+        return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed_jobs
 
     def _print_phase(self, job: RuleJob) -> None:
         """Prints the name of the current phase."""
@@ -261,7 +263,7 @@ class WorkflowFollower:
         """Displays progress within a phase: the output of an evaluation, or the state of a queued job."""
         if self._job is None:
             return
-        waiting_text = self._log.waiting if self._job.rule in _TRACKS_BY_RULE else ""
+        waiting_text = self._log.queued_job if self._job.rule in _TRACKS_BY_RULE else ""
         if not self._is_terminal and waiting_text and waiting_text not in self._printed:
             self._printed.add(waiting_text)
             self._stream.write(f"  {waiting_text}\n")
@@ -296,7 +298,7 @@ class WorkflowFollower:
 
 def find_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
     """Returns the error of a failed workflow, and the file with the error: a failed rule's log, otherwise Snakemake's log."""
-    for file in (*(job.log for job in log.failed if job.log is not None), path):
+    for file in (*(job.log for job in log.failed_jobs if job.log is not None), path):
         with contextlib.suppress(OSError):
             if log_text := file.read_text(errors="replace").strip():
                 return _error_excerpt(log_text, lines), file

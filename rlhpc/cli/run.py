@@ -206,7 +206,7 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
         )
         if isinstance(code, InterruptedCode):
             return code
-        if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
+        if not log.started_jobs and not log.failed_jobs and code != 0 and not sweep.paths.is_there:
             return _print_failure(log, path, args, code)  # nothing started
         print("\n".join(["", *render_sweep_ending(sweep)]))
         if sweep.paths.page.is_file():
@@ -282,7 +282,7 @@ def _print_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code:
         return 128 - code
     error_text, error_log = find_error(log, path)
     print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
-    if not log.failed and error_text.startswith("rlhpc: error: "):
+    if not log.failed_jobs and error_text.startswith("rlhpc: error: "):
         return 2
     more_text = f"; Snakemake's: {relative(path)}" if error_log != path else ""
     say(

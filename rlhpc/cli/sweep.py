@@ -191,11 +191,11 @@ class SweepFollower:
                 self._print_line("", "writing the page")
         for name, prefix in self._prefixes.items():
             rule = f"{prefix}report"
-            has_failed = any(job.rule == rule for job in self._log.failed)
-            if self._log.running.get(rule) == 0 and not has_failed and name not in self.finished_names:
+            has_failed = any(job.rule == rule for job in self._log.failed_jobs)
+            if self._log.running_counts.get(rule) == 0 and not has_failed and name not in self.finished_names:
                 self.finished_names.append(name)
                 self._print_line(name, f"done ({len(self.finished_names)})")
-        for job in self._log.failed:
+        for job in self._log.failed_jobs:
             name, rule = self.split_rule(job.rule)
             self._print_line(name, f"failed: {rule}" + (f", see {job.log}" if job.log else ""))
         if self._is_terminal and time.monotonic() > self._next_update:
@@ -216,7 +216,9 @@ class SweepFollower:
             self._stream.flush()
 
     def _print_progress(self) -> None:
-        training = [name for name, prefix in self._prefixes.items() if self._log.running.get(f"{prefix}train_segment")]
+        training = [
+            name for name, prefix in self._prefixes.items() if self._log.running_counts.get(f"{prefix}train_segment")
+        ]
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
         ratio = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
             1, sum(self._totals.values())

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from rlhpc.checkpoint.tensor_slice import Box, between, cut, full_box
+from rlhpc.checkpoint.tensor_slice import Box, box_between, cut, full_box
 from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
@@ -223,7 +223,7 @@ def within(
             starts.append(overlap_start - view_start)
             stops.append(overlap_end - view_start)
             local_index.append(slice(local_start + overlap_start - box_start, local_start + overlap_end - box_start))
-    return between(starts, stops), tuple(local_index)
+    return box_between(starts, stops), tuple(local_index)
 
 
 def names_and_shapes(

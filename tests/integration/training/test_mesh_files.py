@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
-from rlhpc.checkpoint.tensor_slice import between, cut
+from rlhpc.checkpoint.tensor_slice import box_between, cut
 from rlhpc.training.safetensors_writer import Layout
 from tests.forked import forked
 
@@ -141,9 +141,9 @@ def test_files_are_laid_out_as_safetensors_says(tmp_path: Path) -> None:
     layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, max_file_bytes=100)
     layout.begin(tmp_path)
     parts = {
-        "a": [between((0, 0), (4, 2)), between((0, 2), (3, 6)), between((3, 2), (4, 6))],
-        "b": [between((), ())],
-        "c": [between((0, 0, 0), (3, 2, 5)), between((0, 2, 0), (3, 4, 3)), between((0, 2, 3), (3, 4, 5))],
+        "a": [box_between((0, 0), (4, 2)), box_between((0, 2), (3, 6)), box_between((3, 2), (4, 6))],
+        "b": [box_between((), ())],
+        "c": [box_between((0, 0, 0), (3, 2, 5)), box_between((0, 2, 0), (3, 4, 3)), box_between((0, 2, 3), (3, 4, 5))],
     }
     for name, boxes in parts.items():
         layout.write(tmp_path, [(name, box, cut(tensors[name], box)) for box in boxes])

@@ -182,7 +182,7 @@ def test_the_log_says_the_same_in_whatever_pieces_it_is_written(tmp_path: Path) 
             ("train_segment", {"segment": "0"}), ("eval", {"step": "20", "suite": "far"}),
         ]  # fmt: skip
         assert started[1].log == tmp_path / "runs/q/logs/workflow/eval_20_far.log"
-        assert log.running == {"train_segment": 0, "eval": 1}
+        assert log.running_counts == {"train_segment": 0, "eval": 1}
 
 
 def test_what_follows_a_block_without_an_empty_line_is_none_of_it(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_what_follows_a_block_without_an_empty_line_is_none_of_it(tmp_path: Path
         "        (command exited with non-zero exit code)\nLogfile train.log:\n====\n    log: other.log\n"
     )
     path.write_text(starts + fails)
-    assert log.read() == [] and [(job.rule, job.log) for job in log.failed] == [
+    assert log.read() == [] and [(job.rule, job.log) for job in log.failed_jobs] == [
         ("train_segment", tmp_path / "train.log")
     ]
-    assert log.running == {"train_segment": 0}
+    assert log.running_counts == {"train_segment": 0}
