@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 
 #: Keys of the target networks in a checkpoint, by name.
-_KEYS = {"critics": "targets", "actor": "target_actor"}
+_CHECKPOINT_KEYS = {"critics": "targets", "actor": "target_actor"}
 PolicyNetworks = TypeVar("PolicyNetworks", bound=ActorCritic)
 
 
@@ -123,9 +123,9 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         options = AdamOptions.of(optim)
         self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
         self.critic = FlatModule(policy.critics, replace(options, lr=self.value_lr), reduce, ranks, look=skip)
-        self._rate = 1.0
+        self._lr_factor = 1.0
         self.targets = self.build_targets()
-        self._trained = list(policy.actor.parameters())
+        self._actor_parameters = list(policy.actor.parameters())
         self.gamma, self.tau = algorithm.gamma, algorithm.tau
         self.actor_every, self.targets_every = algorithm.critic_actor_ratio, algorithm.target_update_freq
         self.updates = 0
@@ -196,14 +196,14 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         loss = (values - targets).square().sum() / total
         self.critic.zero_grad()
         (loss if extra_loss is None else loss + extra_loss).backward()
-        norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
+        norm = self.critic.optimizer_step(self.critic.base_lr * self._lr_factor)
         return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
 
     def fit_actor(self, loss: Tensor) -> Tensor:
         """Steps the actor's optimizer; returns the norm of its gradient."""
         self.actor.zero_grad()
-        loss.backward(inputs=self._trained)  # computes no gradients for the critics
-        return self.actor.optimizer_step(self.actor.base_lr * self._rate)
+        loss.backward(inputs=self._actor_parameters)  # computes no gradients for the critics
+        return self.actor.optimizer_step(self.actor.base_lr * self._lr_factor)
 
     def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
         """Returns whether an optimizer step was skipped because of a non-finite gradient, and records it."""
@@ -250,17 +250,17 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
 
     def set_lr(self, factor: float) -> None:
         """Scales the learning rates of all later steps."""
-        self._rate = factor
+        self._lr_factor = factor
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimizers and target networks, and the number of updates."""
-        averages = {_KEYS[name]: target.module.state_dict() for name, target in self.targets.items()}
+        target_states = {_CHECKPOINT_KEYS[name]: target.module.state_dict() for name, target in self.targets.items()}
         return {
             "actor": self.actor.state_dict(),
             "critic": self.critic.state_dict(),
-            **averages,
+            **target_states,
             "updates": self.updates,
         }
 
@@ -269,7 +269,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self.actor.load_state_dict(state["actor"])
         self.critic.load_state_dict(state["critic"])
         for name, target in self.targets.items():
-            target.module.load_state_dict(state[_KEYS[name]])
+            target.module.load_state_dict(state[_CHECKPOINT_KEYS[name]])
         self.updates = int(state["updates"])
 
     @torch.no_grad()

@@ -42,19 +42,19 @@ class TransitionStream:
     """Stream of a step's transitions on one rank, which arrive in parts.
 
     Args:
-        take: Receives the part with a given number: the part's decisions in all slots, `[n, T / parts, ...]`.
+        receive_part: Receives the part with a given number: the part's decisions in all slots, `[n, T / parts, ...]`.
         parts: Number of parts, which arrive in order.
         steps: T, number of decisions in the step.
 
     Attributes:
-        waited: Seconds spent on receiving parts.
+        wait_s: Seconds spent on receiving parts.
     """
 
-    def __init__(self, take: Callable[[int], TrainBatch], parts: int, steps: int) -> None:
-        self._take, self.parts, self.steps = take, parts, steps
+    def __init__(self, receive_part: Callable[[int], TrainBatch], parts: int, steps: int) -> None:
+        self._receive_part, self.parts, self.steps = receive_part, parts, steps
         self._batch: TrainBatch | None = None
-        self._next = 0
-        self.waited = 0.0
+        self._next_part = 0
+        self.wait_s = 0.0
 
     @property
     def batch(self) -> TrainBatch:
@@ -65,15 +65,15 @@ class TransitionStream:
     def wait_until(self, part: int) -> None:
         """Blocks until all parts up to and including `part` have been received."""
         start = time.perf_counter()
-        while self._next <= part:
-            received = self._take(self._next)
+        while self._next_part <= part:
+            part_batch = self._receive_part(self._next_part)
             if self._batch is None:
-                self._batch = received.map(self._allocate)
-            for column, rows in zip(self._batch.tensors(), received.tensors(), strict=True):
+                self._batch = part_batch.map(self._allocate)
+            for column, rows in zip(self._batch.tensors(), part_batch.tensors(), strict=True):
                 slots, size, *shape = rows.shape
-                column.view(slots, self.parts, size, *shape)[:, self._next] = rows
-            self._next += 1
-        self.waited += time.perf_counter() - start
+                column.view(slots, self.parts, size, *shape)[:, self._next_part] = rows
+            self._next_part += 1
+        self.wait_s += time.perf_counter() - start
 
     def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
         """Allocates rows for all parts, with the shape and dtype of one part's rows."""
@@ -117,8 +117,8 @@ class LazySequence(Sequence[Item], Generic[Item]):
 
 
 #: Metrics that the built-in losses return. Additional metrics of other losses are reported under their names.
-_BUILT_IN_FACTS = ("approx_kl", "clip_fraction", "ratio")
-_BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
+_BUILT_IN_METRICS = ("approx_kl", "clip_fraction", "ratio")
+_BUILT_IN_LOSSES = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
@@ -138,7 +138,7 @@ class MinibatchShard:
     empty: bool = False
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """Input of one forward and backward pass."""
 
     rows: TrainBatch
@@ -169,7 +169,7 @@ class PolicyUpdate:
         micro_batch: int | None,
         seed: int,
         reduce: Reduce = lambda t: t,
-        gather: Callable[[Any], list[Any]] = lambda thing: [thing],
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
         rank: int = 0,
         ranks: int = 1,
         skip: bool = False,
@@ -227,7 +227,7 @@ class PolicyUpdate:
         """
         device = batch.logprobs.device
         if self.decoupled:
-            batch = replace(batch, proximal_logprobs=self._proximal(batch))
+            batch = replace(batch, proximal_logprobs=self._proximal_logprobs(batch))
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
         loss_metrics: dict[str, torch.Tensor] = {}
@@ -251,7 +251,7 @@ class PolicyUpdate:
             updates += 1
         if stream is not None:  # waits also if the updates have ended early
             stream.wait_until(stream.parts - 1)
-        means = (self._sum(sums) / max(updates, 1)).tolist()
+        means = (self._sum_over_ranks(sums) / max(updates, 1)).tolist()
         if not math.isfinite(norms):  # reads the accelerator's norms before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
         return {
@@ -265,7 +265,7 @@ class PolicyUpdate:
         }
 
     @torch.no_grad()
-    def _proximal(self, batch: TrainBatch) -> torch.Tensor:
+    def _proximal_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Returns log-probs of the rollout's actions under the weights before the update, which may be newer than the
         rollout's weights.
         """
@@ -279,13 +279,13 @@ class PolicyUpdate:
         """Returns the means of the additional metrics of a loss that is not built in. A rank without rows gets the
         metrics' names from the other ranks.
         """
-        if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
+        if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN_LOSSES:
             return {}
         names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
         if not names:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=self.backend.device)
-        metric_sums = self._sum(torch.stack([sums.get(name, zero) for name in names]))
+        metric_sums = self._sum_over_ranks(torch.stack([sums.get(name, zero) for name in names]))
         return dict(zip(names, (metric_sums / updates).tolist(), strict=True))
 
     def _describe_nonfinite(self, stats: torch.Tensor) -> str:
@@ -294,7 +294,7 @@ class PolicyUpdate:
         flags[self._rank] = (~stats.isfinite()).double()
         losses = [
             f"{name} of actor-{rank}"
-            for rank, row in enumerate(self._sum(flags).tolist())
+            for rank, row in enumerate(self._sum_over_ranks(flags).tolist())
             for name, is_nonfinite in zip(METRICS, row, strict=True)
             if is_nonfinite
         ]
@@ -312,9 +312,9 @@ class PolicyUpdate:
         """
         if self.target_kl is None:
             return False
-        return float(self._sum(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
+        return float(self._sum_over_ranks(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
 
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
     def _minibatches(
@@ -326,7 +326,7 @@ class PolicyUpdate:
             yield from self._stream_minibatches(batch, local_rows, total, step, stream)
             begin = 1
         orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
-        epochs = [self._shards(batch, local_minibatches(order, self.batch_size, local_rows)) for order in orders]
+        epochs = [self._make_shards(batch, local_minibatches(order, self.batch_size, local_rows)) for order in orders]
         yield from (minibatch for minibatches in epochs for minibatch in minibatches)
 
     def _stream_minibatches(
@@ -346,7 +346,9 @@ class PolicyUpdate:
         if minibatches_per_part:
             for part in range(parts):
                 stream.wait_until(part)
-                yield from self._shards(batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part])
+                yield from self._make_shards(
+                    batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part]
+                )
             return
         stream.wait_until(0)
         device, tokens = batch.logprobs.device, batch.tokens_per_row
@@ -355,7 +357,7 @@ class PolicyUpdate:
         for local_indices in indices:
             yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, stream=stream)
 
-    def _shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
+    def _make_shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Returns this rank's shards of minibatches, with counts and advantage moments over all ranks."""
         device = batch.logprobs.device
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
@@ -373,7 +375,7 @@ class PolicyUpdate:
             moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
         counted_columns = [mask] if token_counts is mask else [mask, token_counts]
         counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
-        num_valid, value_sums, squared_sums, *counts = self._sum(
+        num_valid, value_sums, squared_sums, *counts = self._sum_over_ranks(
             torch.cat([moments, torch.stack(counts, dim=1)], dim=1)
         ).unbind(1)
         mean = value_sums / num_valid.clamp(min=1)
@@ -389,11 +391,11 @@ class PolicyUpdate:
         ]
         if not self.backend.lockstep:
             return shards
-        local_passes = [-(-shard.indices.numel() // self._size(shard)) for shard in shards]
+        local_passes = [-(-shard.indices.numel() // self._micro_batch_size(shard)) for shard in shards]
         num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
         return [replace(shard, passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
 
-    def _size(self, shard: MinibatchShard) -> int:
+    def _micro_batch_size(self, shard: MinibatchShard) -> int:
         return self.micro_batch or max(shard.indices.numel(), 1)
 
     def _accumulate(self, batch: TrainBatch, shard: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -403,21 +405,26 @@ class PolicyUpdate:
         metric_sums = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
         loss_metrics: dict[str, torch.Tensor] = {}
 
-        def micro(indices: torch.Tensor) -> Micro:
-            return Micro(batch.select(indices), shard)
+        def select_rows(indices: torch.Tensor) -> MicroBatch:
+            return MicroBatch(batch.select(indices), shard)
 
         if shard.stream is not None:
-            micro_batches = shard.stream.iter_micro_batches(shard.indices, self._size(shard), micro)
+            micro_batches = shard.stream.iter_micro_batches(shard.indices, self._micro_batch_size(shard), select_rows)
         else:
-            micro_batches = [micro(rows) for rows in shard.indices.split(self._size(shard)) if rows.numel()]
+            micro_batches = [
+                select_rows(rows) for rows in shard.indices.split(self._micro_batch_size(shard)) if rows.numel()
+            ]
         if shard.passes > len(micro_batches):
-            micro_batches = [*micro_batches, *[Micro(batch.idle_row(), shard)] * (shard.passes - len(micro_batches))]
+            micro_batches = [
+                *micro_batches,
+                *[MicroBatch(batch.idle_row(), shard)] * (shard.passes - len(micro_batches)),
+            ]
         for metrics in self.backend.forward_backward(micro_batches, self._loss):
             metric_sums += metrics.pop("stats")
             loss_metrics = _sum_metrics(loss_metrics, metrics)
         return metric_sums, loss_metrics
 
-    def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
+    def _loss(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's summands of the minibatch's loss and metrics; "stats" holds the values of `METRICS`."""
         rows, shard = micro_batch
         size = len(rows)
@@ -427,7 +434,7 @@ class PolicyUpdate:
             advantages = (advantages - shard.mean) / (shard.std + 1e-8)
         has_value_loss = self.value_coef > 0
         options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
-        outputs = _forward(called, (rows.policy_inputs(), options))
+        outputs = _forward(module, (rows.policy_inputs(), options))
         extra_inputs: dict[str, Any] = {}
         if rows.proximal_logprobs is not None:
             extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
@@ -463,19 +470,19 @@ class PolicyUpdate:
                 token_fraction * loss_metrics.get("clip_fraction", zero),
             ]
             metric_values = torch.stack([policy_term, value_term, entropy, *means]).double()
-            loss_facts = {
+            additional_metrics = {
                 name: token_fraction * torch.as_tensor(metric, dtype=torch.float64, device=metric_values.device)
                 for name, metric in loss_metrics.items()
-                if name not in _BUILT_IN_FACTS
+                if name not in _BUILT_IN_METRICS
             }
-        return loss, {"stats": metric_values, **loss_facts}
+        return loss, {"stats": metric_values, **additional_metrics}
 
 
-def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
+def _forward(module: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
     """Runs the policy's training pass on `(inputs, options)`."""
     inputs, options = request
-    return called(lambda policy: policy.default_forward(inputs, **options))
+    return module(lambda policy: policy.default_forward(inputs, **options))
 
 
-def _sum_metrics(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in more.items()}}
+def _sum_metrics(sums: dict[str, torch.Tensor], added: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in added.items()}}

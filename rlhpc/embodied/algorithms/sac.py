@@ -41,13 +41,15 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self.alpha = self.log_alpha.exp()
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics towards the reward plus the discounted soft value of the next state (`soft`)."""
+        """Steps the critics towards the reward plus the discounted soft value of the next state (`soft_values`)."""
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-            soft_value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
-        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), soft_value, batch)
+            next_soft_values = self.soft_values(
+                self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs
+            )
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), next_soft_values, batch)
 
-    def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
+    def soft_values(self, values: Tensor, logprobs: Tensor) -> Tensor:
         """Returns the smaller of the Q-values `[2, b]`, minus α · log-prob if the targets include the entropy."""
         min_value = values.amin(0)
         return min_value - self.alpha * logprobs if self.backup_entropy else min_value
@@ -124,7 +126,7 @@ class CrossQUpdate(SacUpdate):
         joint_values = critics(torch.cat((obs, next_obs)), actions)
         critics.eval()
         predictions, next_values = joint_values[:, : len(obs)], joint_values[:, len(obs) :].detach()
-        return self.fit_critics(predictions, self.soft(next_values, logprobs), batch)
+        return self.fit_critics(predictions, self.soft_values(next_values, logprobs), batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor in training mode (`SacUpdate.train_actor`)."""

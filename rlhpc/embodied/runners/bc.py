@@ -26,7 +26,7 @@ class BcRunner(Runner[BcConfig]):
     ) -> None:
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
         self.actor = actor
-        self.samples, self.evaluated = 0, None
+        self.samples, self.eval_return = 0, None
 
     def build(self) -> None:
         """Builds the policy and reads the demonstrations."""
@@ -49,7 +49,7 @@ class BcRunner(Runner[BcConfig]):
         if eval_interval > 0 and self.step % eval_interval == 0:
             with timers("eval"):
                 metrics = self.actor.evaluate().wait(self.timeout)[0]
-            self.evaluated = metrics.get("return_mean", self.evaluated)
+            self.eval_return = metrics.get("return_mean", self.eval_return)
             row.update({f"eval/{name}": metric for name, metric in metrics.items()})
         row.update(timers.pop())
         row["time/samples_per_s"] = num_samples / max(row["time/update_s"], 1e-9)
@@ -58,16 +58,16 @@ class BcRunner(Runner[BcConfig]):
 
     def state(self) -> dict[str, Any]:
         """Returns the counters that a resumed run continues from."""
-        return {"samples": self.samples, "evaluated": self.evaluated}
+        return {"samples": self.samples, "evaluated": self.eval_return}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the state that `state` returned when the checkpoint was made."""
-        self.samples, self.evaluated = int(state.get("samples", 0)), state.get("evaluated")
+        self.samples, self.eval_return = int(state.get("samples", 0)), state.get("evaluated")
 
     def result(self) -> dict[str, Any]:
         """Returns `samples` and `episode_return`, the mean return of the last evaluation."""
-        return {"samples": self.samples, "episode_return": self.evaluated}
+        return {"samples": self.samples, "episode_return": self.eval_return}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Returns the loss and the mean return of the last evaluation, for `rlhpc status`."""
-        return {"loss": row["train/loss"], "return": self.evaluated}
+        return {"loss": row["train/loss"], "return": self.eval_return}

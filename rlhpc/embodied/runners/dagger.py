@@ -64,26 +64,26 @@ def dagger(
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if task_type_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
-    base_cfg = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
+    base_cfg = _load(config, [*overrides, "demos.path=expert.h5"] if not _demos_path(config, overrides) else overrides)
     if intervene is not None:
         require_single(base_cfg.actor.model.num_action_chunks)
     name = base_cfg.runner.name
     folder = RunPaths.of(base_cfg.runner.run_dir, f"{name}-dagger").root
-    demos_path = _path(config, overrides)
+    demos_path = _demos_path(config, overrides)
     dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(demo_path) for demo_path in demos_path or ()]
     if not dataset_paths:
         if expert is None:
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
-        dataset_paths = [_labelled(folder, 0, expert, base_cfg, episodes, None, None, trust_code, options) or ""]
+        dataset_paths = [_record_round(folder, 0, expert, base_cfg, episodes, None, None, trust_code, options) or ""]
     runs: list[dict[str, Any]] = []
     init_overrides: list[str] = []
     for k in range(rounds + 1):
         round_overrides = [
             *overrides,
             f"runner.name={name}-round{k}",
-            f"demos.path=[{','.join(map(_quoted, dataset_paths))}]",
+            f"demos.path=[{','.join(map(_quote_path, dataset_paths))}]",
             *init_overrides,
         ]
         cfg = _load(config, round_overrides)
@@ -96,9 +96,9 @@ def dagger(
                 raise RlhpcError(f"{paths.root} was stopped; the same command goes on from there")
             checkpoint = newest_valid(paths)
         runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(dataset_paths)})
-        init_overrides = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
+        init_overrides = [f"runner.init_from={_quote_path(str(checkpoint.path))}"]
         if k < rounds:
-            round_data = _labelled(
+            round_data = _record_round(
                 folder, k + 1, expert, cfg, episodes, str(checkpoint.path), intervene, trust_code, options
             )
             dataset_paths.append(round_data or "")
@@ -112,15 +112,15 @@ def _load(config: str | Path, overrides: Sequence[str], *, check: bool = True) -
     return typed(BcConfig, load_config(config, overrides, check=check))
 
 
-def _path(config: str | Path, overrides: Sequence[str]) -> Any:
+def _demos_path(config: str | Path, overrides: Sequence[str]) -> Any:
     return _load(config, overrides, check=False).demos.path
 
 
-def _quoted(path: str) -> str:
+def _quote_path(path: str) -> str:
     return "'" + path.replace("'", "''") + "'"
 
 
-def _labelled(
+def _record_round(
     folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
     trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip

@@ -91,7 +91,7 @@ class RolloutStepResults:
         counts: Counts of the transitions that the actors received.
         episodes: Merged reports of the env ranks (`merge_reports`).
         act_s, simulate_s: Seconds in which rollout ranks acted and env ranks simulated.
-        trained: Metrics of the update.
+        train_metrics: Metrics of the update.
         joined_decisions: Number of decisions made by joined ranks, by rank.
     """
 
@@ -99,7 +99,7 @@ class RolloutStepResults:
     episodes: dict[str, np.ndarray]
     act_s: float
     simulate_s: float
-    trained: dict[str, float]
+    train_metrics: dict[str, float]
     joined_decisions: Counter[int] = field(default_factory=Counter)
 
 
@@ -110,13 +110,13 @@ class SyncRolloutLoop:
     Args:
         sources: Env and rollout ranks.
         actor: Actor ranks.
-        receiving: Name of the phase in which the actors receive the transitions.
+        receive_phase: Name of the phase in which the actors receive the transitions.
         timeout: Maximum duration of a step, in seconds.
     """
 
     sources: RolloutSources
     actor: WorkerGroup
-    receiving: str
+    receive_phase: str
     timeout: float
 
     def build_policies(self, spaces: tuple[Any, Any]) -> None:
@@ -148,7 +148,7 @@ class SyncRolloutLoop:
             wait_all(weights, self.timeout)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step)
-        with timers(self.receiving):
+        with timers(self.receive_phase):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             train_metrics = training.wait(self.timeout)[0]
@@ -169,12 +169,12 @@ class AsyncRolloutLoop(SyncRolloutLoop):
 
     Args:
         max_staleness: `algorithm.max_staleness`.
-        stop_before: Returns, for a step, the last step that may be played ahead of it.
+        last_step_ahead: Returns, for a step, the last step that may be played ahead of it.
         others: See `SyncRolloutLoop`.
     """
 
     max_staleness: int
-    stop_before: Callable[[int], int]
+    last_step_ahead: Callable[[int], int]
     #: Handles of weight syncs that rollout ranks have not confirmed.
     _unconfirmed: list[Any] = field(default_factory=list, init=False)
 
@@ -189,7 +189,7 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         """
         self.sources.update_ranks(step - 1)
         weights = self.sources.sync(step - 1)
-        self.sources.start_until(min(step + self.max_staleness, self.stop_before(step)))
+        self.sources.start_until(min(step + self.max_staleness, self.last_step_ahead(step)))
         with timers("rollout"):
             shards = self.sources.wait_for_shards(step)
         receiving = self.sources.receive(step, shards)
@@ -199,7 +199,7 @@ class AsyncRolloutLoop(SyncRolloutLoop):
             episodes, act_s, simulate_s = self.sources.outcome(step, shards)
         with timers("sync"):
             self._await_weights(weights, confirms=confirms)
-        with timers(self.receiving):
+        with timers(self.receive_phase):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             train_metrics = training.wait(self.timeout)[0]
@@ -255,7 +255,7 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         receiving = self.sources.receive(step)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step)
-        with timers(self.receiving):
+        with timers(self.receive_phase):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             self._switch_to_actor()
@@ -303,7 +303,7 @@ class PlayingRunner(Runner[Cfg]):
     """
 
     #: Name of the phase in which the actors receive the trajectories.
-    receiving = "advantage"
+    receive_phase = "advantage"
 
     def __init__(
         self,
@@ -326,11 +326,11 @@ class PlayingRunner(Runner[Cfg]):
             actor,
             slots,
             decisions=cfg.algorithm.rollout_steps,
-            ahead=cfg.algorithm.max_staleness,
+            max_ahead=cfg.algorithm.max_staleness,
             divisible=divisible(cfg),
             cuts=cuts(cfg),
             generate=self.generate,
-            at_random=self.at_random,
+            has_random_actions=self.has_random_actions,
             restarts=lambda: self.max_recoveries,
             timeout=cfg.runner.step_timeout_s,
         )
@@ -341,7 +341,7 @@ class PlayingRunner(Runner[Cfg]):
         self.env_steps, self.episodes, self._nonfinite_steps = 0, 0, 0
         self.lost_counts: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
-        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
+        self._recent_steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
         self.loop = self.make_loop()
 
     @property
@@ -359,12 +359,12 @@ class PlayingRunner(Runner[Cfg]):
             return AsyncRolloutLoop(
                 self.sources,
                 self.actor,
-                self.receiving,
+                self.receive_phase,
                 self.timeout,
                 max_staleness=staleness,
-                stop_before=self._stop_before,
+                last_step_ahead=self._last_step_ahead,
             )
-        return SyncRolloutLoop(self.sources, self.actor, self.receiving, self.timeout)
+        return SyncRolloutLoop(self.sources, self.actor, self.receive_phase, self.timeout)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class PlayingRunner(Runner[Cfg]):
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Adds lost ranks, transitions (including those of the step in progress) and episodes to `lost_counts`."""
         self.lost_counts["ranks"] += ranks
-        self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions()
+        self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions_per_step()
         self.lost_counts["episodes"] += before["episodes"] - self.episodes
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -402,7 +402,9 @@ class PlayingRunner(Runner[Cfg]):
         executed = counts.received * chunk - int(outcome.episodes["skipped"].sum())
         losses = {"ranks": self.sources.pop_num_lost(), "steps": counts.dropped[DropReason.RANK_LOST] * chunk}
         self.lost_counts.update({name: count for name, count in losses.items() if count})
-        row = self._row(step, start, outcome.trained, outcome.episodes, float(counts.version), executed, timers)
+        row = self._build_row(
+            step, start, outcome.train_metrics, outcome.episodes, float(counts.version), executed, timers
+        )
         row |= {"time/simulate_s": outcome.simulate_s, "time/act_s": outcome.act_s}
         row |= joined_metrics(outcome.joined_decisions, chunk)
         self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
@@ -418,7 +420,7 @@ class PlayingRunner(Runner[Cfg]):
         """
         if count:
             row["env/nonfinite"] = count
-        all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions()
+        all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions_per_step()
         self._nonfinite_steps = self._nonfinite_steps + 1 if all_nonfinite else 0
         if self._nonfinite_steps >= MOST_IN_A_ROW:
             raise nonfinite(
@@ -429,12 +431,12 @@ class PlayingRunner(Runner[Cfg]):
         """Makes the rollout ranks act in a turn; returns a handle."""
         return rollout.generate(turn)
 
-    def at_random(self, step: int) -> bool:
+    def has_random_actions(self, step: int) -> bool:
         """Returns whether all actions of a step are random."""
         del step
         return False
 
-    def _stop_before(self, step: int) -> int:
+    def _last_step_ahead(self, step: int) -> int:
         """Returns the last step that may be played ahead of `step`: the next step with a checkpoint or an evaluation,
         or the run's last step.
         """
@@ -450,31 +452,33 @@ class PlayingRunner(Runner[Cfg]):
             )
         super()._save(logger)
 
-    def _row(
+    def _build_row(
         self,
         step: int,
-        begin: float,
-        trained: dict[str, float],
+        start_s: float,
+        train_metrics: dict[str, float],
         episodes: dict[str, np.ndarray],
-        acted: float,
+        version: float,
         transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
-        """Adds a step that began at `begin` to the counters and returns its row of metrics. Runs an evaluation if it is
-        due.
+        """Adds a step that began at `start_s` to the counters and returns its row of metrics. Runs an evaluation if it
+        is due.
         """
-        seconds = active_s() - begin
+        seconds = active_s() - start_s
         self.step = step
         self.env_steps += transitions
-        self._recent.append((seconds, transitions))
+        self._recent_steps.append((seconds, transitions))
         self.episodes += len(episodes["return"])
         self.window.extend(zip(*(episodes[name].tolist() for name in ("return", "length", "success")), strict=True))
-        row: dict[str, float] = {f"train/{name}": metric for name, metric in trained.items() if name != "update_s"}
-        if "update_s" in trained:  # updates without transitions to train on have no duration
-            row["time/train_s"] = trained["update_s"]
+        row: dict[str, float] = {
+            f"train/{name}": metric for name, metric in train_metrics.items() if name != "update_s"
+        }
+        if "update_s" in train_metrics:  # updates without transitions to train on have no duration
+            row["time/train_s"] = train_metrics["update_s"]
         row.update(self._episode_metrics())
         row.update(episode_metrics(episodes))
-        row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
+        row["rollout/version"], row["rollout/env_steps"] = version, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
         if num_nonfinite := int(episodes["spoiled"].sum()):
@@ -487,16 +491,16 @@ class PlayingRunner(Runner[Cfg]):
                 row.update({f"eval/{name}": metric for name, metric in self.loop.evaluate(step).items()})
         row.update(timers.pop())
         row["time/step_s"] = seconds
-        row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent) / sum(
-            s for s, _ in self._recent
+        row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent_steps) / sum(
+            s for s, _ in self._recent_steps
         )
         return row
 
-    def _transitions(self) -> int:
+    def _transitions_per_step(self) -> int:
         """Returns the number of transitions per step."""
         return (self.slots.num_envs * self.cfg.algorithm.rollout_steps) * self.cfg.actor.model.num_action_chunks
 
-    def _return(self) -> float | None:
+    def _mean_return(self) -> float | None:
         return float(np.mean([row[0] for row in self.window])) if self.window else None
 
     def _episode_metrics(self) -> dict[str, float]:
@@ -512,11 +516,11 @@ class PlayingRunner(Runner[Cfg]):
 
     def goal(self) -> str:
         """Returns "stop_return" if the mean return of a full window reaches `runner.stop_return`, else ""."""
-        stop_return, mean_return = self.cfg.runner.stop_return, self._return()
+        stop_return, window_return = self.cfg.runner.stop_return, self._mean_return()
         is_full = len(self.window) == WINDOW
         return (
             "stop_return"
-            if stop_return is not None and is_full and mean_return is not None and mean_return >= stop_return
+            if stop_return is not None and is_full and window_return is not None and window_return >= stop_return
             else ""
         )
 
@@ -536,7 +540,7 @@ class PlayingRunner(Runner[Cfg]):
 
     def result(self) -> dict[str, Any]:
         """Returns `env_steps` and the mean `episode_return`."""
-        return {"env_steps": self.env_steps, "episode_return": self._return()}
+        return {"env_steps": self.env_steps, "episode_return": self._mean_return()}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Returns the mean return, the number of environment steps and their rate, for `rlhpc status`."""
@@ -561,7 +565,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             return ColocatedRolloutLoop(
                 self.sources,
                 self.actor,
-                self.receiving,
+                self.receive_phase,
                 self.timeout,
                 offload_actor=offload_actor,
                 offload_rollout=offload_rollout,
@@ -576,7 +580,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
     Takes the arguments of `EmbodiedRunner`.
     """
 
-    receiving = "receive"
+    receive_phase = "receive"
 
     def build(self) -> None:
         """Sets the number of random steps, then builds the workers (`PlayingRunner.build`)."""
@@ -606,25 +610,27 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
             train_metrics = self.actor.update_offline(step, self.step / max(self.folder.total, 1)).wait(self.timeout)[0]
-        row = self._row(step, begin, train_metrics, merge_reports([]), 0.0, 0, timers)
+        row = self._build_row(step, begin, train_metrics, merge_reports([]), 0.0, 0, timers)
         del row["rollout/version"]
         self.sources.forget(step)
         return row
 
     def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
         """Makes the rollout ranks act in a turn (`PlayingRunner.generate`). The run's first actions are random."""
-        return rollout.generate(turn, self._random_until)
+        return rollout.generate(turn, self._num_random_decisions)
 
-    def at_random(self, step: int) -> bool:
-        """Returns whether all actions of a step are random (`PlayingRunner.at_random`)."""
-        return (step - 1) * self._decisions < self._random_until
+    def has_random_actions(self, step: int) -> bool:
+        """Returns whether all actions of a step are random (`PlayingRunner.has_random_actions`)."""
+        return (step - 1) * self._decisions_per_step < self._num_random_decisions
 
     @property
-    def _decisions(self) -> int:
+    def _decisions_per_step(self) -> int:
         """Number of decisions per step, summed over all slots."""
         return self.slots.num_envs * self.cfg.algorithm.rollout_steps
 
     @property
-    def _random_until(self) -> int:
+    def _num_random_decisions(self) -> int:
         """Number of decisions with random actions at the start of the run; the decisions of offline steps count, too."""
-        return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0
+        return (
+            self.random_steps + self.cfg.algorithm.offline_steps * self._decisions_per_step if self.random_steps else 0
+        )

@@ -43,8 +43,8 @@ class JoinedEnvRanks:
         env, actor: Launched groups.
         slots: Slot map of the run.
         decisions: `algorithm.rollout_steps`.
-        ahead: `algorithm.max_staleness`.
-        at_random: Returns whether all actions of a step are random.
+        max_ahead: `algorithm.max_staleness`.
+        has_random_actions: Returns whether all actions of a step are random.
         timeout: Maximum duration of a step, in seconds.
 
     Attributes:
@@ -57,12 +57,12 @@ class JoinedEnvRanks:
         actor: WorkerGroup,
         slots: SlotMap,
         decisions: int,
-        ahead: int,
-        at_random: Callable[[int], bool],
+        max_ahead: int,
+        has_random_actions: Callable[[int], bool],
         timeout: float,
     ) -> None:
         self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
-        self._ahead, self._at_random = ahead, at_random
+        self._max_ahead, self._has_random_actions = max_ahead, has_random_actions
         self.tracker = ShardTracker(slots.env_ranks, decisions)
         self.ranks: list[int] = []
         #: Number of shards per step, and maximum number of steps of which a rank has shards at a time.
@@ -103,7 +103,7 @@ class JoinedEnvRanks:
         """
         units = self._slots.env_ranks
         idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
-        has_capacity = len(self.ranks) * (self._ahead + 1) >= units
+        has_capacity = len(self.ranks) * (self._max_ahead + 1) >= units
         return bool(self.ranks) and has_capacity and not self.tracker.waiting and idle >= min(units, len(self.ranks))
 
     def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
@@ -112,7 +112,7 @@ class JoinedEnvRanks:
         """
         self.tracker.add_step(step, decisions, pieces)
         self._shards_per_step = self._slots.env_ranks * pieces
-        self._steps_per_rank = 1 if decisions is None else self._ahead + 1
+        self._steps_per_rank = 1 if decisions is None else self._max_ahead + 1
 
     def assign(self, version: int) -> None:
         """Assigns shards to the joined ranks with the fewest shards. The ranks play the shards with the actor's weights
@@ -132,7 +132,7 @@ class JoinedEnvRanks:
             self._sent_versions |= dict.fromkeys(outdated_ranks, version)
             self._left_ranks = []
         for rank, shard in assigned:
-            self._env.execute_on(rank).play(shard, self._at_random(shard.step))
+            self._env.execute_on(rank).play(shard, self._has_random_actions(shard.step))
 
     def wait_for_step(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
         """Waits until the joined ranks have played a step.
@@ -209,11 +209,11 @@ class RolloutSources:
         env, rollout, actor: Launched groups.
         slots: Slot map.
         decisions: `algorithm.rollout_steps`.
-        ahead: Maximum number of steps that may be played ahead of the actors.
+        max_ahead: Maximum number of steps that may be played ahead of the actors.
         divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
         cuts: Number of parts into which a step's decisions are split; each part is a turn.
         generate: Makes the rollout ranks act in a turn; returns a handle.
-        at_random: Returns whether all actions of a step are random.
+        has_random_actions: Returns whether all actions of a step are random.
         restarts: Returns how often ranks of a group may be restarted.
         timeout: Maximum duration of a step, in seconds.
 
@@ -230,28 +230,28 @@ class RolloutSources:
         slots: SlotMap,
         *,
         decisions: int,
-        ahead: int,
+        max_ahead: int,
         divisible: bool,
         cuts: int,
         generate: Callable[[WorkerGroup, FullRollout], Any],
-        at_random: Callable[[int], bool],
+        has_random_actions: Callable[[int], bool],
         restarts: Callable[[], int],
         timeout: float,
     ) -> None:
-        self._envs, self.env, self._rollouts, self.rollout = env, Originals(env), rollout, Originals(rollout)
+        self._env_group, self.env, self._rollout_group, self.rollout = env, Originals(env), rollout, Originals(rollout)
         self._actor, self._generate = actor, generate
-        self.slots, self._ahead, self._timeout = slots, ahead, timeout
-        self._decisions, self._divisible, self._cut_size = decisions, divisible, decisions // cuts
+        self.slots, self._max_ahead, self._timeout = slots, max_ahead, timeout
+        self._decisions, self._divisible, self._turn_size = decisions, divisible, decisions // cuts
         self._num_turns = 0
-        self._started = range(env.world_size)
-        self._present_envs, self._acting = list(self._started), list(range(rollout.world_size))
-        self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, ahead, at_random, timeout)
+        self._original_ranks = range(env.world_size)
+        self._present_env_ranks, self._acting_ranks = list(self._original_ranks), list(range(rollout.world_size))
+        self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, max_ahead, has_random_actions, timeout)
         loss_text = "what it had not delivered is played by others or left out, and no step is made anew"
         self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, loss_text)
         loss_text = "others act on its slots from the next step on, and no step is made anew"
         self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, loss_text)
         self._spaces: tuple[Any, Any] = (None, None)
-        self._done, self._stale = 0, False
+        self._completed_step, self._needs_reconnect = 0, False
         self._num_lost = 0
         self.forget(0)
 
@@ -265,7 +265,10 @@ class RolloutSources:
 
     def connect(self) -> None:
         """Connects all original ranks."""
-        self._present_envs, self._acting = list(self._started), list(range(self._rollouts.world_size))
+        self._present_env_ranks, self._acting_ranks = (
+            list(self._original_ranks),
+            list(range(self._rollout_group.world_size)),
+        )
         for name, homes in self.slots.channels().items():
             Channel.create(name, home=homes.group, ranks=homes.ranks)
         self._joined_envs.open()
@@ -275,20 +278,20 @@ class RolloutSources:
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Recovers from a failure: restarts env and rollout ranks that have ended, and reconnects all ranks."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
-        rebuilt: list[tuple[WorkerGroup, list[int], tuple[Any, ...]]] = []
+        rebuilt_groups: list[tuple[WorkerGroup, list[int], tuple[Any, ...]]] = []
         for group, present_ranks, spaces in (
-            (self._rollouts, self._acting, self._spaces),
-            (self._envs, self._present_envs, ()),
+            (self._rollout_group, self._acting_ranks, self._spaces),
+            (self._env_group, self._present_env_ranks, ()),
         ):
             intact_ranks = {*present_ranks} - {*lost_ranks.get(group.name, ())}
             if ranks := [rank for rank in range(group.world_size) if rank not in intact_ranks]:
-                rebuilt.append((group, ranks, spaces))
-        for group, _, _ in rebuilt:
+                rebuilt_groups.append((group, ranks, spaces))
+        for group, _, _ in rebuilt_groups:
             group.relaunch()
-        for group, _, _ in rebuilt:
+        for group, _, _ in rebuilt_groups:
             group.wait_ready()
         wait_all(
-            [group.execute_on(*ranks).init_worker(self.slots, *spaces) for group, ranks, spaces in rebuilt],
+            [group.execute_on(*ranks).init_worker(self.slots, *spaces) for group, ranks, spaces in rebuilt_groups],
             self._timeout,
         )
         self.connect()
@@ -296,21 +299,21 @@ class RolloutSources:
     def begin(self, step: int) -> None:
         """Prepares the step after `step`: drops turns in progress and resets the state of joined ranks."""
         self.forget(step)
-        if not self._ahead:
+        if not self._max_ahead:
             return
         self._env_ranks.begin()
         self._rollout_ranks.begin()
-        for rank in [rank for rank in self._env_ranks.ranks if rank not in self._started]:
+        for rank in [rank for rank in self._env_ranks.ranks if rank not in self._original_ranks]:
             self._open_env(rank).wait(self._timeout)
             self._joined_envs.add_rank(rank)
-        for rank in [rank for rank in self._rollout_ranks.ranks if rank not in self._acting]:
+        for rank in [rank for rank in self._rollout_ranks.ranks if rank not in self._acting_ranks]:
             self._open_rollout(rank).wait(self._timeout)
             self._join_rollout(rank)
         self._keep_connected()
 
     def forget(self, step: int) -> None:
         """Drops all turns in progress; the next step follows `step`."""
-        self._done, self._next = step, step + 1
+        self._completed_step, self._next_step = step, step + 1
         #: Turns in progress, in order.
         self._pending_turns: list[_PendingTurn] = []
 
@@ -318,7 +321,7 @@ class RolloutSources:
 
     def update_ranks(self, step: int) -> None:
         """Removes lost and leaving ranks and adds joined ranks, before the step that follows `step`."""
-        self._done = step
+        self._completed_step = step
         self._joined_envs.poll()
         self._remove_lost()
         self._release_leaving()
@@ -328,14 +331,17 @@ class RolloutSources:
 
     def _remove_lost(self) -> bool:
         """Removes lost ranks; returns whether any rank was lost since the last call."""
-        envs, rollouts = {*self._present_envs} - {*self._envs.present}, {*self._acting} - {*self._rollouts.present}
-        self._present_envs = [rank for rank in self._present_envs if rank not in envs]
-        self._acting = [rank for rank in self._acting if rank not in rollouts]
-        self._stale = self._stale or bool(rollouts)
+        lost_envs, lost_rollouts = (
+            {*self._present_env_ranks} - {*self._env_group.present},
+            {*self._acting_ranks} - {*self._rollout_group.present},
+        )
+        self._present_env_ranks = [rank for rank in self._present_env_ranks if rank not in lost_envs]
+        self._acting_ranks = [rank for rank in self._acting_ranks if rank not in lost_rollouts]
+        self._needs_reconnect = self._needs_reconnect or bool(lost_rollouts)
         for pending_turn in self._pending_turns:
-            pending_turn.lost_ranks |= rollouts
-        self._num_lost += len(envs) + len(rollouts)
-        return bool(envs or rollouts)
+            pending_turn.lost_ranks |= lost_rollouts
+        self._num_lost += len(lost_envs) + len(lost_rollouts)
+        return bool(lost_envs or lost_rollouts)
 
     def pop_num_lost(self) -> int:
         """Returns the number of ranks lost since the last call, and resets the count."""
@@ -344,54 +350,54 @@ class RolloutSources:
 
     def _release_leaving(self) -> None:
         """Removes leaving rollout ranks from the acting ranks, if other ranks can act."""
-        leaving_ranks = self._rollouts.leaving
-        if remaining_ranks := [rank for rank in self._acting if rank not in leaving_ranks]:
-            self._stale = self._stale or len(remaining_ranks) < len(self._acting)
-            self._acting = remaining_ranks
+        leaving_ranks = self._rollout_group.leaving
+        if remaining_ranks := [rank for rank in self._acting_ranks if rank not in leaving_ranks]:
+            self._needs_reconnect = self._needs_reconnect or len(remaining_ranks) < len(self._acting_ranks)
+            self._acting_ranks = remaining_ranks
 
     def _open_env(self, rank: int) -> Any:
         """Makes a restarted or joined env rank build its simulators; returns a handle."""
-        if rank in self._started:
-            return self._envs.execute_on(rank).init_worker(self.slots)
-        return self._envs.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._done)
+        if rank in self._original_ranks:
+            return self._env_group.execute_on(rank).init_worker(self.slots)
+        return self._env_group.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._completed_step)
 
     def _join_env(self, rank: int) -> None:
         """Lets an env rank take part from the next step on."""
-        if rank not in self._started:
+        if rank not in self._original_ranks:
             self._joined_envs.add_rank(rank)
             return
-        self._present_envs = sorted([*self._present_envs, rank])
-        self._stale = True
+        self._present_env_ranks = sorted([*self._present_env_ranks, rank])
+        self._needs_reconnect = True
 
     def _open_rollout(self, rank: int) -> Any:
         """Makes a rollout rank build the policy; returns a handle."""
-        return self._rollouts.execute_on(rank).init_worker(self.slots, *self._spaces)
+        return self._rollout_group.execute_on(rank).init_worker(self.slots, *self._spaces)
 
     def _join_rollout(self, rank: int) -> None:
         """Lets a rollout rank act from the next step on."""
-        self._acting = sorted([*self._acting, rank])
-        self._stale = True
+        self._acting_ranks = sorted([*self._acting_ranks, rank])
+        self._needs_reconnect = True
 
     def _keep_connected(self) -> None:
         """Reassigns the slots and reconnects env and rollout ranks if the ranks have changed. First waits for the turns
         in progress, because no message may be in transit while the ranks reconnect.
         """
-        if not self._stale:
+        if not self._needs_reconnect:
             return
         for pending_turn in self._pending_turns:
             pending_turn.acting.wait(self._timeout)
             pending_turn.simulating.wait(self._timeout)
-        while self._stale:
+        while self._needs_reconnect:
             self._remove_lost()
             self._await_rollouts()
             try:
-                self._connect_playing()
-                self._stale = False
+                self._connect_ranks()
+                self._needs_reconnect = False
             except ChannelError:
                 if not self._remove_lost():
                     raise
-        for rank in {*self._rollouts.leaving} - {*self._acting}:
-            self._rollouts.execute_on(rank).allow_exit()
+        for rank in {*self._rollout_group.leaving} - {*self._acting_ranks}:
+            self._rollout_group.execute_on(rank).allow_exit()
 
     def _await_rollouts(self) -> None:
         """Waits until at least one rollout rank can act.
@@ -400,21 +406,21 @@ class RolloutSources:
             DeadlineExceeded: No rollout rank became available in time.
         """
         deadline = time.monotonic() + self._timeout
-        while not self._acting:
+        while not self._acting_ranks:
             current().check()
             self._rollout_ranks.update_presence()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"no rank of {self._rollouts.name} could act within runner.step_timeout_s ({self._timeout:g} s)"
+                    f"no rank of {self._rollout_group.name} could act within runner.step_timeout_s ({self._timeout:g} s)"
                 )
             time.sleep(_POLL_S)
 
-    def _connect_playing(self) -> None:
+    def _connect_ranks(self) -> None:
         self.slots = slots = dataclasses.replace(
             self.slots,
             token=secrets.token_hex(4),
-            absent=frozenset(self._started) - {*self._present_envs},
-            acting=tuple(self._acting[: self.slots.max_ranks]),
+            absent=frozenset(self._original_ranks) - {*self._present_env_ranks},
+            acting=tuple(self._acting_ranks[: self.slots.max_ranks]),
         )
         for name, homes in slots.playing_channels().items():
             Channel.create(name, home=homes.group, ranks=homes.ranks)
@@ -423,14 +429,14 @@ class RolloutSources:
     def _call_envs(self, method: str, *args: Any) -> Any:
         """Calls a method of the original env ranks that are present; returns a handle."""
         return (
-            getattr(self._envs.execute_on(*self._present_envs), method)(*args)
-            if self._present_envs
+            getattr(self._env_group.execute_on(*self._present_env_ranks), method)(*args)
+            if self._present_env_ranks
             else CompletedCall()
         )
 
     def _acting_group(self) -> WorkerGroup:
         """Returns a group of the acting rollout ranks, for one call."""
-        return self._rollouts.execute_on(*self.slots.acting_ranks)
+        return self._rollout_group.execute_on(*self.slots.acting_ranks)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -443,14 +449,14 @@ class RolloutSources:
         """Makes an acting rollout rank evaluate in `env.eval`; returns a function that waits for the metrics."""
         # The first call is issued now. Another rank is called only if the preceding rank was lost.
         first_rank, *other_ranks = self.slots.acting_ranks
-        first_call = self._rollouts.execute_on(first_rank).evaluate()
+        first_call = self._rollout_group.execute_on(first_rank).evaluate()
 
         def wait() -> dict[str, float]:
-            calls = (self._rollouts.execute_on(rank).evaluate() for rank in other_ranks)
+            calls = (self._rollout_group.execute_on(rank).evaluate() for rank in other_ranks)
             for call in itertools.chain([first_call], calls):
                 if metrics_by_rank := call.wait(self._timeout):
                     return metrics_by_rank[0]
-            raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
+            raise ChannelError(f"all ranks of {self._rollout_group.name} ended during an evaluation")
 
         return wait
 
@@ -459,42 +465,42 @@ class RolloutSources:
         """True while steps are being played."""
         return bool(self._pending_turns or self._joined_envs.tracker.steps)
 
-    def start_until(self, last: int) -> None:
-        """Starts all steps up to `last` that have not been started, with the weights that have just been sent."""
-        while self._next <= last:
-            self._start(self._next)
-            self._next += 1
-        self._joined_envs.assign(self._done)
+    def start_until(self, last_step: int) -> None:
+        """Starts all steps up to `last_step` that have not been started, with the weights that have just been sent."""
+        while self._next_step <= last_step:
+            self._start_step(self._next_step)
+            self._next_step += 1
+        self._joined_envs.assign(self._completed_step)
 
     def play(self, step: int) -> None:
         """Starts a step on the original ranks, with the weights that have just been sent."""
-        self._play(step, 0, self._decisions)
-        self._next = step + 1
+        self._play_decisions(step, 0, self._decisions)
+        self._next_step = step + 1
 
-    def _start(self, step: int) -> None:
+    def _start_step(self, step: int) -> None:
         """Starts a step on all ranks. If the step cannot be shared, starts it on the original or the joined ranks
         alone.
         """
         original_decisions, pieces, duration = self._decisions, 1, math.inf
-        if self._joined_envs.ranks and self._present_envs and self._divisible:
+        if self._joined_envs.ranks and self._present_env_ranks and self._divisible:
             original_decisions, pieces, duration = shares(
                 self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks)
             )
         if original_decisions < self._decisions and duration <= _MAX_IMBALANCE:
-            self._play(step, 0, original_decisions)
+            self._play_decisions(step, 0, original_decisions)
             self._joined_envs.add_step(step, self._decisions - original_decisions, pieces)
         elif (self._joined_envs.can_play_step() and self._pending_turns) or (
-            self._joined_envs.ranks and not self._present_envs
+            self._joined_envs.ranks and not self._present_env_ranks
         ):
             self._joined_envs.add_step(step)
         else:
-            self._play(step, 0, self._decisions)
+            self._play_decisions(step, 0, self._decisions)
 
-    def _play(self, step: int, begin: int, decisions: int) -> None:
+    def _play_decisions(self, step: int, begin: int, decisions: int) -> None:
         end = begin + decisions
         while begin < end:
             self._num_turns += 1
-            next_cut = (begin // self._cut_size + 1) * self._cut_size
+            next_cut = (begin // self._turn_size + 1) * self._turn_size
             turn = FullRollout(self._num_turns, step, begin, min(end, next_cut) - begin)
             acting_handle = self._generate(self._acting_group(), turn)
             self._pending_turns.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
@@ -511,16 +517,16 @@ class RolloutSources:
         """Waits for the joined ranks' shards of a step; returns None if the original ranks play the whole step."""
         if step not in self._joined_envs.tracker.steps:
             return None
-        shards = self._joined_envs.wait_for_step(step, self._done)
+        shards = self._joined_envs.wait_for_step(step, self._completed_step)
         if shards is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
             begin = sum(pending_turn.turn.decisions for pending_turn in self._turns_of(step))
-            self._play(step, begin, self._decisions - begin)
+            self._play_decisions(step, begin, self._decisions - begin)
         return shards
 
     def receive(self, step: int, shards: list[list[DeliveredShard]] | None = None) -> Any:
         """Makes the actors receive a step, with the joined ranks' shards (`wait_for_shards`); returns a handle."""
-        present_ranks, turns = {*self._rollouts.present}, self._turns_of(step)
+        present_ranks, turns = {*self._rollout_group.present}, self._turns_of(step)
         acted = [
             Acted(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
             for turn in turns

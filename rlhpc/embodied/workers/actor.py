@@ -102,7 +102,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.updates = 0
-        self._sent: frozenset[str] = frozenset()
+        self._sent_names: frozenset[str] = frozenset()
         self._gathers_once = False
         #: Weight syncs to joined ranks, by rank.
         self._joined_syncs: dict[int, WeightSync] = {}
@@ -135,11 +135,11 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Prepares the weight sync to the acting rollout ranks."""
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
 
-        def make(group: str, ranks: Sequence[int]) -> WeightSync:
+        def make_sync_to(group: str, ranks: Sequence[int]) -> WeightSync:
             receivers = [(group, list(ranks))]
             return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
-        self._make_sync, self._rollout_name, self._receivers = make, slots.rollout_name, ()
+        self._make_sync, self._rollout_name, self._receivers = make_sync_to, slots.rollout_name, ()
         self._set_receivers(slots.acting_ranks)
 
     def _set_receivers(self, ranks: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         if self._previous_sync is not None:
             self._previous_sync.forget()
         # A rank may not have received the last version yet, so the previous sync is released at the next change only.
-        self._receivers, self._previous_sync, self._sent = tuple(ranks), self.sync, frozenset()
+        self._receivers, self._previous_sync, self._sent_names = tuple(ranks), self.sync, frozenset()
         self.sync = self._make_sync(self._rollout_name, ranks)
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             return
         self._set_receivers(ranks)
         with self.learner.awake():  # weights stay on the device until they are gathered and sent
-            self._send(version, self.sync if self.rank == 0 else None, self._sent)
+            self._send(version, self.sync if self.rank == 0 else None, self._sent_names)
         if self._gathers_once:
-            self._sent = self.learner.frozen_names()
+            self._sent_names = self.learner.frozen_names()
 
     def _send(self, version: int, sync: WeightSync | None, without: frozenset[str]) -> None:
         """Gathers the weights with all ranks, and sends them if `sync` is given."""
@@ -202,17 +202,17 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Loads the weights of a checkpoint or an export; optimizer and counters keep their initial state."""
         shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
         self.learner.replace_weights(weights_that_fit(shapes, Path(folder)))
-        self._replaced()
+        self._reset_syncs()
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def _gather_weights(self) -> dict[str, torch.Tensor]:
         """Returns all weights on the CPU. Only rank 0 returns the weights; the other ranks help to gather them and
         return {}.
         """
         return {name: tensor.cpu() for name, tensor in self.learner.named_weights() if self.rank == 0}
 
-    def _replaced(self) -> None:
+    def _reset_syncs(self) -> None:
         """Resets the weight sync, so that the next version does not build on the weights sent so far."""
-        self._sent = frozenset()
+        self._sent_names = frozenset()
         for sync in (self.sync, self._previous_sync, *self._joined_syncs.values()):
             if sync is not None:
                 sync.forget()
@@ -227,7 +227,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """
         path = Path(folder)
         weights_name = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
-        weights = self._weights() if self.rank == 0 or self.learner.lockstep else {}
+        weights = self._gather_weights() if self.rank == 0 or self.learner.lockstep else {}
         require_finite(weights.items(), weights_name)  # {} on other ranks
         if self.rank == 0 or self.learner.lockstep:
             require_finite(self.learner.local_tensors(), weights_name)
@@ -257,7 +257,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         for key, name in self.counters.items():
             setattr(self, name, int(state[key]))
         set_rng_state(state["rng"])
-        self._replaced()
+        self._reset_syncs()
 
     def offload(self) -> None:
         """Moves weights and optimizer to the host."""
@@ -269,7 +269,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
 
 
 #: Maximum seconds for the arrival of a message that a rank sent before it left.
-_LAST_S = 0.5
+_LAST_MESSAGE_S = 0.5
 
 
 class TrajectoryReceiver:
@@ -284,14 +284,14 @@ class TrajectoryReceiver:
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
         #: Batches of later turns that arrived early, by key and turn number.
-        self._early: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
+        self._early_batches: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
         #: Empty columns with the shapes and dtypes of the last message, from which missing batches are built.
-        self._like: dict[str, np.ndarray] = {}
+        self._empty_columns: dict[str, np.ndarray] = {}
 
-    def connect(self, trajectories: Channel, parts: Channel) -> None:
+    def connect(self, trajectories: Channel, shards: Channel) -> None:
         """Sets the channels to receive from, and drops early messages."""
-        self._trajectories, self._parts = trajectories, parts
-        self._early.clear()
+        self._trajectories, self._shards = trajectories, shards
+        self._early_batches.clear()
 
     def receive(self, step: int, source: Source) -> RolloutBatch[np.ndarray]:
         """Receives a step's transitions of the rank's slots, `[n, T, ...]`; `missing` marks transitions of lost ranks.
@@ -303,11 +303,11 @@ class TrajectoryReceiver:
         self._discard(slots, source.useless)
         rollout_numbers = [acted.turn.number for acted in source.acted]
         turns = [
-            self._turn(acted, source.later.union(rollout_numbers[index + 1 :]))
+            self._receive_turn(acted, source.later.union(rollout_numbers[index + 1 :]))
             for index, acted in enumerate(source.acted)
         ]
         if source.units is not None:
-            turns.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
+            turns.append([self._receive_unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
         batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
         bad_by_column = batch.nonfinite_columns()
         if bad_by_column and not self._skips_nonfinite:
@@ -319,21 +319,26 @@ class TrajectoryReceiver:
         batch = batch.mark_nonfinite(bad_by_column.values())
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
-    def _turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
+    def _receive_turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
         """Receives the rollout ranks' transitions of a turn, in slot order."""
         sources = acted.slots.sources_of(self._rank)
-        batches = [(slots, self._from(acted, later, stage, rank)) for stage, rank, slots in sources]
-        return [self._missing(len(slots), acted.turn.decisions) if batch is None else batch for slots, batch in batches]
+        batches = [(slots, self._receive_from(acted, later, stage, rank)) for stage, rank, slots in sources]
+        return [
+            self._missing_batch(len(slots), acted.turn.decisions) if batch is None else batch
+            for slots, batch in batches
+        ]
 
-    def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
+    def _receive_from(
+        self, acted: Acted, later: frozenset[int], stage: int, rank: int
+    ) -> RolloutBatch[np.ndarray] | None:
         """Receives a rollout rank's transitions of a turn's stage; returns None if the rank left or was lost before it
         sent them.
         """
         slots, turn_number = acted.slots, acted.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
-        early_batches = self._early[key] = {
-            rollout_number: received
-            for rollout_number, received in self._early[key].items()
+        early_batches = self._early_batches[key] = {
+            rollout_number: early_batch
+            for rollout_number, early_batch in self._early_batches[key].items()
             if rollout_number in {turn_number, *later}
         }
         batch = early_batches.pop(turn_number, None)
@@ -342,7 +347,7 @@ class TrajectoryReceiver:
                 # a message of a later turn shows that another rank has replaced the lost rank
                 if any(rollout_number > turn_number for rollout_number in early_batches):
                     return None
-                message = self._next(key, peer, has_left=rank in acted.lost_ranks)
+                message = self._receive_message(key, peer, has_left=rank in acted.lost_ranks)
                 rollout_number = message.pop("turn")
                 if rollout_number == turn_number:
                     batch = RolloutBatch.from_columns(message)
@@ -351,38 +356,38 @@ class TrajectoryReceiver:
                 # a message of any other turn is outdated
         except PeerLeft:
             return None
-        self._like = {
+        self._empty_columns = {
             name: np.empty((0, 0, *column.shape[2:]), column.dtype) for name, column in batch.columns().items()
         }
         return batch
 
-    def _next(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
+    def _receive_message(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
         if not has_left:
             return get_until_left(self._trajectories, key, peer, until_left(*peer))
         try:
-            return self._trajectories.get(key=key, timeout=_LAST_S)
+            return self._trajectories.get(key=key, timeout=_LAST_MESSAGE_S)
         except (ChannelError, DeadlineExceeded, SegmentGone) as error:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
 
-    def _missing(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
+    def _missing_batch(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
         """Builds a batch of missing transitions for `count` slots.
 
         Raises:
             ChannelError: The columns are unknown, because no message has arrived yet.
         """
-        if not self._like:
+        if not self._empty_columns:
             raise ChannelError(
                 "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
             )
-        return RolloutBatch.blank(self._like, count, decisions)
+        return RolloutBatch.blank(self._empty_columns, count, decisions)
 
-    def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
+    def _receive_unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
         """Receives and concatenates the shards of a unit for this rank's slots."""
-        messages = [self._parts.get(key=slots.shard_key(key, self._rank)) for key in keys]
+        messages = [self._shards.get(key=slots.shard_key(key, self._rank)) for key in keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Removes unused shards from the channel if the shards have arrived."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
-                self._parts.get_nowait(key=slots.shard_key(key, self._rank))
+                self._shards.get_nowait(key=slots.shard_key(key, self._rank))

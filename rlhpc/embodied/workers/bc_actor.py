@@ -94,8 +94,8 @@ class BcActor(PolicyTrainer[BcConfig]):
             check_fit(trajectory, observation_space, action_space)
             trajectory["obs"] = windows_of(trajectory["obs"], observation_space)
         if cfg.algorithm.value_model:
-            self._condition(trajectories, observation_space)
-        self._keep(trajectories)
+            self._label_improvements(trajectories, observation_space)
+        self._store_transitions(trajectories)
         parameters = float(self.backend.parameters_trained)
         self.log.info(
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
@@ -104,7 +104,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         metrics = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
         return {**metrics, "left_out": float(len(problems or ()))}
 
-    def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
+    def _label_improvements(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
         """Labels each step of the episodes as an improvement or not."""
         labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
         for trajectory, improvement in zip(trajectories, labels, strict=True):
@@ -126,7 +126,7 @@ class BcActor(PolicyTrainer[BcConfig]):
                 "on; name what the run began with (a checkpoint in place of a run that goes on)"
             )
 
-    def _keep(self, trajectories: Sequence[Trajectory]) -> None:
+    def _store_transitions(self, trajectories: Sequence[Trajectory]) -> None:
         """Stores this rank's share of the training transitions, and the held-out episodes, on the device."""
         held_out = held_out_of(len(trajectories), self.cfg)
         train_trajectories = [trajectory for i, trajectory in enumerate(trajectories) if i not in held_out]
@@ -137,10 +137,10 @@ class BcActor(PolicyTrainer[BcConfig]):
         self.local_rows = range(
             self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size
         )
-        self.demos = self._batch(train_trajectories, self.local_rows)
+        self.demos = self._build_batch(train_trajectories, self.local_rows)
         holdout_trajectories = [trajectories[i] for i in sorted(held_out)]
         self.holdout = (
-            self._batch(holdout_trajectories, None) if holdout_trajectories and self._computes_holdout else None
+            self._build_batch(holdout_trajectories, None) if holdout_trajectories and self._computes_holdout else None
         )
 
     @property
@@ -148,31 +148,33 @@ class BcActor(PolicyTrainer[BcConfig]):
         """True if this rank computes the held-out loss: rank 0 only, or all ranks if they hold parts of the weights."""
         return self.rank == 0 or self.backend.lockstep
 
-    def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
-        rows = slice(None) if part is None else slice(part.start, part.stop)
+    def _build_batch(self, trajectories: Sequence[Trajectory], row_range: range | None) -> Batch:
+        rows = slice(None) if row_range is None else slice(row_range.start, row_range.stop)
 
-        def joined(columns: list[Any]) -> Any:
+        def join_columns(columns: list[Any]) -> Any:
             return to_tensors(take(join(columns), rows), self.device)
 
         # A success model gets the observation after a step; a policy gets the observation before the step.
         obs_steps = slice(1, None) if self.policy.judges else slice(-1)
-        batch = {"obs": joined([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
+        batch = {"obs": join_columns([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
         actions, pad_masks = zip(
             *(chunks_of(trajectory["actions"], self.policy.imitated) for trajectory in trajectories), strict=True
         )
-        batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(pad_masks))
+        batch["actions"], batch["is_pad"] = join_columns(list(actions)), join_columns(list(pad_masks))
         for name in self._extra_columns(trajectories[0]):
-            batch[name] = joined([np.asarray(trajectory[name], np.float32) for trajectory in trajectories])
+            batch[name] = join_columns([np.asarray(trajectory[name], np.float32) for trajectory in trajectories])
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
-            batch["returns"] = joined(
+            batch["returns"] = join_columns(
                 [scale * returns_to_go(trajectory["rewards"], gamma) for trajectory in trajectories]
             )
         return batch
 
-    def _extra_columns(self, available: Container[str]) -> list[str]:
+    def _extra_columns(self, available_columns: Container[str]) -> list[str]:
         """Returns the names of the available inputs of `Policy.bc_loss` other than observations and actions."""
-        return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available]
+        return [
+            name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available_columns
+        ]
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -244,39 +246,39 @@ class BcActor(PolicyTrainer[BcConfig]):
             metrics["holdout_loss"] = float(sum(losses))
         return metrics
 
-    def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
+    def _loss(self, module: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's summand of the loss of a minibatch with `count` rows, and the loss terms. An empty
         micro-batch has loss 0.
         """
         indices, count = micro_batch
         rows = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
-        losses = self._losses(called, (self.demos, rows, count))
+        losses = self._losses(module, (self.demos, rows, count))
         loss = losses[0] + self.value_coef * losses[1]
         if not indices.numel():
             return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
         return loss, {"losses": torch.stack(losses)}
 
-    def _losses(self, called: nn.Module, rows_of_batch: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
+    def _losses(self, module: nn.Module, batch_rows: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
         """Returns the summands that rows of a batch contribute to the policy loss and the value loss of a minibatch
         with `count` rows.
         """
-        batch, indices, count = rows_of_batch
+        batch, indices, count = batch_rows
         obs, actions, has_returns = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
         inputs |= {name: batch[name][indices] for name in self._extra_columns(batch)}
 
-        def work(policy: Policy) -> list[torch.Tensor]:
+        def compute_losses(policy: Policy) -> list[torch.Tensor]:
             outputs = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if has_returns else {}
             if self.loss_type == "nll":
                 loss = policy.bc_loss(inputs).sum() / count
             else:
-                mean = policy.mean_action(obs)
-                if torch.is_grad_enabled() and not mean.requires_grad:
+                mean_actions = policy.mean_action(obs)
+                if torch.is_grad_enabled() and not mean_actions.requires_grad:
                     raise ConfigError(
                         f"algorithm.bc_loss is 'mse', and the actions of model_type {self.cfg.actor.model.model_type} have no "
                         "gradient; choose nll"
                     )
-                loss = (mean - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
+                loss = (mean_actions - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
             if not has_returns:
                 return [loss, torch.zeros_like(loss)]
             mask = torch.ones_like(outputs["values"], dtype=torch.bool)[:, None]
@@ -286,7 +288,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             )  # fmt: skip
             return [loss, value_term]
 
-        return called(work)
+        return module(compute_losses)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the current weights on `env.eval` with deterministic actions. Returns the metrics on rank 0, and {}
@@ -296,7 +298,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         """
         policy = self.policy
         if self.backend.lockstep:
-            weights = self._weights()
+            weights = self._gather_weights()
             if self.rank == 0:
                 policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
                 policy.load_state_dict(weights)

@@ -47,7 +47,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.envs = []
-        self._waited = 0.0
+        self._wait_s = 0.0
 
     @property
     def run_seed(self) -> int:
@@ -75,7 +75,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self.envs = [self._build_env(env_slots, device) for env_slots in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         #: Slots of each stage whose current episode contains actions that the policy did not choose.
-        self._mixed = [np.zeros(len(env_slots), bool) for env_slots in self.shares]
+        self._mixed_slots = [np.zeros(len(env_slots), bool) for env_slots in self.shares]
         self.log.info("simulates %d of %d slots of %s", sum(map(len, self.shares)), slots.num_envs, cfg.env_id)
         return {
             "observation_space": self.envs[0].observation_space,
@@ -123,7 +123,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Raises:
             NonFinite: A simulator returned a non-finite number, and `runner.on_nonfinite` is stop.
         """
-        stages, start, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
+        stages, start, self._wait_s = range(self.slots.stages), time.perf_counter(), 0.0
         outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
         if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
@@ -131,17 +131,17 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         for stage in stages:
             if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot may have moved
                 self.obs[stage] = refreshed_obs
-            self._send(stage, outcomes[stage], 0)
+            self._send_obs(stage, outcomes[stage], 0)
         for t in range(turn.decisions):
             for stage in stages:
-                env, actions = self.envs[stage], self._receive(stage)
+                env, actions = self.envs[stage], self._receive_actions(stage)
                 if actions is None:
                     continue
                 obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
                 episodes.count_skipped(infos)
                 if t + 1 < turn.decisions:
-                    self._send(stage, outcomes[stage], t + 1)
+                    self._send_obs(stage, outcomes[stage], t + 1)
                 ended_slots = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended_slots is not None:
                     episodes.add(
@@ -157,7 +157,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             restarts=sum(env.restarts for env in self.envs),
             by_device=num_crossed,
             by_host=max(0, on_accelerator * (turn.decisions + 1) - num_crossed),
-            busy_s=time.perf_counter() - start - self._waited,
+            busy_s=time.perf_counter() - start - self._wait_s,
             timing=[env.timing for env in self.envs],
         )
 
@@ -195,24 +195,24 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             entropy = [self.seed, step, begin] if begin else [self.seed, step]
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         self.obs = [keep_tensors(env.reset(seed=seed)[0]) for env in self.envs]
-        for is_mixed in self._mixed:
+        for is_mixed in self._mixed_slots:
             is_mixed[:] = False
 
-    def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
+    def _send_obs(self, stage: int, outcomes: Outcomes, t: int) -> None:
         obs = outcomes.cleaned_obs(t, self.obs[stage])
-        self.links.put(stage, lambda common: take(obs, within(common, self.shares[stage])))
+        self.links.put(stage, lambda shared_slots: take(obs, within(shared_slots, self.shares[stage])))
 
-    def _receive(self, stage: int) -> np.ndarray | None:
+    def _receive_actions(self, stage: int) -> np.ndarray | None:
         """Receives the actions for all slots of a stage; returns None if no rollout rank is left."""
         start = time.perf_counter()
         actions_by_peer = self.links.get(stage)
-        self._waited += time.perf_counter() - start
+        self._wait_s += time.perf_counter() - start
         first_actions = next((peer_actions for _, peer_actions in actions_by_peer if peer_actions is not None), None)
         if first_actions is None:
             return None
         for slots, peer_actions in actions_by_peer:
             if peer_actions is None:
-                self._mixed[stage][within(slots, self.shares[stage])] = True
+                self._mixed_slots[stage][within(slots, self.shares[stage])] = True
         return join(
             [
                 np.resize(first_actions, (len(slots), *first_actions.shape[1:]))
@@ -224,8 +224,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
         """Returns those of `ended_slots` in which only the policy chose the ended episode's actions."""
-        policy_slots: np.ndarray = ended_slots[~self._mixed[stage][ended_slots]]
-        self._mixed[stage][ended_slots] = False
+        policy_slots: np.ndarray = ended_slots[~self._mixed_slots[stage][ended_slots]]
+        self._mixed_slots[stage][ended_slots] = False
         return policy_slots
 
     def _send_outcomes(self, stage: int, outcomes: Outcomes, num_decisions: int) -> None:
@@ -310,7 +310,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
 #: Notice that the actor sends to a joined rank before the weights.
 WEIGHTS_SENT = "weights sent"
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
 
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
@@ -339,26 +339,26 @@ class JoinedEnvRank:
     """Joined env rank: it simulates and acts without other ranks.
 
     Args:
-        simulating: Env worker of this rank, which has built its simulators.
-        acting: Rollout worker in the same process, which acts on the slots.
+        env_worker: Env worker of this rank, which has built its simulators.
+        rollout_worker: Rollout worker in the same process, which acts on the slots.
         slots: Slot map of the run.
         start_step: Number of steps that were complete when the rank joined.
     """
 
     def __init__(
-        self, simulating: SimulatingWorker[Any], acting: ActingWorker[Any], slots: SlotMap, start_step: int
+        self, env_worker: SimulatingWorker[Any], rollout_worker: ActingWorker[Any], slots: SlotMap, start_step: int
     ) -> None:
-        self._simulating, self._acting, self._slots = simulating, acting, slots
-        self._entropy, self._rank = entropy_of(acting.seed, simulating.rank, start_step), simulating.rank
+        self._env_worker, self._rollout_worker, self._slots = env_worker, rollout_worker, slots
+        self._entropy, self._rank = entropy_of(rollout_worker.seed, env_worker.rank, start_step), env_worker.rank
         self._version = -1
 
     def connect(self) -> None:
         """Connects to the channels. The driver calls it again after a failure of other ranks; the rank then first
         receives weights.
         """
-        self._parts = self._simulating.connect_channel(PARTS)
-        self._played = self._simulating.connect_channel(PLAYED)
-        self._acting.sync.forget()
+        self._shard_channel = self._env_worker.connect_channel(PARTS)
+        self._report_channel = self._env_worker.connect_channel(PLAYED)
+        self._rollout_worker.sync.forget()
         self._version = -1
 
     def play(self, shard: RolloutShard, random: bool) -> None:
@@ -369,18 +369,18 @@ class JoinedEnvRank:
             shard: Shard to play.
             random: True for random actions, as at the start of off-policy runs.
         """
-        rank = self._simulating
+        rank = self._env_worker
         rank.before_leaving(lambda: None)  # a rank that is told to leave now exits after this call, which returns early
         self._receive_weights(shard.version)
-        self._acting.set_random_actions(random)
+        self._rollout_worker.set_random_actions(random)
         num_decisions, batch, episodes = self._play_decisions(shard)
         for actor in range(self._slots.actor_ranks):
             local_unit = self._slots.unit_for(shard.unit, actor)
             if batch is not None and local_unit.stop > local_unit.start:
                 message: dict[str, Any] = batch.of_slots(local_unit).columns()
                 message["version"] = self._version
-                self._parts.entrust(message, key=self._slots.shard_key(shard.key, actor))
-        self._played.entrust(
+                self._shard_channel.entrust(message, key=self._slots.shard_key(shard.key, actor))
+        self._report_channel.entrust(
             DeliveredShard(shard.number, shard.key, self._rank, num_decisions, self._version, episodes)
         )
         rank.before_leaving(None)
@@ -391,7 +391,7 @@ class JoinedEnvRank:
         """Plays a shard. Returns the number of decisions, their transitions (None without decisions), and the report of
         the episodes.
         """
-        rank, acting, start = self._simulating, self._acting, time.perf_counter()
+        rank, rollout_worker, start = self._env_worker, self._rollout_worker, time.perf_counter()
         env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors ignore additional slots
         outcomes, episodes = rank.outcomes_of(shard.step, env_slots), EpisodeLog()
@@ -401,7 +401,9 @@ class JoinedEnvRank:
         while t < shard.decisions and not rank.told_to_leave:
             observation = outcomes.cleaned_obs(t, rank.obs[0])
             with torch.inference_mode():
-                acting.decide(0, [(slice(None), t)], self._noise(shard, t), observation, pending_actions.append)
+                rollout_worker.decide(
+                    0, [(slice(None), t)], self._draw_noise(shard, t), observation, pending_actions.append
+                )
             obs, rewards, terminations, truncations, infos = env.chunk_step(pending_actions.pop())
             rank.obs[0] = obs
             episodes.count_skipped(infos, slice(num_slots))
@@ -415,15 +417,15 @@ class JoinedEnvRank:
         if t:
             all_rows = slice(0, len(env_slots))
             last_obs = take(outcomes.cleaned_obs(t, rank.obs[0]), all_rows)
-            acting.buffers[0].num_decisions = t
+            rollout_worker.buffers[0].num_decisions = t
             with torch.inference_mode():
-                (batch,) = acting.batches([outcomes.part(all_rows, last_obs, t)])
+                (batch,) = rollout_worker.batches([outcomes.part(all_rows, last_obs, t)])
         busy_s = time.perf_counter() - start
         return t, batch, episodes.report(restarts=env.restarts, busy_s=busy_s, timing=[env.timing])
 
-    def _noise(self, shard: RolloutShard, t: int) -> torch.Tensor:
-        entropy, slots = (*self._entropy, shard.number, t), range(len(self._simulating.shares[0]))
-        return noise_of_slots(self._acting.policy.sample_noise, entropy, slots).to(self._acting.device)
+    def _draw_noise(self, shard: RolloutShard, t: int) -> torch.Tensor:
+        entropy, slots = (*self._entropy, shard.number, t), range(len(self._env_worker.shares[0]))
+        return noise_of_slots(self._rollout_worker.policy.sample_noise, entropy, slots).to(self._rollout_worker.device)
 
     def _receive_weights(self, version: int) -> None:
         """Receives weights until their version is at least `version` and no further weights are announced. Returns
@@ -432,25 +434,25 @@ class JoinedEnvRank:
         Raises:
             DeadlineExceeded: The weights did not arrive in time.
         """
-        deadline = time.monotonic() + self._acting.cfg.runner.step_timeout_s
+        deadline = time.monotonic() + self._rollout_worker.cfg.runner.step_timeout_s
         while True:
             try:
-                self._simulating.notice(WEIGHTS_SENT)
+                self._env_worker.notice(WEIGHTS_SENT)
             except queue.Empty:
-                if self._version >= version or self._simulating.told_to_leave:
+                if self._version >= version or self._env_worker.told_to_leave:
                     return
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"the weights of step {version} did not reach {self._simulating.group_name}-{self._rank}"
+                        f"the weights of step {version} did not reach {self._env_worker.group_name}-{self._rank}"
                     ) from None
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             else:
-                self._version = self._acting.sync_weights()
+                self._version = self._rollout_worker.sync_weights()
 
 
 def open_joined_rank(
-    simulating: SimulatingWorker[Any],
-    make: Callable[[], ActingWorker[Any]],
+    env_worker: SimulatingWorker[Any],
+    make_rollout_worker: Callable[[], ActingWorker[Any]],
     slots: SlotMap,
     spaces: tuple[Any, Any],
     start_step: int,
@@ -458,8 +460,8 @@ def open_joined_rank(
     """Builds the simulators and the policy of a joined rank.
 
     Args:
-        simulating: Env worker of this rank.
-        make: Function that builds the acting rollout worker.
+        env_worker: Env worker of this rank.
+        make_rollout_worker: Function that builds the acting rollout worker.
         slots: Slot map of the run.
         spaces: Observation space and action space of the run's slots.
         start_step: Number of steps that were complete when the rank joined.
@@ -467,29 +469,29 @@ def open_joined_rank(
     Raises:
         ConfigError: The environment has different spaces on this node.
     """
-    unit = unit_map(slots, simulating.rank)
-    entropy = entropy_of(simulating.run_seed, simulating.rank, start_step)
-    env_facts = simulating.init_worker(unit, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+    unit = unit_map(slots, env_worker.rank)
+    entropy = entropy_of(env_worker.run_seed, env_worker.rank, start_step)
+    env_facts = env_worker.init_worker(unit, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
     if (env_facts["observation_space"], env_facts["action_space"]) != spaces:
         raise ConfigError(
-            f"on {simulating.node}, env.train.env_id {simulating.cfg.env.train.env_id} shows or takes something else than "
+            f"on {env_worker.node}, env.train.env_id {env_worker.cfg.env.train.env_id} shows or takes something else than "
             "where the run was started; have the same packages there"
         )
-    acting_worker = make()
-    acting_worker.init_worker(unit, *spaces)
-    return JoinedEnvRank(simulating, acting_worker, slots, start_step)
+    rollout_worker = make_rollout_worker()
+    rollout_worker.init_worker(unit, *spaces)
+    return JoinedEnvRank(env_worker, rollout_worker, slots, start_step)
 
 
 class JoinableEnvWorker(SimulatingWorker[Cfg]):
     """Env worker that also acts on its slots if the rank joined during the run."""
 
     #: Import path of the rollout worker that acts on a joined rank.
-    acts: str = ""
+    rollout_worker_path: str = ""
     _joined_rank: JoinedEnvRank | None = None
 
     def open_joined_rank(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
         """Builds this joined rank's simulators, and a policy that acts on them."""
-        worker_class = load_attribute(self.acts, f"who acts for {type(self).__name__}")
+        worker_class = load_attribute(self.rollout_worker_path, f"who acts for {type(self).__name__}")
         self._joined_rank = open_joined_rank(self, lambda: worker_class(self.cfg), slots, spaces, start_step)
 
     def connect_joined_rank(self) -> None:
@@ -506,7 +508,7 @@ class JoinableEnvWorker(SimulatingWorker[Cfg]):
 class EnvWorker(JoinableEnvWorker[PpoConfig]):
     """Env worker of on-policy runs, with one vector environment per pipeline stage."""
 
-    acts = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"
+    rollout_worker_path = "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker"
 
     def shape(self) -> OutcomeShape:
         """Returns the options that determine the outcomes' columns."""

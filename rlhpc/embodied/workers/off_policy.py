@@ -50,20 +50,20 @@ class IncompleteRows:
 
     def clear(self) -> None:
         """Drops the waiting transitions."""
-        self._waiting: dict[str, np.ndarray] = {}
+        self._pending: dict[str, np.ndarray] = {}
 
-    def table(
-        self, columns: dict[str, np.ndarray], present: np.ndarray, gather: Callable[[Any], list[Any]]
+    def regroup(
+        self, columns: dict[str, np.ndarray], is_present: np.ndarray, gather: Callable[[Any], list[Any]]
     ) -> dict[str, np.ndarray]:
         """Returns full rows for this rank's slots, `[n, rows, ...]`. All ranks must call the method; they get the same
         number of rows.
 
         Args:
             columns: Transitions of a step, `[n, T, ...]`.
-            present: Mask of the existing transitions, `[n, T]`.
+            is_present: Mask of the existing transitions, `[n, T]`.
             gather: Gathers an object from all ranks.
         """
-        steps, slots = np.nonzero(present.T)
+        steps, slots = np.nonzero(is_present.T)
         positions = steps * self._num_envs + slots + self._share.start
         rank_rows = gather((positions, {name: column[slots, steps] for name, column in columns.items()}))
         # The order is the same for any number of ranks.
@@ -71,13 +71,13 @@ class IncompleteRows:
         pending_columns = {
             name: np.concatenate([columns_of_rank[name] for _, columns_of_rank in rank_rows])[order] for name in columns
         }
-        if self._waiting:
+        if self._pending:
             pending_columns = {
-                name: np.concatenate([self._waiting[name], column]) for name, column in pending_columns.items()
+                name: np.concatenate([self._pending[name], column]) for name, column in pending_columns.items()
             }
         rows = len(next(iter(pending_columns.values()))) // self._num_envs
         num_used = rows * self._num_envs
-        self._waiting = {name: column[num_used:].copy() for name, column in pending_columns.items()}
+        self._pending = {name: column[num_used:].copy() for name, column in pending_columns.items()}
         return {
             name: column[:num_used]
             .reshape(rows, self._num_envs, *column.shape[1:])
@@ -99,7 +99,7 @@ def read_demo_buffer(cfg: SacConfig) -> np.ndarray:
 class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
     """Env worker of off-policy runs; each decision is one transition."""
 
-    acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
+    rollout_worker_path = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
 
     def shape(self) -> OutcomeShape:
         """Returns the options that determine the outcomes' columns."""
@@ -119,25 +119,25 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
 
     def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
         """Acts for a turn (`ActingWorker.generate`); the actions of the run's first `random_steps` transitions are random."""
-        self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
+        self._num_random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
         return super().generate(turn)
 
     def set_random_actions(self, random: bool) -> None:
         """Sets whether the next actions are random (`ActingWorker.set_random_actions`)."""
-        self._random = self.steps * self.slots.num_envs if random else 0
+        self._num_random = self.steps * self.slots.num_envs if random else 0
 
-    def _choose(
+    def _choose_actions(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        inputs = self._tensor(obs)
-        random_parts = [rows for rows, t in requests if t * self.slots.num_envs < self._random]
-        if len(random_parts) == len(requests):
+        inputs = self._to_device(obs)
+        random_rows = [rows for rows, t in requests if t * self.slots.num_envs < self._num_random]
+        if len(random_rows) == len(requests):
             actions = self.policy.head.uniform_actions(noise)
         else:
             features, _ = self.policy.features(inputs, True, False)
             assert features is not None
             actions = self.policy.head.act(features, noise)[0]
-            for rows in random_parts:
+            for rows in random_rows:
                 actions[rows] = self.policy.head.uniform_actions(noise)[rows]
         return self.policy.executed(inputs, actions), {"actions": actions}
 
@@ -161,7 +161,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
             )
         return batches
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
+    def _named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return self.policy.acting()
 
 
@@ -257,7 +257,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         ).item():  # all ranks exchange transitions if any rank dropped some
             present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
             gather: Callable[[Any], list[Any]] = self.all_gather_object if self.world_size > 1 else lambda rows: [rows]
-            columns = self.incomplete.table(columns, present_mask, gather)
+            columns = self.incomplete.regroup(columns, present_mask, gather)
         rows = next(iter(columns.values())).shape[1] if columns else 0
         if rows:
             self.replay.add(columns)
@@ -278,25 +278,25 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         num_learned = max(0, self.transitions - algorithm.replay_buffer.min_buffer_size)
         total_updates = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 is below 1 in floating point
         num_updates, self.updates_due = total_updates - self.updates_due, total_updates
-        return self._learn(num_updates, progress)
+        return self._run_updates(num_updates, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Runs `algorithm.offline_updates` updates on the demonstrations alone. Takes the arguments of `update` and
         returns the same metrics.
         """
         del step
-        return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
+        return self._run_updates(self.cfg.algorithm.offline_updates, progress, alone=True)
 
-    def _learn(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
+    def _run_updates(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
         start = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
             self.off_policy.set_lr(1.0 - progress)
         for _ in range(count):
-            self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
+            self.off_policy.step(self._to_batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
         update_s = time.perf_counter() - start
         return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
 
-    def _batch(self, draw: MixtureDraw) -> TransitionBatch:
+    def _to_batch(self, draw: MixtureDraw) -> TransitionBatch:
         columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
         return TransitionBatch(
             obs=rows_of(columns, "obs"),

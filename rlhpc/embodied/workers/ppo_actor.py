@@ -87,7 +87,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             return counts
         counts_by_part: list[RolloutCounts] = []
 
-        def part(number: int) -> TrainBatch:
+        def receive_part(number: int) -> TrainBatch:
             later_turns = (acted.turn.number for acted in source.acted[number + 1 :])
             shard_source = replace(
                 source, acted=source.acted[number : number + 1], later=source.later.union(later_turns)
@@ -96,7 +96,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             counts_by_part.append(counts)
             return batch
 
-        self.stream = TransitionStream(part, parts, self.steps)
+        self.stream = TransitionStream(receive_part, parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
             self.stream.wait_until(0)  # later parts must be complete, so this part's counts hold for them
             return replace(counts_by_part[0], received=counts_by_part[0].received * parts)
@@ -153,17 +153,17 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             return {"lr": rate, "epochs": 0.0}
         local_indices = range(self.share.start * self.steps, self.share.stop * self.steps)
         num_transitions = self.slots.num_envs * self.steps
-        waited_before_s = 0.0 if stream is None else stream.waited
+        waited_before_s = 0.0 if stream is None else stream.wait_s
         metrics = self.update_policy.run(batch, local_indices, num_transitions, step, rate, stream)
         explained_variance = self._explained_variance(batch)
-        self._observe(batch)
+        self._update_normaliser(batch)
         self.updates += 1
         update_s = time.perf_counter() - start
         if stream is not None:
-            update_s -= stream.waited - waited_before_s
+            update_s -= stream.wait_s - waited_before_s
         return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
 
-    def _observe(self, batch: TrainBatch) -> None:
+    def _update_normaliser(self, batch: TrainBatch) -> None:
         """Adds this step's observations to the policy's running statistics. `update` calls it after the training, so
         that acting and training of a step use the same statistics.
         """

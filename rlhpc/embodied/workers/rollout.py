@@ -32,7 +32,7 @@ from rlhpc.weights.receiver import apply
 
 FILE = "rollout-{rank}.pt"
 #: All slots of a stage.
-EVERY = slice(None)
+ALL_SLOTS = slice(None)
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
@@ -51,15 +51,15 @@ class StageBuffer:
         self.share, self.steps, self.num_decisions = share, steps, steps
         self._rows: dict[str, np.ndarray] = {}
 
-    def write(self, t: int, part: slice, **rows: Any) -> None:
-        """Stores step `t` for the slots in `part`; `rows` are arrays or tensors `[n, ...]` of all slots."""
+    def write(self, t: int, slots: slice, **rows: Any) -> None:
+        """Stores step `t` for `slots`; `rows` are arrays or tensors `[n, ...]` of all slots."""
         for name, row in rows.items():
             if name not in self._rows:
                 self._rows[name] = np.empty((self.steps, *row.shape), np.asarray(as_arrays(row[:0])).dtype)
             if is_tensor(row):
-                torch.from_numpy(self._rows[name][t, part]).copy_(row[part])
+                torch.from_numpy(self._rows[name][t, slots]).copy_(row[slots])
             else:
-                self._rows[name][t, part] = row[part]
+                self._rows[name][t, slots] = row[slots]
 
     def columns(self) -> dict[str, np.ndarray]:
         """Returns all columns by name, batch first `[n, T, ...]`, contiguous."""
@@ -75,7 +75,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.version = 0
-        self._waited = 0.0
+        self._wait_s = 0.0
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
         """Builds the policy and the buffers."""
@@ -129,10 +129,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def sync_weights(self) -> int:
         """Receives the actor's next version of the weights; returns the version."""
-        self.version = apply(self.sync, self._named(), adopt=self.policy)
+        self.version = apply(self.sync, self._named_weights(), adopt=self.policy)
         return self.version
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
+    def _named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.policy.state_dict().items())
 
     # -- rollout --------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             `busy_s`: seconds in which the rank did not wait for simulators.
         """
-        start, self._waited, self._turn = time.perf_counter(), 0.0, turn
+        start, self._wait_s, self._turn = time.perf_counter(), 0.0, turn
         for buffer in self.buffers:
             buffer.num_decisions = turn.decisions
         if self.cfg.runner.enable_decoupled_mode:
@@ -157,24 +157,24 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 for stage in range(self.slots.stages):
                     self._act(stage, t)
         self._send_trajectories()
-        return {"busy_s": time.perf_counter() - start - self._waited}
+        return {"busy_s": time.perf_counter() - start - self._wait_s}
 
-    def _noise(self, t: int, slots: range) -> torch.Tensor:
+    def _draw_noise(self, t: int, slots: range) -> torch.Tensor:
         """Returns the noise of the turn's decision `t` for global slots, on the policy's device."""
         entropy = (self.seed, self._turn.step, self._turn.begin + t)
         return noise_of_slots(self.policy.sample_noise, entropy, slots).to(self.device)
 
     def _act(self, stage: int, t: int) -> None:
-        noise = self._noise(t, self.shares[stage])  # draws the noise while the simulators are busy
+        noise = self._draw_noise(t, self.shares[stage])  # while the simulators are busy
         start = time.perf_counter()
         observations = self.links.get(stage)
-        self._waited += time.perf_counter() - start
-        observations_by_peer = [self._observation(peer_slots, peer_obs) for peer_slots, peer_obs in observations]
+        self._wait_s += time.perf_counter() - start
+        observations_by_peer = [self._obs_or_zeros(peer_slots, peer_obs) for peer_slots, peer_obs in observations]
 
         def send(actions: np.ndarray) -> None:
             self.links.put(stage, lambda slots: actions[within(slots, self.shares[stage])])
 
-        self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), send)
+        self.decide(stage, [(ALL_SLOTS, t)], noise, join(observations_by_peer), send)
 
     def _act_on_arrival(self) -> None:
         """Acts for env ranks in the order in which their observations arrive; each pass serves all observations that
@@ -183,39 +183,41 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         A pass always covers all slots of a stage; slots without a request use their last observation. Therefore the
         other slots that a pass serves do not change an action by a single bit.
         """
-        latest = [[self._observation(peer_slots, None) for _, peer_slots in peers] for peers in self.peers]
+        latest_obs = [[self._obs_or_zeros(peer_slots, None) for _, peer_slots in peers] for peers in self.peers]
         next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
         while next_decisions:
             start = time.perf_counter()
             ready = self.links.first(next_decisions)
-            self._waited += time.perf_counter() - start
+            self._wait_s += time.perf_counter() - start
             for stage in sorted({stage for stage, _ in ready}):
                 self._act_on_arrival_in_stage(
-                    stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage]
+                    stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest_obs[stage]
                 )
             for peer_key in ready:
                 next_decisions[peer_key] += 1
                 if next_decisions[peer_key] == self._turn.decisions:
                     del next_decisions[peer_key]
 
-    def _act_on_arrival_in_stage(self, stage: int, decisions: dict[int, int], latest: list[Any]) -> None:
-        """Acts in one stage for the env ranks in `decisions` (index → decision); stores their observations in `latest`."""
+    def _act_on_arrival_in_stage(self, stage: int, decisions: dict[int, int], latest_obs: list[Any]) -> None:
+        """Acts in one stage for the env ranks in `decisions` (index → decision); stores their observations in
+        `latest_obs`.
+        """
         rows = {index: within(self.peers[stage][index][1], self.shares[stage]) for index in decisions}
-        noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in decisions.items()}
+        noise_by_peer = {index: self._draw_noise(t, self.peers[stage][index][1]) for index, t in decisions.items()}
         first_noise = next(iter(noise_by_peer.values()))
         # The noise of slots without a request may have any value.
         noise = first_noise.new_zeros(len(self.shares[stage]), *first_noise.shape[1:])
         for index, peer_noise in noise_by_peer.items():
-            latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
+            latest_obs[index] = self._obs_or_zeros(self.peers[stage][index][1], self.links.get_from(stage, index))
             noise[rows[index]] = peer_noise
 
         def send(actions: np.ndarray) -> None:
             for index in decisions:
                 self.links.put_to(stage, index, actions[rows[index]])
 
-        self.decide(stage, [(rows[index], t) for index, t in decisions.items()], noise, join(latest), send)
+        self.decide(stage, [(rows[index], t) for index, t in decisions.items()], noise, join(latest_obs), send)
 
-    def _observation(self, slots: range, obs: Any) -> Any:
+    def _obs_or_zeros(self, slots: range, obs: Any) -> Any:
         """Returns `obs`, or zeros if it is None because the env rank was lost or has not sent an observation yet."""
         return blank(self.policy.observation_space, len(slots)) if obs is None else obs
 
@@ -236,7 +238,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             obs: Observations of all slots of the stage.
             send: Function that sends the actions of all slots.
         """
-        actions, extras = self._choose(obs, noise, requests)
+        actions, extras = self._choose_actions(obs, noise, requests)
         actions_array = actions.cpu().numpy()
         send(actions_array)
         # The environments simulate at the same time, so that recording does not delay the rollout.
@@ -244,16 +246,16 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         for rows, t in requests:
             self.buffers[stage].write(t, rows, **columns_of("obs", obs), **columns)
 
-    def _choose(
+    def _choose_actions(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns actions, and additional columns of the trajectories."""
         del requests
-        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        actions, extras = self.policy.predict_action_batch(self._to_device(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
         return actions, rows | {f"inputs.{name}": model_input for name, model_input in extras.get("inputs", {}).items()}
 
-    def _tensor(self, obs: Any) -> Any:
+    def _to_device(self, obs: Any) -> Any:
         """Returns an observation, or another array, as tensors on the policy's device."""
         return to_tensors(obs, self.device)
 
@@ -261,7 +263,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Sends every actor rank the transitions of the slots that it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
         for stage, batch in enumerate(self.batches(outcomes)):
-            self._send(stage, batch)
+            self._send_batch(stage, batch)
 
     def batches(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the transitions of each stage as the actors receive them.
@@ -279,7 +281,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         batches = []
         # Observations without an action need values, too: observations after the rollout, and final observations of episodes.
         observations = [obs for outcome in outcomes for obs in (outcome.last_obs, outcome.final_obs)]
-        values = np.split(self._value(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1])
+        values = np.split(
+            self._compute_values(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1]
+        )
         for outcome, buffer, last_values, final_values in zip(
             outcomes, self.buffers, values[::2], values[1::2], strict=True
         ):
@@ -290,7 +294,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             batches.append(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}))
         return batches
 
-    def _send(self, stage: int, batch: RolloutBatch[np.ndarray]) -> None:
+    def _send_batch(self, stage: int, batch: RolloutBatch[np.ndarray]) -> None:
         """Sends every actor rank the transitions of its slots of a stage. A joined rank may exit before the actors
         receive its transitions, so that it waits until the transitions are stored.
         """
@@ -307,12 +311,12 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         stage_slots, outcomes_by_peer, is_gone = self.shares[stage], [], []
         for index, (_, peer_slots) in enumerate(self.peers[stage]):
             start = time.perf_counter()
-            outcomes = self._outcomes_from(stage, index)
-            self._waited += time.perf_counter() - start
+            outcomes = self._receive_outcomes(stage, index)
+            self._wait_s += time.perf_counter() - start
             is_gone.append(outcomes is None)
             if outcomes is None:
                 outcomes = unknown_outcomes(
-                    peer_slots, self._turn.decisions, self.shape(), self._observation(peer_slots, None)
+                    peer_slots, self._turn.decisions, self.shape(), self._obs_or_zeros(peer_slots, None)
                 )
             outcomes_by_peer.append(outcomes.shifted(peer_slots.start - stage_slots.start))
         outcome = SlotOutcomes.join(outcomes_by_peer)
@@ -323,7 +327,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             )
         return outcome
 
-    def _outcomes_from(self, stage: int, index: int) -> SlotOutcomes | None:
+    def _receive_outcomes(self, stage: int, index: int) -> SlotOutcomes | None:
         """Receives an env rank's outcomes of its slots; returns None if the rank was lost."""
         if self.links.has_gone(stage, index):
             return None
@@ -336,12 +340,12 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             return None
         return SlotOutcomes.from_columns(message)
 
-    def _value(self, obs: Any) -> np.ndarray:
+    def _compute_values(self, obs: Any) -> np.ndarray:
         """Returns the values of any number of observations, computed in batches of at most one stage's slots."""
         size, count = max([1, *map(len, self.shares)]), count_rows(obs)
         obs_batches = (take(obs, slice(start, start + size)) for start in range(0, count, size))
         return np.concatenate(
-            [self.policy.value(self._tensor(obs_batch)).float().cpu().numpy() for obs_batch in obs_batches]
+            [self.policy.value(self._to_device(obs_batch)).float().cpu().numpy() for obs_batch in obs_batches]
         )
 
     # -- evaluation and checkpoint --------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_a_rank_holds_the_noise_of_one_decision_of_its_slots(decoupled: bool) ->
         return torch.zeros(20, 1, 2), {}
 
     obs = np.zeros((20, 4), np.float32)
-    worker._choose, worker._send_trajectories = choose, lambda: None
+    worker._choose_actions, worker._send_trajectories = choose, lambda: None
     worker.links = SimpleNamespace(
         get=lambda stage: [(share, obs)],
         first=list,

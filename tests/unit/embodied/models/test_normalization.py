@@ -47,7 +47,7 @@ def observed(policies: list[Any], steps: list[tuple[np.ndarray, np.ndarray]]) ->
             gathered.append(actor.policy.normaliser.moments(seen, flat.mask.reshape(len(actor.share), STEPS) > 0))
         for actor, flat in calls:
             actor.all_gather_object = lambda own, every=gathered: every
-            actor._observe(flat)
+            actor._update_normaliser(flat)
 
 
 def steps_of(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:

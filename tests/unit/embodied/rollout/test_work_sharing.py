@@ -201,11 +201,11 @@ def test_transitions_of_incomplete_steps_fill_rows_and_none_is_lost() -> None:
         expected += obs[there].tolist()
         with ThreadPoolExecutor(2) as pool:
             calls = [
-                pool.submit(tables[rank].table, {"obs": obs[part]}, there[part], ranks.of(rank))
+                pool.submit(tables[rank].regroup, {"obs": obs[part]}, there[part], ranks.of(rank))
                 for rank, part in enumerate((slice(0, 4), slice(4, 8)))
             ]
             rows = [call.result()["obs"] for call in calls]
-        one = alone.table({"obs": obs}, there, lambda rows: [rows])
+        one = alone.regroup({"obs": obs}, there, lambda rows: [rows])
         np.testing.assert_array_equal(np.concatenate(rows), one["obs"])
         found += [int(value) for row in rows for value in row.ravel()]
     assert len({*found}) == len(found) and {*found} <= {*expected} and len(expected) - len(found) < 8

@@ -29,7 +29,7 @@ def test_a_value_pass_has_no_more_rows_than_a_stage_has_slots(named: bool) -> No
     worker.shares, worker.device = [range(4), range(8, 15)], torch.device("cpu")
     worker.policy = SimpleNamespace(value=value)
     obs = np.arange(61, dtype=np.float32)[:, None]
-    values = worker._value({"state": obs} if named else obs)
+    values = worker._compute_values({"state": obs} if named else obs)
     np.testing.assert_array_equal(values, 2 * obs[:, 0])
     assert max(passes) == 7 and sum(passes) == 61
 
