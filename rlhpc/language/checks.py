@@ -49,7 +49,7 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
     """
     algorithm, max_new_tokens, name = cfg.algorithm, cfg.rollout.max_new_tokens, cfg.algorithm.name.lower()
     is_single = algorithm.group_size < 2
-    estimates = name == "policy_gradient" or (name == "distillation" and algorithm.distillation.task_reward_coef)
+    uses_estimator = name == "policy_gradient" or (name == "distillation" and algorithm.distillation.task_reward_coef)
     rules = (
         (
             is_single and algorithm.filter_groups,
@@ -57,7 +57,7 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
             "algorithm.filter_groups compares within groups: it must be at least 2",
         ),
         (
-            is_single and estimates and algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS,
+            is_single and uses_estimator and algorithm.adv_type.lower() in COMPARE_WITHIN_GROUPS,
             "algorithm.group_size",
             f"algorithm.adv_type={algorithm.adv_type} compares the responses to a prompt, and one alone has the advantage 0: "
             "it must be at least 2; or take an estimator that does not compare, such as reinforce++",
@@ -103,7 +103,7 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
     check_rules(rules, fail)
 
 
-#: Names of policies.
+#: Pattern of the names of policies.
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 #: Key of each component's backend.
 _COMPUTES = {
@@ -162,7 +162,7 @@ def _check_suites(interval: int, suites: Sequence[Any], evaluated_names: Sequenc
 
 
 def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
-    """Refuses engines in a supervised run without suites, and `runner.keep_best` by a suite's metric without engines.
+    """Checks that a supervised run has suites if it has engines, and engines if `runner.keep_best` names a suite's metric.
 
     Args:
         cfg: The configuration.
@@ -216,7 +216,7 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
 
 
 def _check_sources(train: SourceConfig, suites: Sequence[Any]) -> None:
-    """Checks the names of the sources of training and evaluation data. Built-in sources are not imported."""
+    """Checks the names of the sources of training and evaluation data, without importing built-in sources."""
     from rlhpc.language.data.registry import SOURCES
 
     built_in = SOURCES.names()
@@ -226,14 +226,14 @@ def _check_sources(train: SourceConfig, suites: Sequence[Any]) -> None:
 
 
 def _check_rewards(cfg: LanguageConfig) -> None:
-    """Checks the names of rewards and of the agent in the rollout rank. Built-in ones are not imported."""
+    """Checks the names of reward terms and of `rollout.agent`, without importing built-in rewards and agents."""
     from rlhpc.language.agents.registry import AGENTS
     from rlhpc.language.rewards.registry import REWARDS
 
     built_in = REWARDS.names()
-    rating = rating_names(cfg)
+    group_terms = rating_names(cfg)
     for term in cfg.reward.terms:
-        if term.name.lower() not in built_in and term.name not in rating:
+        if term.name.lower() not in built_in and term.name not in group_terms:
             REWARDS.find(term.name)
     agent = cfg.rollout.agent
     if agent is not None and agent.lower() not in AGENTS.names():
@@ -254,7 +254,7 @@ _EXAMPLES = {
 
 
 def _check_agent_services(agent: AgentConfig, fail: Fail) -> None:
-    """Checks tool servers and services."""
+    """Checks the tool servers, services and sandbox of an agent."""
     rules: list[tuple[object, str, str]] = []
     for index, server in enumerate(agent.servers):
         key = f"agent.servers[{index}]"
@@ -312,7 +312,7 @@ def _check_agent_services(agent: AgentConfig, fail: Fail) -> None:
 
 
 def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
-    """Checks the kind of agent and the keys that exclude each other."""
+    """Checks the kind of agent, and the keys that exclude each other."""
     agent = cfg.agent
     required_key = _AGENTS.get(agent.kind, "")
     agent_values = {
@@ -328,10 +328,10 @@ def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
         if agent_values[name] and name != required_key:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} has no {name}: set agent.kind, or leave it out")
     _check_agent_services(agent, fail)
-    rewarded = [term.name.lower() for term in cfg.reward.terms]
+    term_names = [term.name.lower() for term in cfg.reward.terms]
     if agent.kind == "inline":
         inline_rules = (
-            ("agent" in rewarded, "reward.terms", "agent is what an agent outside says: set agent.kind to python"),
+            ("agent" in term_names, "reward.terms", "agent is what an agent outside says: set agent.kind to python"),
             (
                 cfg.rollout.agent is None and cfg.rollout.max_turns != 1,
                 "rollout.max_turns",
@@ -352,11 +352,14 @@ def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
             raise fail(f"agent.{name}", "an environment is in the rollout rank and says who speaks in it: leave it out")
     elif agent.target and ":" not in agent.target:
         raise fail("agent.target", f"it is {agent.target!r}; allowed: module:function, such as my_agent:solve")
-    limit, feedback_timeout_s = cfg.runner.step_timeout_s, float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    step_timeout_s, feedback_timeout_s = (
+        cfg.runner.step_timeout_s,
+        float(select(cfg, "agent.feedback_timeout_s") or 0.0),
+    )
     sections = {"data.train": cfg.data.train, **{f"data.eval[{suite.name}]": suite for suite in cfg.data.eval}}
     rules = (
         (
-            agent.kind in ("command", "mcp") and "agent" in rewarded,
+            agent.kind in ("command", "mcp") and "agent" in term_names,
             "reward.terms",
             f"agent.kind={agent.kind} gives no reward, but a text: judge that, such as by [{{name: math}}]",
         ),
@@ -380,14 +383,14 @@ def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
         ),
         *(
             (
-                seconds >= limit,
+                seconds >= step_timeout_s,
                 f"agent.{name}",
-                f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end",
+                f"it must be below runner.step_timeout_s ({step_timeout_s:g}), in which a whole step has to end",
             )
             for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", feedback_timeout_s))
         ),
         (
-            feedback_timeout_s and (agent.kind != "python" or "agent" not in rewarded),
+            feedback_timeout_s and (agent.kind != "python" or "agent" not in term_names),
             "agent.feedback_timeout_s",
             "rewards that come later need agent.kind=python, and the term agent in reward.terms: set these, or 0 here",
         ),
@@ -461,9 +464,9 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def column_sources(cfg: GrpoConfig) -> frozenset[str]:
-    """Returns the groups and the other sources (`Column.by`) from which the algorithm needs columns.
+    """Returns the groups and other sources (`Column.by`) that compute the columns of the algorithm.
 
-    For built-in algorithms they follow from the configuration; other algorithms are instantiated.
+    For built-in algorithms the configuration determines the sources; other algorithms are instantiated.
     """
     if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
         is_needed = {
@@ -477,7 +480,7 @@ def column_sources(cfg: GrpoConfig) -> frozenset[str]:
 
 
 def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
-    """Checks several policies (`agent.policies`).
+    """Checks the policies of an agent's roles (`agent.policies`), if there are any.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -520,7 +523,7 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:
-    """Checks that trainers and engines have one accelerator per process; further ones would be idle.
+    """Checks that trainers and engines have one accelerator per process; further accelerators would be idle.
 
     Raises:
         PlacementError: A component's processes have several accelerators, of which its backend uses one.
@@ -531,7 +534,7 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
         has_device_per_backend = ":" in backend or (name, backend.lower()) == (
             "rollout",
             "vllm",
-        )  # an engine with a rank for each accelerator
+        )  # vLLM has a rank for each accelerator
         if count > 1 and not has_device_per_backend:  # a user's backend may use several
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
@@ -542,7 +545,7 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
 
 def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, int]) -> None:
     """Checks that the trainers' process counts fit the sizes of `parallel` and divide the prompts of a step. Any number of
-    rollout ranks is allowed, because they lease prompts as they have capacity.
+    rollout ranks is allowed, because rollout ranks lease prompts when they have capacity.
 
     Args:
         cfg: The configuration.
@@ -550,18 +553,18 @@ def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, in
         sizes: Number of processes, by component.
 
     Raises:
-        ConfigError: The prompts, or a model, cannot be divided over so many ranks.
+        ConfigError: The prompts or a model cannot be divided evenly over the ranks.
     """
     for name, count in sizes.items():
-        size = count
+        num_data_ranks = count
         if name in ("actor", "critic"):
-            size = check_parallel(select(cfg, name), count, name).data
-        if name in _COMPUTES and name != "rollout" and prompts % size:
+            num_data_ranks = check_parallel(select(cfg, name), count, name).data
+        if name in _COMPUTES and name != "rollout" and prompts % num_data_ranks:
             raise ConfigError(
                 f"cluster.component_placement.{name} gives {count} processes"
                 + (
-                    f", {size} of which see other prompts; they must divide "
-                    if size != count
+                    f", {num_data_ranks} of which see other prompts; they must divide "
+                    if num_data_ranks != count
                     else "; they must divide "
                 )
                 + f"data.prompts_per_step({prompts})"

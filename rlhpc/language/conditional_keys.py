@@ -1,4 +1,4 @@
-"""Keys that a language model's run reads under a condition alone (`ConfigChecks.conditions`). Nothing here imports torch."""
+"""Conditional keys of language runs: keys that a run reads only under a condition (`ConfigChecks.conditions`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, t
 
 
 def _built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns the rule for algorithms of the package; another one may read any key of its section."""
+    """Restricts a rule to built-in algorithms; any other algorithm may read all keys of its section."""
     return lambda cfg: cfg.algorithm.name.lower() not in ALGORITHMS.built_in or rule(cfg)
 
 
 def _has_reward(cfg: Any) -> bool:
-    """Returns whether the reward makes advantages."""
+    """Returns whether advantages are computed from the reward."""
     return not distils(cfg) or cfg.algorithm.distillation.task_reward_coef > 0
 
 
@@ -35,14 +35,14 @@ TRAINED = (
         ("workflow.sft_overrides",), lambda cfg: cfg.workflow.sft is not None, "where workflow.sft names a run before this"
     ),
 )  # fmt: skip
-#: Conditions of supervised training, which may have dropout.
+#: Conditions of supervised training, in which adapters may have dropout.
 SUPERVISED = (
     *TRAINED,
     Condition(
         ("actor.lora.dropout",), lambda cfg: cfg.actor.lora.rank > 0, "with adapters: actor.lora.rank of 1 or more"
     ),
 )
-#: Conditions of the engine and of agents, also in evaluation.
+#: Conditions of engines and agents, in training and evaluation.
 ANSWERING = (
     Condition(
         ("rollout.gpu_memory_utilization",), lambda cfg: cfg.rollout.rollout_backend.lower() != "hf",
@@ -56,7 +56,7 @@ ANSWERING = (
         "of episodes in a sandbox: agent.sandbox",
     ),
 )  # fmt: skip
-#: Conditions of problems and demonstrations.
+#: Condition of the keys of files with problems or demonstrations.
 _OF_FILES = Condition(
     tuple(
         f"data.train.{name}"
@@ -65,13 +65,13 @@ _OF_FILES = Condition(
     lambda cfg: cfg.data.train.source.lower() not in MADE_UP,
     "of files: data.train.source jsonl, parquet, hdf5 or hf",
 )  # fmt: skip
-#: Conditions of training that compares log-probs of one network at two times.
+#: Condition of dropout, which training cannot use if it compares log-probs of a network at two times.
 _NO_DROPOUT = Condition(
     ("*.lora.dropout",),
     lambda cfg: False,
     "in supervised training (runner.task_type sft or reward_model): reinforcement learning and DPO do without dropout",
 )
-#: Conditions of held-out rows.
+#: Condition of the keys of held-out rows.
 _HELD_OUT = Condition(
     ("data.holdout.*",),
     lambda cfg: cfg.runner.val_check_interval > 0,

@@ -3,8 +3,8 @@
     export/global_step_<N>/model.safetensors   config.json   tokenizer.json …   README.md
     export/global_step_<N>/conversion.json     {"format", "from", "global_step", "backend", "lora", "dtype", "files": …}
 
-A checkpoint may be of any number of ranks, and the backend's package is not needed: DeepSpeed's files are read without
-DeepSpeed. Conversely, `actor.model.model_path` takes a Hugging Face folder; `import_model` makes one from an adapter's folder.
+A checkpoint may come from any number of ranks. The backend's package is not needed: DeepSpeed's files are read without
+DeepSpeed. In the other direction, `import_model` writes a Hugging Face folder from which a run can start.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def stream_shards(
             for box_reader, box in boxes:
                 weight = box_reader()
                 for part in parts_by_name[name]:
-                    if (overlap := within(part.index, box, full_box(box.sizes))) is not None:
-                        yield part.name, overlap[0], weight[overlap[1]]
+                    if (overlap_ranges := within(part.index, box, full_box(box.sizes))) is not None:
+                        yield part.name, overlap_ranges[0], weight[overlap_ranges[1]]
         for name, weight in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
             for part in parts_by_name[name]:
                 yield part.name, full_box(part.shape), part.of(weight)
@@ -108,8 +108,8 @@ def stream_folder(
     """Copies a model's Hugging Face folder in another dtype, one tensor at a time.
 
     Returns:
-        Whether the folder was written, which needs safetensors files with the names that transformers writes; and the number
-        of parameters.
+        Whether the folder was written, and the number of parameters. The folder is written only if the source has safetensors
+        files with the names that transformers writes.
     """
     from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.language.models.loading import model_file
@@ -132,7 +132,7 @@ def stream_folder(
 
 
 def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """Returns the layout of the tensors in files, and their shapes by their names in the module."""
+    """Returns the layout of the tensors in safetensors files, and the tensors' shapes by name in the module."""
     from rlhpc.training.safetensors_writer import Layout
     from rlhpc.training.shard_layout import held, names_and_shapes
 
@@ -155,13 +155,12 @@ def untrained_weights(
     load: Callable[..., Any],
     source: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads the frozen parameters and buffers that a training checkpoint lacks from the model that training started from.
+    """Reads the frozen parameters and buffers that a checkpoint lacks from the model that training started from.
 
     Args:
         skeleton: The model on the meta device.
         trained: Names in the module of the tensors in the checkpoint.
-        frozen: Names in the module of the parameters that were frozen in training. A missing parameter not among them is an
-            error.
+        frozen: Names in the module of the parameters that were frozen in training. Any other missing parameter is an error.
         model: Section from which `skeleton` was built.
         base: Path or hub name of the model that training started from.
         load: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
@@ -228,9 +227,9 @@ def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout,
 
 FORMAT = 1
 CONVERSION = "conversion.json"
-#: Tasks of an exported model: text generation, and rewards of responses.
+#: Tasks of an exported model: text generation, and scoring of responses by a reward model.
 _WRITES, _REWARDS = "writes", "rewards"
-#: Text on the use of a model for its model card, by task.
+#: Usage text in the model card, by task.
 _USES = {
     _REWARDS: (
         "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
@@ -260,7 +259,7 @@ def export_language_model(
         checkpoint: A `global_step_<N>` folder of any run.
         output: Target folder; by default `export/global_step_<N>` in the folder of the checkpoint's run.
         adapter_only: Whether to write a LoRA adapter for peft instead of the model with the adapter merged.
-        base: The model that training started from, whose weights are needed for adapters and frozen parameters; by default
+        base: The model that training started from. Its weights are needed for adapters and frozen parameters. By default
             the path that training used.
         dtype: `float32` or `bfloat16`; by default the dtype of the training's computation.
         critic: Whether to export the critic, as a sequence classifier, instead of the policy; by default to
@@ -269,11 +268,11 @@ def export_language_model(
         trust_code: Whether to run code that comes with the model, if the training did (`actor.model.trust_remote_code`).
 
     Returns:
-        The folder; with several policies (`agent.policies`) it has a subfolder for each, named after it.
+        The folder; with several policies (`agent.policies`) it has a subfolder for each policy, with the policy's name.
 
     Raises:
         CheckpointError: The checkpoint is invalid, or the target cannot be written.
-        ConfigError: The model that training started from is needed but was not found, or there is no adapter.
+        ConfigError: The model that training started from was not found, or the checkpoint has no adapter or critic.
     """
     from rlhpc.language.models.loading import DTYPES, FOLDER, export_model, load_causal_lm
     from rlhpc.language.models.value_head import HEAD, load_scalar_model
@@ -366,7 +365,7 @@ def export_language_model(
 
 
 def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of one policy's adapter, renamed as in a run with one policy."""
+    """Returns the weights of one policy's adapter under the names that a run with one policy uses."""
     from rlhpc.training.lora import ADAPTER, belongs_to_adapter
 
     return {
@@ -377,7 +376,7 @@ def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch
 
 
 def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
-    """Converts the weights of a model with LM head and value head to those of a model with one of these heads.
+    """Converts the weights of a model with LM head and value head to weights of a model with one of the two heads.
 
     Args:
         weights: Weights of the model with both heads.
@@ -420,7 +419,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
             model); or a folder with a peft adapter, which is merged.
         output: Target folder.
-        base: The model that the adapter belongs to; by default the one named in the adapter's config.
+        base: The model that the adapter belongs to; by default the base model in the adapter's config.
         dtype: Dtype of the written weights: `float32` or `bfloat16`.
 
     Raises:
@@ -480,13 +479,13 @@ def _export_adapted(
     load: Callable[..., Any],
     head: str | None,
 ) -> None:
-    """Writes the adapter, or the model with the adapter merged, with the functions that the training backends use."""
+    """Writes the adapter, or the model with the adapter merged, by the same functions as the training backends."""
     from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
     source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
     options = LoraConfig(**about["lora"])
-    # The adapter alone needs only the model's shape, which the checkpoint's own config gives.
+    # The adapter alone needs only the model's shape, which the config in the checkpoint defines.
     module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
     adapted_model = lora.attach_lora(module, options, seed=0, head=head)
     trained_names = {name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad}
@@ -495,7 +494,7 @@ def _export_adapted(
     if adapter_only:
         weights_by_name = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
         export_adapter(folder, weights_by_name, adapted_model, model)
-        config = folder / "adapter_config.json"  # as written, it names the checkpoint as the base model
+        config = folder / "adapter_config.json"  # `export_adapter` names the checkpoint as the base model
         adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
         write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return

@@ -1,4 +1,4 @@
-"""Worker groups of the task types of language models: their roles, components, placement checks and failure policies."""
+"""Worker groups of language task types: roles, components, placement checks and failure policies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from rlhpc.runs.task_type import (
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
-#: The configuration of a run that trains a language model; and of one whose model answers.
+#: Configuration of a run that trains a language model.
 Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
+#: Configuration of a run with a model that answers problems.
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
-#: Seconds after which a silent rank of the group `agent` is done without.
+#: Seconds after which a run continues without a silent rank of the group `agent`.
 _AGENT_LOST_S = 30.0
 _PRELOAD = (
     "rlhpc.language.workers.agent",
@@ -44,7 +45,7 @@ _PRELOAD = (
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
-#: The worker whose engines answer the suites of a supervised run.
+#: Worker that answers the suites of a supervised run.
 _EVALUATION = "rlhpc.language.workers.supervised_actors:EvaluationWorker"
 
 
@@ -55,7 +56,7 @@ class TrainedGroupSpec(GroupSpec[Trained]):
 
 
 class LanguageGroupSpec(TrainedGroupSpec[Cfg]):
-    """Worker groups of a run whose model answers problems, at least in evaluation."""
+    """Worker groups of a run with a model that answers problems, at least in evaluation."""
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Refuses prompts that cannot be distributed evenly, and processes with several accelerators."""
@@ -68,7 +69,7 @@ class SftGroupSpec(LanguageGroupSpec[SftConfig]):
     """Worker groups of supervised fine-tuning."""
 
     def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
-        """Adds the engines that answer the suites, if they have a placement."""
+        """Returns the roles, including the engines that answer the suites if the placement has a group `rollout`."""
         return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed(cfg) else {})}
 
     def components(self, cfg: SftConfig) -> Sequence[str]:
@@ -76,7 +77,7 @@ class SftGroupSpec(LanguageGroupSpec[SftConfig]):
         return [*self.roles, "rollout"]
 
     def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks the placement of the groups, and refuses engines of several ranks."""
+        """Checks the placement of the groups, and refuses engines with several accelerators."""
         super().check_placement(cfg, processes, accelerators)
         if accelerators.get("rollout", 0) > 1:
             raise PlacementError(
@@ -110,9 +111,10 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
     def policies(self, cfg: GrpoConfig, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the policies of the engines, the scoring groups and the agents' group.
 
-        The ranks of scoring groups are stateless and do not communicate with each other. Engines are elastic unless they are
-        offloaded in turn: other ranks take over the work of a lost one. A step waits for the episodes of the agents' group,
-        which other ranks restart at little cost, so its ranks are given up early.
+        The ranks of scoring groups are stateless and do not communicate with each other. Engines are elastic unless actor and
+        engines are offloaded alternately (`actor.offload_in_rollout`): other ranks take over the prompts of a lost engine. A
+        step waits for the episodes of the agents' group. Other ranks can restart these episodes at little cost, so a silent
+        rank of this group is given up early.
         """
         stateless = frozenset(group_roles(cfg)) - learning_groups(cfg)
         size = self.engine_size(cfg)
@@ -137,7 +139,7 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
         return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
     def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns maximum useful ranks: an engine leases at least one prompt, and an agents' rank one episode."""
+        """Returns the largest useful numbers of ranks: one engine per prompt, and one rank of agents per episode."""
         del started
         prompts = cfg.data.prompts_per_step
         agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}

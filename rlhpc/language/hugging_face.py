@@ -1,4 +1,4 @@
-"""Access to the transformers package, which not every installation has, and to configurations of its models."""
+"""Access to the optional transformers package and to the configurations of its models."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
         ) from None
 
 
-#: Keys of the number of experts in configurations.
+#: Keys of the number of experts in the configurations of models.
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")

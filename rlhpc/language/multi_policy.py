@@ -1,4 +1,4 @@
-"""Several policies in one run: the policy of each role of an agent's episode (`agent.policies`).
+"""Policies of a run with several roles: the policy of each role of an agent's episode (`agent.policies`).
 
 Each policy is a LoRA adapter of the model, with a separate optimizer. A sample belongs to the policy of its role.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rlhpc.language.config.run import LanguageConfig
 
-#: The kind of agent that has an environment answer the model.
+#: Kind of agent in which an environment answers the model (`agent.kind`).
 ENVIRONMENT = "environment"
 
 
@@ -32,23 +32,23 @@ class Policies(NamedTuple):
     by_role: tuple[int, ...] = ()
 
     def of(self, roles: torch.Tensor) -> torch.Tensor:
-        """Returns the policy indices of role numbers."""
+        """Returns the policy index of each role index."""
         return roles.new_tensor(self.by_role)[roles]
 
 
-#: Policies of a run with one.
+#: Policies of a run in which the model is the only policy.
 ONE = Policies()
 
 
 def roles_of(cfg: LanguageConfig) -> tuple[str, ...]:
-    """Returns the roles of an agent's episode, if it has several."""
+    """Returns the roles of an agent's episode; empty if the configuration names none."""
     if cfg.agent.kind == ENVIRONMENT:
         return tuple(find_environment(str(cfg.agent.target), plain(cfg.agent.kwargs)).roles)
     return tuple(cfg.agent.roles)
 
 
 def policies_of(cfg: LanguageConfig) -> Policies:
-    """Returns the policies of a checked configuration."""
+    """Returns the policies of a configuration; `check_policies` has to accept it before."""
     policy_by_role = plain(select(cfg, "agent.policies") or {})
     if not policy_by_role:
         return ONE
@@ -57,12 +57,15 @@ def policies_of(cfg: LanguageConfig) -> Policies:
 
 
 def of_policy(policy: str, name: str) -> str:
-    """Returns the name of a policy's tensor in messages to engines."""
+    """Returns the name of a policy's tensor in weight updates of engines."""
     return f"{policy}/{name}"
 
 
 def folders_of(cfg: LanguageConfig, folder: str) -> dict[str, str]:
-    """Returns the folder of each policy by name: its folder within one that `export_language_model` wrote of several
-    policies, or the model's folder, from which all policies start. For one policy it is the model's folder."""
+    """Returns the folder of each policy by name; a single policy has the name "".
+
+    The folder is the policy's subfolder, which `export_language_model` writes for several policies. Without subfolders all
+    policies start from the model's folder.
+    """
     names = policies_of(cfg).names or ("",)
     return {name: str(Path(folder) / name) if (Path(folder) / name).is_dir() else folder for name in names}

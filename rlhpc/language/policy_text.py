@@ -1,7 +1,7 @@
 """Parsers of text that a policy wrote: JSON, arguments of tool calls, and text that a tokenizer can encode.
 
-A policy may write anything, and pays for it by the reward alone: a reader here returns a value or raises `ValueError`, never
-`RecursionError` or the like. The standard library and Python 3.8 are enough, as for `main.py`, which reads it as well.
+A policy may write any text, which must not end the run. Each parser therefore returns a value or raises `ValueError`, never
+`RecursionError`. The module needs only the standard library and Python 3.8, because `main.py` also imports it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import json
 import math
 from typing import Any
 
-#: Deepest nesting of a call's arguments, and of a client's whole request.
+#: Maximum nesting depth of a tool call's arguments, and of a client's request.
 MAX_DEPTH, MAX_REQUEST_DEPTH = 64, 256
 
 
 def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
     """Parses JSON.
 
-    Every text inside can be encoded (`valid_text`), every number is finite, so that the value can be written as JSON again.
+    All texts in the value can be encoded (`valid_text`) and all numbers are finite, so that it can be written as JSON again.
 
     Raises:
-        ValueError: It is no JSON, has a number that is not finite, or is nested deeper than `max_depth`.
+        ValueError: The text is not JSON, has a number that is not finite, or is nested deeper than `max_depth`.
     """
     return repaired(load_json(text), max_depth)
 
 
 def load_json(text: str | bytes) -> Any:
-    """Loads JSON without repairs (`repaired`). Raises `ValueError` for other text."""
+    """Loads JSON without repairs (`repaired`). Raises `ValueError` if the text is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -34,7 +34,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Parses the JSON that begins at an index of a text; returns the value and its end. Raises as `parse_json`."""
+    """Parses the JSON value at an index of a text; returns the value and the index of its end. Raises as `parse_json`."""
     try:
         parsed, end = _DECODER.raw_decode(text, start)
     except RecursionError:
@@ -43,7 +43,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def parse_arguments(text: Any) -> dict[str, Any]:
-    """Returns the arguments of a tool call as an object: other values are wrapped as `{"arguments": …}`."""
+    """Returns the arguments of a tool call as an object; wraps other values as `{"arguments": …}`."""
     if isinstance(text, (str, bytes)):
         try:
             parsed = parse_json(text or "{}")
@@ -57,7 +57,7 @@ def parse_arguments(text: Any) -> dict[str, Any]:
 
 
 def valid_text(text: str) -> str:
-    """Returns a text that UTF-8 can hold: each lone surrogate becomes a question mark."""
+    """Returns a text that UTF-8 can encode, with a question mark in place of each lone surrogate."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -69,7 +69,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def repaired(value: Any, depth: int) -> Any:
-    """Returns a value with texts that can be encoded (`valid_text`).
+    """Returns a JSON value in which all texts can be encoded (`valid_text`).
 
     Raises:
         ValueError: A number is not finite, or the value is nested deeper than `depth`.

@@ -1,4 +1,4 @@
-"""Preflight of runs with language models: the checks of `ConfigChecks.preflight` about models, agents, rewards and groups."""
+"""Preflight of language runs: checks of models, agents, rewards and groups (`ConfigChecks.preflight`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, st
 
 
 def actor_resource(cfg: TrainedLanguageConfig) -> Resource:
-    """Returns the resource that a check of the trained model, on its training data, needs."""
+    """Returns the resource that a check of the trained model with its training data needs."""
     maker_description = "the run of workflow.sft" if cfg.workflow.sft else ""
     return strongest(
         model_resource(cfg, cfg.actor.model.model_path, maker_description),
@@ -32,16 +32,16 @@ def actor_resource(cfg: TrainedLanguageConfig) -> Resource:
 
 
 def data_resource(cfg: RunConfig, section: Any) -> Resource:
-    """Returns the resource that a check of a section of data needs."""
+    """Returns the resource that a check of a section of `data` needs."""
     return path_resource(cfg, section.path) if section.path else FILES
 
 
 def answer_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: Resource) -> Iterator[Check]:
-    """Yields the checks of a run whose model answers: its agents, rewards and suites.
+    """Yields the checks of agents, rewards and suites of a run with a model that answers.
 
     Args:
         cfg: The configuration.
-        tokenizer: Gives the model's, once it has been checked.
+        tokenizer: Returns the model's tokenizer; it is called after the check of the model.
         resource: Resource of the model.
     """
     yield from _agent_checks(cfg, tokenizer, resource)
@@ -85,7 +85,7 @@ def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
 
 
 def group_checks(cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-    """Yields the checks of the auxiliary groups, besides actor and rollout."""
+    """Yields the check of the models of the critic and of the scoring groups."""
     from rlhpc.language.scoring.checks import check_groups
 
     group_configs = scoring_groups(cfg)

@@ -1,4 +1,4 @@
-"""Size checks before the start: sequences in micro-batches, and a model's sizes on its ranks."""
+"""Size checks before the start of a run: lengths of sequences in micro-batches, and sizes of models on their ranks."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from rlhpc.language.planning.model_size import UnknownModelError, config_of
 from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed
 from rlhpc.runtime.errors import ConfigError
 
-#: Kinds of models whose plan of transformers shares out the heads of keys.
+#: Types of models for which transformers divides the attention heads over tensor-parallel ranks.
 _SPLIT_HEADS = frozenset(
     {"gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"}
 )
-#: Widths of a head that vLLM computes with on a CPU (`CPUAttentionBackend.get_supported_head_sizes`, vLLM 0.32).
+#: Attention head sizes that vLLM supports on a CPU (`CPUAttentionBackend.get_supported_head_sizes`, vLLM 0.32).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_micro_batches(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses micro-batches that do not hold the longest sequence of a run of one turn.
+    """Refuses micro-batches that are shorter than the longest sequence of a run with one turn per episode.
 
     Raises:
         ConfigError: Micro-batches are too small.
     """
     if cfg.agent.kind != "inline" or cfg.rollout.agent is not None:
         return
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    max_tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     for name in ("actor", *((CRITIC,) if CRITIC in placed(cfg) else ())):
         tokens = int(select(cfg, f"{name}.max_tokens_per_micro_batch"))
-        if tokens < longest:
+        if tokens < max_tokens:
             raise fail(
                 f"{name}.max_tokens_per_micro_batch",
                 f"a sequence may have data.max_prompt_tokens ({cfg.data.max_prompt_tokens}) + rollout.max_new_tokens "
-                f"({cfg.rollout.max_new_tokens}) = {longest} tokens, which must fit into one: set it to at least that",
+                f"({cfg.rollout.max_new_tokens}) = {max_tokens} tokens, which must fit into one: set it to at least that",
             )
 
 
 def check_rows(cfg: TrainedLanguageConfig, fail: Fail) -> None:
-    """Refuses context parallelism where samples are not read as rows without padding.
+    """Refuses context parallelism without sequence packing (`use_remove_padding`) or without SDPA.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: A trainer has context parallelism and lacks one of the two.
     """
     for name in ("actor", CRITIC):
         section = select(cfg, name)
@@ -61,15 +61,15 @@ def check_rows(cfg: TrainedLanguageConfig, fail: Fail) -> None:
 
 
 def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) -> None:
-    """Refuses sizes of models that trainers cannot divide, or vLLM cannot compute with. A model whose config.json is not on
-    this machine is not looked at.
+    """Refuses model sizes that trainers cannot divide over ranks, or that engines do not support. Models without a config.json
+    on this machine are skipped.
 
     Args:
         cfg: The configuration.
-        accelerators: Accelerators of a process of each component.
+        accelerators: Number of accelerators per process, by component.
 
     Raises:
-        ConfigError: One does not fit.
+        ConfigError: A size of a model does not fit.
     """
     for name in ("actor", CRITIC):
         section = select(cfg, name)
@@ -104,7 +104,7 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
 
 
 def _check_context(section: Any, numbers: Mapping[str, Any], key: str) -> None:
-    """Refuses an engine's `max_model_len` beyond the model's context, for the engine that cannot compute beyond it."""
+    """Refuses a `max_model_len` beyond the model's context for the engine `hf`."""
     context_length, max_model_len = numbers.get("max_position_embeddings"), select(section, "max_model_len")
     if (
         max_model_len is not None
@@ -131,7 +131,7 @@ def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_on
 
 
 def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str) -> None:
-    """Refuses settings for parts that the model lacks: experts, and a vision tower."""
+    """Refuses settings for experts or a vision tower that the model does not have."""
     if model.router_aux_loss_coef:
         _require_experts(config, f"{key}.router_aux_loss_coef", "0")
     if model.freeze_vision and _is_complete(config) and not config.get("vision_config"):
@@ -145,12 +145,12 @@ def _require_experts(config: Mapping[str, Any], key: str, otherwise: str) -> Non
 
 
 def _is_complete(config: Mapping[str, Any]) -> bool:
-    """Returns whether a configuration is complete, rather than the sizes of a model that is known by name."""
+    """Returns whether a configuration is a complete config.json, not only the sizes of a model that is known by name."""
     return "architectures" in config or config.get("model_type") == "llama"
 
 
 def _config(model: Any) -> Mapping[str, Any]:
-    """Returns the contents of config.json; {} if it is not on this machine."""
+    """Returns the contents of config.json; {} if the file is not on this machine."""
     try:
         return config_of(str(model.model_path or ""), model.kwargs)
     except UnknownModelError:
@@ -158,6 +158,6 @@ def _config(model: Any) -> Mapping[str, Any]:
 
 
 def _numbers(model: Any) -> Mapping[str, Any]:
-    """Returns the text model's settings in config.json; {} if it is not on this machine."""
+    """Returns the settings of the language model in config.json; {} if the file is not on this machine."""
     config = _config(model)
     return {**config, **(config.get("text_config") or {})}

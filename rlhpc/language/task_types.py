@@ -52,8 +52,8 @@ _EACH = {
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
 _ANSWERS = (Headline("eval/accuracy", "accuracy", "share"), Headline("eval/pass_at_k", "pass@k", "share"))
 _SUPERVISED = (Headline("train/loss", "training loss"), Headline("train/tokens_total", "tokens", "count"))
-#: Metrics of a suite during training by which checkpoints can be compared: for suites that engines answer, and for
-#: preferences by their form.
+#: Metrics of a suite by which checkpoints can be compared during training. `ANSWERED`: suites that engines answer; `JUDGED`:
+#: suites of preferences, by form.
 ANSWERED = ("accuracy", "reward", "truncated")
 JUDGED = {
     "pairs": ("accuracy", "loss", "margin", "calibration_error"),
@@ -64,8 +64,8 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 
 
 def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable[[str], Sequence[str]]) -> list[str]:
-    """Returns the names of the metrics of the suites in `workflow.eval_suites`, as in a row of metrics; the first suite's have
-    no suite name in them."""
+    """Returns the names of the metrics of the suites in `workflow.eval_suites`, as in a row of metrics. Names of the first
+    suite's metrics do not contain the suite's name."""
     if cfg.runner.val_check_interval <= 0:
         return []
     return [
@@ -88,9 +88,6 @@ def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
 def _suites(cfg: Any) -> Sequence[Any]:
     """Returns section `data.eval`."""
     return cfg.data.eval
-
-
-# -- groups -----------------------------------------------------------------------------------------------------------
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         return self._checks(cfg, ranks, [])
 
     def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
-        """Yields the checks of `preflight`; the model's check appends the tokenizer to `checked`."""
+        """Yields the checks of `preflight`; the check of the model appends the tokenizer to `checked`."""
         from rlhpc.language.preflight import actor_resource, data_resource
 
         for section in _suites(cfg):  # evaluated after training, at the latest
@@ -153,7 +150,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Returns the configuration with a built-in model's folder in place of its name.
 
         Raises:
-            ConfigError: There is no such built-in model, or the training data cannot be read. The data are read before a
+            ConfigError: The built-in model does not exist, or the training data cannot be read. The data are read before a
                 model is built for them.
         """
         from rlhpc.language.models.builtin import PREFIX, resolve_model
@@ -175,7 +172,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
 
     def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
-        """Returns the differences from the checkpoint: backend, adapters and sizes of the model."""
+        """Returns the configuration's differences from a checkpoint: backend, adapters and sizes of the model."""
         checkpoint_values = saved_values(checkpoint / "backend.json")
         keys = ["actor.training_backend", "actor.lora.rank"]
         if cfg.actor.lora.rank:
@@ -197,7 +194,7 @@ class TrainedChecks(ConfigChecks[Trained]):
 
 
 class LanguageChecks(TrainedChecks[Cfg]):
-    """Rules of a configuration whose model answers problems, at least in evaluation.
+    """Rules of a configuration with a model that answers problems, at least in evaluation.
 
     Attributes:
         answers_in_training: Whether the model answers during training, not only in evaluation.
@@ -212,7 +209,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
             size_checks.check_rows(cfg, fail)
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the common checks, and those of agents and rewards if the model answers (`ConfigChecks.preflight`)."""
+        """Yields the common checks, and the checks of agents and rewards if the placement has engines."""
         from rlhpc.language.preflight import actor_resource, answer_checks
 
         checked: list[Any] = []
@@ -257,7 +254,7 @@ class SftChecks(LanguageChecks[SftConfig]):
             checks.check_answering(cfg, _answer_metrics(cfg), fail)
 
     def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
-        """Returns the held-out metrics, and those of the suites that engines answer (`ConfigChecks.evaluation_metrics`)."""
+        """Returns the held-out metrics, and the metrics of the suites that engines answer."""
         if cfg.runner.val_check_interval <= 0:
             return ()
         return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
@@ -343,7 +340,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
             size_checks.check_micro_batches(cfg, fail)
 
     def preflight(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of `LanguageChecks` and those of the scoring groups (`ConfigChecks.preflight`)."""
+        """Yields the checks of `LanguageChecks` and the checks of the scoring groups (`ConfigChecks.preflight`)."""
         from rlhpc.language.preflight import group_checks
 
         yield from super().preflight(cfg, ranks)
@@ -354,12 +351,12 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
         return _answer_metrics(cfg)
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
-        """Returns the differences from the checkpoint; a missing critic is one if this run has a critic."""
+        """Returns the differences from a checkpoint, including a critic that the checkpoint lacks."""
         lacks_critic = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
         return [*super().differences(cfg, checkpoint), *(["it has no critic"] if lacks_critic else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
-        """Returns the configuration with the folders of all built-in models, including those of the scoring groups."""
+        """Returns the configuration with the folders of all built-in models, including the scoring groups' models."""
         from rlhpc.language.models.builtin import PREFIX
 
         built_in_models = {
@@ -384,7 +381,7 @@ class TrainedOffline(Offline[Trained]):
     """Evaluation and export of language models."""
 
     def preparation(self, cfg: Trained) -> Preparation:
-        """Returns the stages before training: the SFT run, and whether the initial model is evaluated."""
+        """Returns the preparation of a run: the SFT run before it, and whether the initial model is evaluated."""
         workflow = cfg.workflow
         sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
         return Preparation(sft=sft, evaluates_start=workflow.eval_start)
@@ -463,7 +460,7 @@ class LanguageReporting(Reporting):
     """Report of language models.
 
     Args:
-        curves, compared, headlines: As in `Reporting`.
+        curves, compared, headlines: See `Reporting`.
         trained: Metric of the training progress, and its title.
         rate: Metric of the tokens per second.
     """
