@@ -104,9 +104,9 @@ def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 #: Pattern of the names of policies.
-_POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 #: Key of each component's backend.
-_COMPUTES = {
+_BACKEND_KEYS = {
     "actor": "actor.training_backend",
     "rollout": "rollout.rollout_backend",
     CRITIC: "critic.training_backend",
@@ -161,7 +161,7 @@ def _check_suites(interval: int, suites: Sequence[Any], evaluated_names: Sequenc
     check_rules(rules, fail)
 
 
-def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
+def check_suite_engines(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
     """Checks that a supervised run has suites if it has engines, and engines if `runner.keep_best` names a suite's metric.
 
     Args:
@@ -241,11 +241,11 @@ def _check_rewards(cfg: LanguageConfig) -> None:
 
 
 #: Key that each kind of agent needs, and an example of its value.
-_AGENTS = {
+_REQUIRED_AGENT_KEYS = {
     "python": "target", "environment": "target", "command": "command", "mcp": "servers", "verifiers": "framework",
     "openenv": "framework",
 }  # fmt: skip
-_EXAMPLES = {
+_AGENT_KEY_EXAMPLES = {
     "target": "my_agent:solve",
     "command": "[my-agent, '{question}']",
     "servers": "[{command: [my-tool-server]}]",
@@ -314,14 +314,14 @@ def _check_agent_services(agent: AgentConfig, fail: Fail) -> None:
 def _check_agent(cfg: LanguageConfig, fail: Fail) -> None:
     """Checks the kind of agent, and the keys that exclude each other."""
     agent = cfg.agent
-    required_key = _AGENTS.get(agent.kind, "")
+    required_key = _REQUIRED_AGENT_KEYS.get(agent.kind, "")
     agent_values = {
         "target": agent.target,
         "command": agent.command,
         "servers": agent.servers,
         "framework": agent.framework,
     }
-    for name, example in _EXAMPLES.items():
+    for name, example in _AGENT_KEY_EXAMPLES.items():
         if name == required_key and not agent_values[name]:
             example = "search" if agent.kind == "environment" else example
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} is about it: set it, such as {example}")
@@ -498,7 +498,7 @@ def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
     if missing := [role for role in roles if role not in policy_by_role]:
         raise fail(key, f"{', '.join(missing)} has no policy: name one for each of {', '.join(roles)}")
     for role, name in policy_by_role.items():
-        if not isinstance(name, str) or not _POLICY.fullmatch(name) or "lora_" in name:
+        if not isinstance(name, str) or not _POLICY_NAME.fullmatch(name) or "lora_" in name:
             raise fail(
                 f"{key}.{role}", f"it is {name!r}, which becomes a folder's name: letters, digits, _ and - (not lora_)"
             )
@@ -529,8 +529,8 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
         PlacementError: A component's processes have several accelerators, of which its backend uses one.
     """
     for name, count in per_process.items():
-        key = _COMPUTES.get(name, f"the scorer of {name}")
-        backend = str(select(cfg, key) or "") if name in _COMPUTES else name
+        key = _BACKEND_KEYS.get(name, f"the scorer of {name}")
+        backend = str(select(cfg, key) or "") if name in _BACKEND_KEYS else name
         has_device_per_backend = ":" in backend or (name, backend.lower()) == (
             "rollout",
             "vllm",
@@ -559,7 +559,7 @@ def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, in
         num_data_ranks = count
         if name in ("actor", "critic"):
             num_data_ranks = check_parallel(select(cfg, name), count, name).data
-        if name in _COMPUTES and name != "rollout" and prompts % num_data_ranks:
+        if name in _BACKEND_KEYS and name != "rollout" and prompts % num_data_ranks:
             raise ConfigError(
                 f"cluster.component_placement.{name} gives {count} processes"
                 + (

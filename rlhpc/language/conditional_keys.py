@@ -13,7 +13,7 @@ from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, n
 from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
 
 
-def _built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _for_built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Restricts a rule to built-in algorithms; any other algorithm may read all keys of its section."""
     return lambda cfg: cfg.algorithm.name.lower() not in ALGORITHMS.built_in or rule(cfg)
 
@@ -23,7 +23,7 @@ def _has_reward(cfg: Any) -> bool:
     return not distils(cfg) or cfg.algorithm.distillation.task_reward_coef > 0
 
 
-def _outside(cfg: Any) -> bool:
+def _has_agent(cfg: Any) -> bool:
     return str(cfg.agent.kind) != "inline"
 
 
@@ -49,7 +49,7 @@ ANSWERING = (
         "by engines that take a fixed part of the memory: rollout.rollout_backend=vllm",
     ),
     Condition(("rollout.max_turns",), lambda cfg: cfg.rollout.agent is not None, "with rollout.agent"),
-    Condition(("agent.*",), _outside, "by agents: agent.kind other than inline"),
+    Condition(("agent.*",), _has_agent, "by agents: agent.kind other than inline"),
     Condition(("agent.sandbox_read",), lambda cfg: cfg.agent.sandbox == "bubblewrap", "by agent.sandbox=bubblewrap"),
     Condition(
         ("agent.memory_mb", "agent.disk_mb"), lambda cfg: cfg.agent.sandbox is not None,
@@ -57,7 +57,7 @@ ANSWERING = (
     ),
 )  # fmt: skip
 #: Condition of the keys of files with problems or demonstrations.
-_OF_FILES = Condition(
+_FILE_SOURCES = Condition(
     tuple(
         f"data.train.{name}"
         for name in ("path", "split", "prompt_key", "answer_key", "response_key", "level_key", "tools_key")
@@ -77,7 +77,7 @@ _HELD_OUT = Condition(
     lambda cfg: cfg.runner.val_check_interval > 0,
     "for a held-out loss: runner.val_check_interval of 1 or more",
 )
-SFT = (*SUPERVISED, *ANSWERING, _OF_FILES, _HELD_OUT)
+SFT = (*SUPERVISED, *ANSWERING, _FILE_SOURCES, _HELD_OUT)
 DPO = (
     *TRAINED,
     *ANSWERING,
@@ -91,7 +91,7 @@ DPO = (
 REASONING = (
     *TRAINED,
     *ANSWERING,
-    _OF_FILES,
+    _FILE_SOURCES,
     *trainer_conditions("critic"),
     _NO_DROPOUT,
     Condition(
@@ -103,7 +103,7 @@ REASONING = (
         "cluster.component_placement.critic",
     ),
     Condition(
-        ("teacher.*",), _built_in(lambda cfg: distils(cfg) or TEACHER in placed(cfg)),
+        ("teacher.*",), _for_built_in(lambda cfg: distils(cfg) or TEACHER in placed(cfg)),
         "by a teacher: algorithm.name=distillation",
     ),
     Condition(
@@ -124,48 +124,51 @@ REASONING = (
         "by a group of its own: cluster.component_placement.reference",
     ),
     Condition(
-        ("algorithm.distillation.*",), _built_in(distils), "by algorithm.name=distillation"
+        ("algorithm.distillation.*",), _for_built_in(distils), "by algorithm.name=distillation"
     ),
     Condition(
-        ("algorithm.distillation.topk",), _built_in(lambda cfg: cfg.algorithm.distillation.mode == "topk"),
+        ("algorithm.distillation.topk",), _for_built_in(lambda cfg: cfg.algorithm.distillation.mode == "topk"),
         "by algorithm.distillation.mode=topk",
     ),
     Condition(
         ("algorithm.adv_type", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.normalize_advantages",
          "algorithm.credit", "algorithm.turn_gamma", "algorithm.turn_coef"),
-        _built_in(_has_reward), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
+        _for_built_in(_has_reward), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
     ),
     Condition(
         ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_type"),
-        _built_in(lambda cfg: _has_reward(cfg) or cfg.algorithm.kl_in == "loss"),
+        _for_built_in(lambda cfg: _has_reward(cfg) or cfg.algorithm.kl_in == "loss"),
         "as a part of the loss, algorithm.kl_in=loss, or of a reward that trains: "
         "algorithm.distillation.task_reward_coef greater than 0",
     ),
     Condition(
-        ("algorithm.kl_in", "algorithm.kl_type"), _built_in(lambda cfg: cfg.algorithm.kl_coef > 0), "with algorithm.kl_coef"
+        ("algorithm.kl_in", "algorithm.kl_type"), _for_built_in(lambda cfg: cfg.algorithm.kl_coef > 0),
+        "with algorithm.kl_coef",
     ),
     *estimator_conditions(lambda cfg: cfg.algorithm.name.lower() in ALGORITHMS.built_in),
     Condition(
-        ("algorithm.value_clip",), _built_in(needs_values),
+        ("algorithm.value_clip",), _for_built_in(needs_values),
         "where values are learned: algorithm.adv_type=gae",
     ),
     Condition(
-        ("algorithm.value_coef",), _built_in(lambda cfg: cfg.actor.model.value_head),
+        ("algorithm.value_coef",), _for_built_in(lambda cfg: cfg.actor.model.value_head),
         "with a head for values: actor.model.value_head=true",
     ),
     CLIPPED,
     Condition(
-        ("algorithm.turn_gamma",), _built_in(lambda cfg: cfg.algorithm.credit != "episode"),
+        ("algorithm.turn_gamma",), _for_built_in(lambda cfg: cfg.algorithm.credit != "episode"),
         "where turns are compared: algorithm.credit turn or state",
     ),
-    Condition(("algorithm.turn_coef",), _built_in(lambda cfg: cfg.algorithm.credit == "state"), "by algorithm.credit=state"),
     Condition(
-        ("algorithm.turn_gamma",), _built_in(lambda cfg: _outside(cfg) or cfg.rollout.agent is not None),
+        ("algorithm.turn_coef",), _for_built_in(lambda cfg: cfg.algorithm.credit == "state"), "by algorithm.credit=state"
+    ),
+    Condition(
+        ("algorithm.turn_gamma",), _for_built_in(lambda cfg: _has_agent(cfg) or cfg.rollout.agent is not None),
         "where episodes have several turns: agent.kind other than inline, or rollout.agent",
     ),
     Condition(
         ("algorithm.credit",),
-        _built_in(lambda cfg: cfg.algorithm.credit != "turn" or _outside(cfg) or cfg.rollout.agent is not None),
+        _for_built_in(lambda cfg: cfg.algorithm.credit != "turn" or _has_agent(cfg) or cfg.rollout.agent is not None),
         "where episodes have several turns: agent.kind other than inline, or rollout.agent",
     ),
     Condition(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "model."
-Written = Iterator[tuple[str, "Box", torch.Tensor]]
+SliceStream = Iterator[tuple[str, "Box", torch.Tensor]]
 
 
 def stream_shards(
@@ -87,7 +87,7 @@ def stream_shards(
     if unknown := sorted(saved_slices.keys() - shapes.keys()):
         raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
 
-    def written() -> Written:
+    def iter_slices() -> SliceStream:
         for name, boxes in saved_slices.items():
             for box_reader, box in boxes:
                 weight = box_reader()
@@ -98,7 +98,7 @@ def stream_shards(
             for part in parts_by_name[name]:
                 yield part.name, full_box(part.shape), part.of(weight)
 
-    _write(folder, skeleton, model, layout, written())
+    _write_folder(folder, skeleton, model, layout, iter_slices())
     return layout.parameters
 
 
@@ -122,12 +122,12 @@ def stream_folder(
         return False, 0
     layout, _ = _layout(skeleton, dtype)
 
-    def written() -> Written:
+    def iter_slices() -> SliceStream:
         with slices:
             for name, region in layout.places.items():
                 yield name, full_box(region.shape), slices.read(name)
 
-    _write(folder, skeleton, model, layout, written())
+    _write_folder(folder, skeleton, model, layout, iter_slices())
     return True, layout.parameters
 
 
@@ -214,7 +214,7 @@ def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int,
         )
 
 
-def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:
+def _write_folder(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: SliceStream) -> None:
     from rlhpc.language.models.loading import model_files
     from rlhpc.runtime.files import write_durably
 
@@ -228,10 +228,10 @@ def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout,
 FORMAT = 1
 CONVERSION = "conversion.json"
 #: Tasks of an exported model: text generation, and scoring of responses by a reward model.
-_WRITES, _REWARDS = "writes", "rewards"
+_GENERATION, _REWARD_SCORING = "writes", "rewards"
 #: Usage text in the model card, by task.
-_USES = {
-    _REWARDS: (
+_USAGE_TEXTS = {
+    _REWARD_SCORING: (
         "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
         "response; and the end token.\n\n"
     ),
@@ -282,7 +282,7 @@ def export_language_model(
     step = int(read_manifest(checkpoint)["global_step"])
     is_separate_critic = critic and (checkpoint / CRITIC).is_dir()
     source = checkpoint / CRITIC if is_separate_critic else checkpoint
-    backend_identity = _identity(source)
+    backend_identity = _read_identity(source)
     has_value_head = bool(backend_identity.get("actor.model.value_head"))  # in addition to the LM head
     if critic and not is_separate_critic and not has_value_head:
         raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
@@ -317,7 +317,7 @@ def export_language_model(
         trust_remote_code=model_facts.get("trust_remote_code", False),
     )
     if has_value_head:
-        weights = _one_head(weights, critic, set() if lora_rank else {*load_model(model, empty=True).state_dict()})
+        weights = _select_head(weights, critic, set() if lora_rank else {*load_model(model, empty=True).state_dict()})
     base_path, frozen_names = str(base or model_facts["model_path"]), frozenset(map(str, model_facts.get("frozen", ())))
     if not (streams_tensors or lora_rank):
         untrained = untrained_weights(
@@ -331,7 +331,7 @@ def export_language_model(
             for policy in policies or [""]:
                 folder = staging / policy
                 folder.mkdir(exist_ok=True)
-                policy_weights = _of_policy(weights, policy) if policy else weights
+                policy_weights = _policy_adapter(weights, policy) if policy else weights
                 parameters = sum(tensor.numel() for tensor in policy_weights.values())
                 if streams_tensors:
                     parameters = stream_shards(
@@ -343,7 +343,7 @@ def export_language_model(
                     )
                 else:
                     export_model(folder, policy_weights.items(), model, target_dtype, load_model)
-                _describe(folder, {
+                _write_model_card(folder, {
                 "from": str(checkpoint),
                 **({"policy": policy} if policy else {}),
                 "global_step": step,
@@ -353,7 +353,7 @@ def export_language_model(
                 "base": base_path,
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": parameters,
-            }, licence, task=CRITIC if critic else _REWARDS if head else _WRITES)  # fmt: skip
+            }, licence, task=CRITIC if critic else _REWARD_SCORING if head else _GENERATION)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
@@ -364,7 +364,7 @@ def export_language_model(
     return target
 
 
-def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
+def _policy_adapter(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
     """Returns the weights of one policy's adapter under the names that a run with one policy uses."""
     from rlhpc.training.lora import ADAPTER, belongs_to_adapter
 
@@ -375,7 +375,7 @@ def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch
     }
 
 
-def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
+def _select_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
     """Converts the weights of a model with LM head and value head to weights of a model with one of the two heads.
 
     Args:
@@ -401,7 +401,7 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
     if backend == "local":
         return load_tensors(checkpoint / MODEL).items()
     if backend == "fsdp":
-        return _sharded(checkpoint / "shards")
+        return _load_shards(checkpoint / "shards")
     if backend == "deepspeed":
         from rlhpc.training.deepspeed_checkpoint import full_parameters
 
@@ -446,7 +446,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         if adapter.is_file() or not stream_folder(staging, model, target_dtype, load_model)[0]:
             module = load_model(model, dtype=target_dtype)
             if adapter.is_file():
-                module = _merged(module, source, path)
+                module = _merge_adapter(module, source, path)
             export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load_model)
         source_facts = {
             "from": str(source),
@@ -454,11 +454,11 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
             "dtype": dtype,
             "backend": "peft" if adapter.is_file() else None,
         }
-        _describe(staging, source_facts, task=_REWARDS if is_classification_model else _WRITES)
+        _write_model_card(staging, source_facts, task=_REWARD_SCORING if is_classification_model else _GENERATION)
     return target
 
 
-def _merged(module: Any, source: str | Path, path: str) -> Any:
+def _merge_adapter(module: Any, source: str | Path, path: str) -> Any:
     """Returns the model with the adapter of folder `source` merged; `path` names the model in messages."""
     from rlhpc.training.lora import peft
 
@@ -502,7 +502,7 @@ def _export_adapted(
     export_model(folder, lora.full_weights(adapted_model, lambda tensor: tensor), model, dtype, load)
 
 
-def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
+def _load_shards(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     from rlhpc.training.distributed_checkpoint import load_sharded
@@ -523,7 +523,7 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
     return [(name.removeprefix(prefix), tensor) for name, tensor in state_dict.items()]
 
 
-def _identity(checkpoint: Path) -> dict[str, Any]:
+def _read_identity(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "backend.json"
     try:
         identity: dict[str, Any] = read_json(path.read_bytes())
@@ -533,12 +533,14 @@ def _identity(checkpoint: Path) -> dict[str, Any]:
     return identity
 
 
-def _config(folder: Path) -> bytes:
+def _read_config(folder: Path) -> bytes:
     path = folder / "config.json"
     return path.read_bytes() if path.is_file() else b""
 
 
-def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
+def _write_model_card(
+    folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _GENERATION
+) -> None:
     """Writes the model card `README.md` and the conversion record `conversion.json`."""
     from rlhpc import __version__
 
@@ -550,20 +552,20 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
         if "global_step" in facts and task != CRITIC
         else []
     )
-    tags = {_REWARDS: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
+    tags = {_REWARD_SCORING: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
     model_card = head(
         library="transformers",
-        task="text-generation" if task == _WRITES else "text-classification",
+        task="text-generation" if task == _GENERATION else "text-classification",
         licence=licence,
         name=name,
         tags=["reinforcement-learning", "rlhpc", *tags],
         results=results,
     )
     generation_class = (
-        "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
+        "AutoModelForImageTextToText" if b'"vision_config"' in _read_config(folder) else "AutoModelForCausalLM"
     )
-    auto_class = generation_class if task == _WRITES else "AutoModelForSequenceClassification"
-    usage_text = _USES.get(task, "")
+    auto_class = generation_class if task == _GENERATION else "AutoModelForSequenceClassification"
+    usage_text = _USAGE_TEXTS.get(task, "")
     model_card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"

@@ -56,7 +56,7 @@ def policies_of(cfg: LanguageConfig) -> Policies:
     return Policies(names, tuple(names.index(policy_by_role[role]) for role in roles_of(cfg)))
 
 
-def of_policy(policy: str, name: str) -> str:
+def policy_tensor_name(policy: str, name: str) -> str:
     """Returns the name of a policy's tensor in weight updates of engines."""
     return f"{policy}/{name}"
 

@@ -22,11 +22,11 @@ def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         ValueError: The text is not JSON, has a number that is not finite, or is nested deeper than `max_depth`.
     """
-    return repaired(load_json(text), max_depth)
+    return repair_json(load_json(text), max_depth)
 
 
 def load_json(text: str | bytes) -> Any:
-    """Loads JSON without repairs (`repaired`). Raises `ValueError` if the text is not JSON."""
+    """Loads JSON without repairs (`repair_json`). Raises `ValueError` if the text is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -39,7 +39,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
         parsed, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return repaired(parsed, MAX_DEPTH), end
+    return repair_json(parsed, MAX_DEPTH), end
 
 
 def parse_arguments(text: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _refuse_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def repaired(value: Any, depth: int) -> Any:
+def repair_json(value: Any, depth: int) -> Any:
     """Returns a JSON value in which all texts can be encoded (`valid_text`).
 
     Raises:
@@ -83,5 +83,5 @@ def repaired(value: Any, depth: int) -> Any:
     if not depth:
         raise ValueError("it is nested too deeply")
     if isinstance(value, list):
-        return [repaired(element, depth - 1) for element in value]
-    return {valid_text(name): repaired(element, depth - 1) for name, element in value.items()}
+        return [repair_json(element, depth - 1) for element in value]
+    return {valid_text(name): repair_json(element, depth - 1) for name, element in value.items()}

@@ -74,25 +74,25 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
     for name in ("actor", CRITIC):
         section = select(cfg, name)
         if section is not None and section.parallel.tensor > 1 and (name == "actor" or CRITIC in placed(cfg)):
-            _check_tensor(
-                _numbers(section.model), section.parallel.tensor, f"{name}.parallel", heads_only=name == CRITIC
+            _check_tensor_parallel(
+                _text_config(section.model), section.parallel.tensor, f"{name}.parallel", heads_only=name == CRITIC
             )
     for name in ("actor", CRITIC):
         section = select(cfg, name)
         if section is not None and (name == "actor" or CRITIC in placed(cfg)):
-            _check_parts(section.model, _config(section.model), f"{name}.model")
+            _check_components(section.model, _config(section.model), f"{name}.model")
     rollout = select(cfg, "rollout")
     for key, model in (
         ("rollout", cfg.actor.model),
         *((name, select(cfg, f"{name}.model")) for name in (TEACHER, JUDGE)),
     ):
         if key in accelerators:
-            _check_context(select(cfg, key), _numbers(model), key)
+            _check_context(select(cfg, key), _text_config(model), key)
     if select(cfg, "rollout.routing_replay"):
         _require_experts(_config(cfg.actor.model), "rollout.routing_replay", "false")
     if rollout is None or rollout.rollout_backend.lower() != "vllm" or accelerators.get("rollout", 1):
         return
-    config_numbers = _numbers(cfg.actor.model)
+    config_numbers = _text_config(cfg.actor.model)
     width = config_numbers.get("head_dim") or config_numbers.get("hidden_size", 0) // max(
         config_numbers.get("num_attention_heads") or 1, 1
     )
@@ -115,7 +115,7 @@ def _check_context(section: Any, numbers: Mapping[str, Any], key: str) -> None:
         raise ConfigError(beyond_context(f"{key}.max_model_len", max_model_len, int(context_length)))
 
 
-def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
+def _check_tensor_parallel(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
     vocabulary = int(numbers.get("vocab_size") or 0)
     if vocabulary % tensor and not heads_only:
         raise ConfigError(f"{key}.tensor({tensor}) does not divide the vocabulary of {vocabulary} tokens")
@@ -130,7 +130,7 @@ def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_on
             raise ConfigError(f"{key}.tensor({tensor}) does not divide the model's {count} {name}")
 
 
-def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str) -> None:
+def _check_components(model: LanguageModelConfig, config: Mapping[str, Any], key: str) -> None:
     """Refuses settings for experts or a vision tower that the model does not have."""
     if model.router_aux_loss_coef:
         _require_experts(config, f"{key}.router_aux_loss_coef", "0")
@@ -138,10 +138,10 @@ def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str
         raise ConfigError(f"{key}.freeze_vision: the model in {key}.model_path does not look at pictures; set it false")
 
 
-def _require_experts(config: Mapping[str, Any], key: str, otherwise: str) -> None:
+def _require_experts(config: Mapping[str, Any], key: str, allowed_value: str) -> None:
     text_config = {**config, **(config.get("text_config") or {})}
     if _is_complete(config) and not any(text_config.get(name) for name in EXPERT_COUNTS):
-        raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {otherwise}")
+        raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {allowed_value}")
 
 
 def _is_complete(config: Mapping[str, Any]) -> bool:
@@ -157,7 +157,7 @@ def _config(model: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _numbers(model: Any) -> Mapping[str, Any]:
+def _text_config(model: Any) -> Mapping[str, Any]:
     """Returns the settings of the language model in config.json; {} if the file is not on this machine."""
     config = _config(model)
     return {**config, **(config.get("text_config") or {})}

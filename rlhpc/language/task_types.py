@@ -46,12 +46,12 @@ from rlhpc.runs.task_type import (
 )
 from rlhpc.runtime.errors import ConfigError
 
-_EACH = {
+_COMMON_CURVES = {
     "evaluation": "Evaluation per checkpoint", "throughput": "Tokens per second", "time_per_phase": "Time per phase",
 }  # fmt: skip
-_COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
-_ANSWERS = (Headline("eval/accuracy", "accuracy", "share"), Headline("eval/pass_at_k", "pass@k", "share"))
-_SUPERVISED = (Headline("train/loss", "training loss"), Headline("train/tokens_total", "tokens", "count"))
+_COMPARED_METRICS = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
+_ANSWER_HEADLINES = (Headline("eval/accuracy", "accuracy", "share"), Headline("eval/pass_at_k", "pass@k", "share"))
+_SUPERVISED_HEADLINES = (Headline("train/loss", "training loss"), Headline("train/tokens_total", "tokens", "count"))
 #: Metrics of a suite by which checkpoints can be compared during training. `ANSWERED`: suites that engines answer; `JUDGED`:
 #: suites of preferences, by form.
 ANSWERED = ("accuracy", "reward", "truncated")
@@ -60,10 +60,19 @@ JUDGED = {
     "labels": ("accuracy", "loss", "mse", "r2", "spearman"),
 }
 #: Keys of a Hugging Face config that determine the shapes of the weights.
-_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
-def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable[[str], Sequence[str]]) -> list[str]:
+def _suite_metrics(
+    cfg: GrpoConfig | SftConfig | RewardRunConfig, metrics_of: Callable[[str], Sequence[str]]
+) -> list[str]:
     """Returns the names of the metrics of the suites in `workflow.eval_suites`, as in a row of metrics. Names of the first
     suite's metrics do not contain the suite's name."""
     if cfg.runner.val_check_interval <= 0:
@@ -71,18 +80,18 @@ def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable
     return [
         f"eval/{suite}/{metric}" if index else f"eval/{metric}"
         for index, suite in enumerate(cfg.workflow.eval_suites)
-        for metric in of_suite(suite)
+        for metric in metrics_of(suite)
     ]
 
 
 def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
     """Returns the names of the metrics of the suites that engines answer."""
 
-    def of_suite(name: str) -> tuple[str, ...]:
+    def metrics_of(name: str) -> tuple[str, ...]:
         samples = suite_named(cfg.data.eval, name).samples
         return (*ANSWERED, *((f"pass_at_{samples}", "majority") if samples > 1 else ()))
 
-    return _of_suites(cfg, of_suite) if cfg.data.eval else []
+    return _suite_metrics(cfg, metrics_of) if cfg.data.eval else []
 
 
 def _suites(cfg: Any) -> Sequence[Any]:
@@ -134,8 +143,8 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Yields the checks of suites, training data and model (`ConfigChecks.preflight`)."""
         return self._checks(cfg, ranks, [])
 
-    def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
-        """Yields the checks of `preflight`; the check of the model appends the tokenizer to `checked`."""
+    def _checks(self, cfg: Trained, ranks: Mapping[str, int], tokenizers: list[Any]) -> Iterator[Check]:
+        """Yields the checks of `preflight`; the check of the model appends the tokenizer to `tokenizers`."""
         from rlhpc.language.preflight import actor_resource, data_resource
 
         for section in _suites(cfg):  # evaluated after training, at the latest
@@ -144,7 +153,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         resource = actor_resource(cfg)
         if resource.need is not Need.FILES:
             yield Check("data.train", lambda: self.read_data(cfg), data_resource(cfg, select(cfg, "data.train")))
-        yield Check("actor.model and data.train", lambda: checked.append(self.check_model(cfg, ranks)), resource)
+        yield Check("actor.model and data.train", lambda: tokenizers.append(self.check_model(cfg, ranks)), resource)
 
     def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
         """Returns the configuration with a built-in model's folder in place of its name.
@@ -187,7 +196,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
         sizes = [
             f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
-            for key in _SIZES
+            for key in _SIZE_KEYS
             if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
         ]
         return [*differences, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
@@ -212,10 +221,10 @@ class LanguageChecks(TrainedChecks[Cfg]):
         """Yields the common checks, and the checks of agents and rewards if the placement has engines."""
         from rlhpc.language.preflight import actor_resource, answer_checks
 
-        checked: list[Any] = []
-        yield from self._checks(cfg, ranks, checked)
+        tokenizers: list[Any] = []
+        yield from self._checks(cfg, ranks, tokenizers)
         if "rollout" in ranks:
-            yield from answer_checks(cfg, lambda: checked[0], actor_resource(cfg))
+            yield from answer_checks(cfg, lambda: tokenizers[0], actor_resource(cfg))
 
     def check_model(self, cfg: Cfg, ranks: Mapping[str, int]) -> Any:
         """Refuses a model that cannot be used, and prompts that do not fit it (`TrainedChecks.check_model`)."""
@@ -251,7 +260,7 @@ class SftChecks(LanguageChecks[SftConfig]):
         super().check(cfg, fail, training=training)
         if training:
             check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
-            checks.check_answering(cfg, _answer_metrics(cfg), fail)
+            checks.check_suite_engines(cfg, _answer_metrics(cfg), fail)
 
     def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
         """Returns the held-out metrics, and the metrics of the suites that engines answer."""
@@ -311,7 +320,7 @@ class RewardModelChecks(TrainedChecks[RewardRunConfig]):
         from rlhpc.algorithms.preference_losses import find_reward_loss
 
         form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
-        return _of_suites(cfg, lambda suite: JUDGED[form])
+        return _suite_metrics(cfg, lambda suite: JUDGED[form])
 
     def read_data(self, cfg: RewardRunConfig) -> None:
         """Reads the preferences (`TrainedChecks.read_data`)."""
@@ -392,16 +401,16 @@ class TrainedOffline(Offline[Trained]):
         """Evaluates a checkpoint on a suite (`Offline.evaluate`)."""
         if episodes is not None:
             raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
-        return self._evaluated(cfg, checkpoint, suite, output)
+        return self._evaluate(cfg, checkpoint, suite, output)
 
     def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
         """Evaluates the initial model: a Hugging Face folder or name, or a built-in model."""
         from rlhpc.language.models.builtin import resolve_model
 
         suite_named(_suites(cfg), suite)  # fails early, before a built-in model is built
-        return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
+        return self._evaluate(cfg, resolve_model(cfg.actor.model), suite, output)
 
-    def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
+    def _evaluate(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
         """Evaluates a model on a suite; returns the results as text."""
         raise NotImplementedError
 
@@ -437,7 +446,7 @@ class LanguageOffline(TrainedOffline[Cfg]):
         chat(cfg, checkpoint, system=options.system, max_tokens=options.max_tokens, seed=options.seed)
         return ""
 
-    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
+    def _evaluate(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
         from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model
 
         return describe(evaluate_language_model(cfg, model, suite, output))
@@ -446,7 +455,7 @@ class LanguageOffline(TrainedOffline[Cfg]):
 class RewardModelOffline(TrainedOffline[RewardRunConfig]):
     """Evaluation and export of reward models."""
 
-    def _evaluated(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
+    def _evaluate(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
         from rlhpc.language.evaluation.reward_model import evaluate_reward_model
         from rlhpc.language.reporting.eval_metrics import describe
 
@@ -517,9 +526,9 @@ GRPO = TaskType(
             "throughput": "Tokens per second",
             "time_per_phase": "Time per phase",
         },
-        (*_COMPARED, ("train/reward", "Reward", "mean reward")),
+        (*_COMPARED_METRICS, ("train/reward", "Reward", "mean reward")),
         (
-            *_ANSWERS,
+            *_ANSWER_HEADLINES,
             Headline("train/reward", "training reward"),
             Headline("train/response_tokens", "tokens per response"),
         ),
@@ -538,9 +547,9 @@ SFT = TaskType(
     checks=SftChecks(conditional_keys.SFT),
     offline=LanguageOffline("sft"),
     reporting=LanguageReporting(
-        {"loss": "Loss", **_EACH},
-        (*_COMPARED, ("train/loss", "Loss", "cross entropy (nats per token)")),
-        (*_ANSWERS, *_SUPERVISED),
+        {"loss": "Loss", **_COMMON_CURVES},
+        (*_COMPARED_METRICS, ("train/loss", "Loss", "cross entropy (nats per token)")),
+        (*_ANSWER_HEADLINES, *_SUPERVISED_HEADLINES),
     ),
     planning=_SUPERVISED_PLANNING,
 )
@@ -552,9 +561,13 @@ DPO = TaskType(
     checks=DpoChecks(conditional_keys.DPO),
     offline=LanguageOffline("dpo"),
     reporting=LanguageReporting(
-        {"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},
-        (*_COMPARED, ("train/loss", "Loss", "mean over pairs")),
-        (*_ANSWERS, Headline("train/accuracy", "training pairs decided rightly", "share"), *_SUPERVISED),
+        {"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_COMMON_CURVES},
+        (*_COMPARED_METRICS, ("train/loss", "Loss", "mean over pairs")),
+        (
+            *_ANSWER_HEADLINES,
+            Headline("train/accuracy", "training pairs decided rightly", "share"),
+            *_SUPERVISED_HEADLINES,
+        ),
     ),
     planning=_SUPERVISED_PLANNING,
 )
@@ -566,12 +579,12 @@ REWARD_MODEL = TaskType(
     checks=RewardModelChecks(conditional_keys.SUPERVISED),
     offline=RewardModelOffline("reward_model"),
     reporting=LanguageReporting(
-        {"preference_loss": "Loss", **_EACH},
-        (*_COMPARED, ("train/loss", "Loss", "mean loss")),
+        {"preference_loss": "Loss", **_COMMON_CURVES},
+        (*_COMPARED_METRICS, ("train/loss", "Loss", "mean loss")),
         (
             Headline("eval/accuracy", "accuracy", "share"),
             Headline("train/accuracy", "training accuracy", "share"),
-            *_SUPERVISED,
+            *_SUPERVISED_HEADLINES,
         ),
     ),
     planning=_SUPERVISED_PLANNING,

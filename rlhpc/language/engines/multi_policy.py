@@ -92,7 +92,7 @@ class MultiPolicyEngine(RolloutBackend):
         """Loads weights; see `RolloutBackend.update_weights`.
 
         Tensors shared by all policies are given once, by their names; a policy's own tensors are named `policy/name`
-        (`of_policy`). The order is arbitrary.
+        (`policy_tensor_name`). The order is arbitrary.
         """
         self._broken_update = (
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "

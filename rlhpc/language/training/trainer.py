@@ -38,7 +38,7 @@ from rlhpc.language.models.value_head import (
     token_values,
 )
 from rlhpc.language.models.vision import always_run_vision, freeze_vision, tower_of
-from rlhpc.language.multi_policy import ONE, Policies, of_policy
+from rlhpc.language.multi_policy import ONE, Policies, policy_tensor_name
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
@@ -393,7 +393,7 @@ class ModelTrainer:
     def named_weights(self, without: Container[str] = ()) -> Named:
         """Yields full weights for a rollout engine, by their Hugging Face names, with LoRA merged.
 
-        With several policies, the shared weights come once, and each policy's other weights under names by `of_policy`. All
+        With several policies, the shared weights come once, and each policy's other weights under names by `policy_tensor_name`. All
         ranks iterate. The caller may drop a tensor before requesting the next one.
 
         Args:
@@ -406,13 +406,13 @@ class ModelTrainer:
         for policy in self.blueprint.policies:
             lora.choose(self.backend.module, policy)
             for name, tensor in self.backend.named_weights(without):
-                yield name if name in frozen_names else of_policy(policy, name), tensor
+                yield name if name in frozen_names else policy_tensor_name(policy, name), tensor
             without = frozen_names
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """Returns the weights of the adapters by their names in peft's files; all ranks call this method.
 
-        With several policies, the names are prefixed by `of_policy`.
+        With several policies, the names are prefixed by `policy_tensor_name`.
         """
         tensors = dict[str, torch.Tensor]()
         for policy in self.blueprint.policies or ("",):
@@ -420,7 +420,7 @@ class ModelTrainer:
                 lora.choose(self.backend.module, policy)
             adapter_weights = lora.adapter_weights(self.backend.module, self.backend.full)
             tensors |= {
-                of_policy(policy, name) if policy else name: tensor
+                policy_tensor_name(policy, name) if policy else name: tensor
                 for name, tensor in adapter_weights.items()
                 if ".lora_" in name
             }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.language.agents.turn_tree import RequestError
-from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired, valid_text
+from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repair_json, valid_text
 
 log = logging.getLogger(__name__)
 #: Maximum numbers of stop texts, of characters in a stop text, and of stop tokens. The engine checks them at each token.
@@ -52,7 +52,7 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
     """
     try:
         parsed_body = load_json(raw)
-        body = repaired(parsed_body, MAX_REQUEST_DEPTH)
+        body = repair_json(parsed_body, MAX_REQUEST_DEPTH)
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
