@@ -1,4 +1,4 @@
-"""Prompts, demonstrations and preferences: sources, chat templates and tokens."""
+"""Training and evaluation data of language models: prompts, demonstrations, preferences and their tokenization."""
 
 from rlhpc.language.data.prompts import Prompt, PromptDataset, PromptSampler
 from rlhpc.language.data.registry import SOURCES, make_dataset, register_source

@@ -1,7 +1,7 @@
 """Chat messages of data files: conversion to the form of chat templates, and detection of parts that a template omits.
 
-The same reader serves RL prompts, demonstrations and preferences. It drops no part of a message: an unsupported part is an
-error, and so is a part that the template does not render (`find_unwritten`).
+RL prompts, demonstrations and preferences use the same reader. The reader drops no part of a message: it refuses unsupported
+parts. `find_unwritten` detects parts that a template does not render.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
 
 
 def last_turn(messages: Sequence[Message]) -> tuple[list[Message], Message | None]:
-    """Splits off the final message if it is the assistant's; returns the earlier messages and that message or None."""
+    """Splits off a final assistant message; returns the earlier messages and the final assistant message, or None."""
     if messages and messages[-1]["role"] == "assistant":
         return list(messages[:-1]), messages[-1]
     return list(messages), None
@@ -94,7 +94,7 @@ def is_plain(message: Message) -> bool:
 
 
 def written(turn: Message) -> str:
-    """Converts a turn to text: its content, or JSON if it has other keys."""
+    """Converts a message to text: its content, or JSON if the message has other keys."""
     content = {
         key: field_value for key, field_value in turn.items() if key != "role" and field_value not in ("", [], None)
     }
@@ -129,7 +129,7 @@ def find_unwritten(
         render: Renders messages and tools with the template; raises ConfigError if the template rejects them.
 
     Returns:
-        Descriptions of the omitted parts; and the reasoning keys that the template omits from earlier turns but renders
+        Descriptions of the omitted parts, and the reasoning keys that the template omits from earlier turns but renders
         for the last turn.
 
     Raises:

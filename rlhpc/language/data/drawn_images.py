@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
-#: Number of drawings per task and answer; some may be equal.
+#: Number of drawings per task and answer; some drawings may be equal.
 _PICTURES = 1 << 12
 #: Corners, fill colour, and border colour of a rectangle.
 Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int] | None]
@@ -37,13 +37,13 @@ class DrawnOptions:
 
 
 class DrawnProblems:
-    """Questions about images that are drawn from the problem's number; no image occurs twice or in both parts, for any seeds.
+    """Questions about drawn images, which the number of a problem determines. No image occurs twice or in both parts.
 
     - `count`: squares on a grid; the answer is their number.
     - `area`: a rectangle of unit squares with borders; the answer is its area.
     - `side`: a square on the left or on the right; the answer is `l` or `r`.
 
-    A hash of the drawing decides its part: `eval_fraction` of all images, or a fifth if it is 0, belong to evaluation.
+    A hash of the drawing decides its part: `eval_fraction` of all images, or a fifth if that is 0, belong to evaluation.
     Task `count` has 585 images with `most` 4 and `points` 56; the other tasks have many more.
 
     Args:

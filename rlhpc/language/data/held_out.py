@@ -15,7 +15,7 @@ Source = TypeVar("Source", bound="SourceConfig")
 
 
 def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]:
-    """Returns the section whose part "eval" has the held-out rows, and the section's name in messages.
+    """Returns the data section from which the held-out rows are read (as part "eval"), and the section's name in messages.
 
     The held-out rows are all rows of `data.holdout.path` and `split`. If neither is set, they are the rows that
     `data.train.eval_fraction` excludes from training.
@@ -45,7 +45,7 @@ def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fa
         ConfigError: There are no held-out rows, or they are the training rows.
     """
     if interval <= 0 or train.source.lower() not in FILES:
-        return  # other sources generate separate problems for evaluation
+        return  # procedural sources generate separate problems for evaluation
     sources = {name: getattr(holdout, name) for name in ("path", "split") if getattr(holdout, name) is not None}
     if not sources and train.eval_fraction == 0:
         raise fail(

@@ -1,4 +1,4 @@
-"""Images of prompts: reading files, data URLs and bytes; image processing; positions of image tokens."""
+"""Images of prompts: reading of files, data URLs and bytes, image processing, and positions of image tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Placeholder of an image in a message's text. Without placeholders, images come before the last user message.
 MARK = "<image>"
-#: Supported families of vision-language models, by `model_type`; all use three positions per token (M-RoPE).
+#: Supported families of vision-language models, by `model_type`; each token has three positions (M-RoPE).
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Agent types that pass a prompt's conversation to the model unchanged.
 _IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
@@ -43,8 +43,8 @@ class PromptImages:
         patches: Patches of each image, `[P, d]` float32, the model's input. Later turns of an episode share the arrays of
             earlier turns.
         grids: `[M, 3]` int64, number of frames, rows and columns of each image's patches.
-        at: `[M]` int64, position in the prompt of each image's first token.
-        merge: Number of patches in each direction that become one token.
+        at: `[M]` int64, position of each image's first token in the prompt.
+        merge: Number of patches in each direction that form one token.
         digests: Digest of each image; equal patches have equal digests.
     """
 
@@ -138,7 +138,7 @@ class Looker:
         return placed(prompt.messages, len(prompt.images))
 
     def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Repeats each image token to the image's number of tokens; returns the ids and each image's first position."""
+        """Repeats each image token as often as its image has tokens; returns the ids and each image's first position."""
         try:
             return self._widened(prompt.images, ids)
         except ConfigError as error:
@@ -154,13 +154,13 @@ class Looker:
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
     ) -> tuple[list[int], PromptImages]:
-        """Repeats each image token to the image's number of tokens; returns the ids and the processed images.
+        """Repeats each image token as often as its image has tokens; returns the ids and the processed images.
 
         Args:
             images: One or more images, in the order of their image tokens.
             ids: Token ids from the chat template, with one image token per image.
-            behind: Number of tokens that precede `ids`; the images' positions count them.
-            spoken: Indices of image tokens that stand for no image, because the model or a user wrote them.
+            behind: Number of tokens before `ids`, which is added to the images' positions.
+            spoken: Indices of image tokens in `ids` that have no image, because the model or a user wrote them as text.
 
         Raises:
             ConfigError: The numbers of image tokens and images differ, or an image cannot be opened.
@@ -278,7 +278,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
 
 
 def require_family(config: Any, path: str, key: str) -> None:
-    """Raises ConfigError if a vision-language model is of an unsupported family."""
+    """Refuses vision-language models of unsupported families with a ConfigError."""
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"{key} is {path}, a {config.model_type}, which looks at pictures in a way that is not known here; allowed: "
@@ -287,7 +287,7 @@ def require_family(config: Any, path: str, key: str) -> None:
 
 
 def parts_of(message: dict[str, str]) -> dict[str, Any]:
-    """Converts a message to the multimodal form of chat templates: its text is split at `MARK` into text and image parts."""
+    """Converts a message to the multimodal form of chat templates: text parts, with an image part at each `MARK`."""
     text_segments = message["content"].split(MARK)
     content_parts = list[dict[str, str]]()
     for segment_number, text_segment in enumerate(text_segments):
@@ -333,7 +333,9 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
             f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_TRAINED)}"
         )
-    if axis := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
+    if axis := next(
+        (name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""
+    ):
         raise ConfigError(
             f"actor.parallel.{axis} is {getattr(actor.parallel, axis)}, and the model in {path} looks at pictures, which is "
             "divided by shard and replicate alone; allowed: 1"
@@ -387,7 +389,7 @@ def check_images(value: Any, folder: Path) -> None:
 
 
 def names_of(value: Any) -> str:
-    """Returns a text that identifies a row's images without reading files: paths, and digests of embedded images."""
+    """Returns a text that identifies a row's images, from paths and digests of embedded images, without reading files."""
     image_contents = [
         image if isinstance(image, str) and not image.startswith(_URL) else _bytes(image, Path())
         for image in _several(value)

@@ -1,4 +1,4 @@
-"""Preference data from the same sources as prompts: pairs of responses, and responses with labels."""
+"""Preference data: pairs of responses, and responses with labels, from the same sources as prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PreferenceRow:
         prompt: Conversation before the responses.
         responses: The chosen and the rejected response of a pair, or the single response with a label.
         target: Margin of the pair, or label.
-        turns: The assistant message of each response that has more than a text; None for other responses.
+        turns: The assistant message of each response that has tool calls or reasoning; None for a plain text.
     """
 
     prompt: Prompt
@@ -37,12 +37,12 @@ class PreferenceRow:
 
 
 class Preferences:
-    """Preference rows of a section `data.train`, `data.eval[i]` or `data.holdout`; the constructor checks all of them.
+    """Preference rows of a section `data.train`, `data.eval[i]` or `data.holdout`; the constructor checks all rows.
 
     Args:
         cfg: The section; a `PreferenceSourceConfig` for labels.
         form: "pairs" or "labels" (`find_reward_loss`).
-        part: "train" or "eval", the side of the split by `eval_fraction`.
+        part: "train" or "eval": the side of the split by `eval_fraction`.
         key: Name of the section in messages.
 
     Raises:
@@ -53,7 +53,7 @@ class Preferences:
         self._cfg = cfg
         self._form = form
         self._key = key or f"data.{part}"
-        # A section for pairs without labels has neither margin_key nor label_key.
+        # `PairSourceConfig` has neither margin_key nor label_key.
         self._margin = getattr(cfg, "margin_key", None)
         self._label = getattr(cfg, "label_key", None)
         self._response_key = getattr(cfg, "response_key", "response")
@@ -84,15 +84,15 @@ class Preferences:
             ConfigError: A row is too long and the encoder does not drop it, the chat template omits a part of a row, or no
                 row remains.
         """
-        rows = []
+        fitting_rows = []
         for row in self._rows:
-            for turn in row.turns or (None,):
-                encoder.check(dataclasses.replace(row.prompt, turn=turn))
+            for response_turn in row.turns or (None,):
+                encoder.check(dataclasses.replace(row.prompt, turn=response_turn))
             if encode_demonstrations(row, encoder, max_tokens) is not None:
-                rows.append(row)
-        if not rows:
+                fitting_rows.append(row)
+        if not fitting_rows:
             raise ConfigError(f"{self._key}: all {len(self._rows)} rows are too long (data.overlong_prompts=drop)")
-        num_dropped, self._rows = len(self._rows) - len(rows), rows
+        num_dropped, self._rows = len(self._rows) - len(fitting_rows), fitting_rows
         return num_dropped
 
     def _row(self, index: int) -> PreferenceRow:
@@ -115,7 +115,7 @@ class Preferences:
         return PreferenceRow(_bare(prompt), response_texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
-        """Returns the text, and the message or None, of a response that is a text or a continuation of the prompt."""
+        """Returns a response as text, and as a message if it has tool calls or reasoning (else None)."""
         column, source_problems = getattr(self._cfg, name), self._problems.problems
         response_value = prompt.meta.get(column)
         allowed_forms = "a text that is not empty, or messages of which the last is the assistant's"
@@ -131,7 +131,7 @@ class Preferences:
             raise self._fault(index, prompt, name, column, f"{allowed_forms} ({error})") from None
         if last_message is None or not (last_message["content"] or not is_plain(last_message)):
             raise self._fault(index, prompt, name, column, allowed_forms)
-        messages = source_problems[index].messages  # from the file, without prompt template and system prompt
+        messages = source_problems[index].messages  # as in the file, without prompt template and system prompt
         turns = [
             [turn for turn in turn_messages if turn["role"] != "system"] for turn_messages in (prior_messages, messages)
         ]
@@ -187,7 +187,7 @@ class Preferences:
 
 
 def _bare(prompt: Prompt) -> Prompt:
-    """Returns the prompt without response and metadata, which the row holds."""
+    """Returns the prompt without response and metadata, which `PreferenceRow` holds separately."""
     return dataclasses.replace(prompt, response="", meta={}, turn=None)
 
 

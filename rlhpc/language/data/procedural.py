@@ -23,11 +23,11 @@ DEFAULT_SIZE = {"train": 10_000, "eval": 500}
 """Number of procedural problems if `size` is null; all problems if there are fewer."""
 _HELD_OUT = 0.2
 _LISTED = 200_000
-"""Up to this number of possible problems, all are listed and shuffled; above it, a sample is drawn."""
+"""Maximum number of possible problems that are all listed and shuffled; of more problems, a sample is drawn."""
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Returns whether a problem is held out for evaluation, by a hash of its text that is the same on every machine.
+    """Returns whether a problem is held out for evaluation, by a machine-independent hash of its text.
 
     Problems held out at a smaller fraction are also held out at a larger one.
     """
@@ -36,7 +36,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def belongs(text: str, part: str, fraction: float) -> bool:
-    """Returns whether a problem belongs to `part`, "train" or "eval"; with fraction 0, every problem belongs to both."""
+    """Returns whether a problem belongs to `part`, "train" or "eval"; with fraction 0, all problems belong to both parts."""
     return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
 
 
@@ -46,7 +46,7 @@ def procedural_fraction(cfg: DataSourceConfig) -> float:
 
 
 def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
-    """Returns the `kwargs` of a section as plain Python objects."""
+    """Returns the `kwargs` of a data section as plain Python objects."""
     from omegaconf import OmegaConf
 
     kwargs = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
@@ -85,10 +85,10 @@ def choose(
     max_count = int(num_possible * (fraction if part == "eval" else 1 - fraction) / 2)
     if num_problems > max_count:
         raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {num_possible}")
-    # A dict rather than a set, because it keeps the order.
+    # A dict, unlike a set, keeps the order of insertion.
     drawn_numbers: dict[int, None] = {}
     while len(drawn_numbers) < num_problems:
-        # Levels are drawn equally often; otherwise almost all problems would be of the hardest level, which has the most.
+        # Levels are drawn equally often. Otherwise almost all problems would have the hardest level, which is the largest.
         level = rng.randrange(len(sizes))
         candidate = sum(sizes[:level]) + rng.randrange(sizes[level])
         if candidate not in drawn_numbers and keep(candidate):
@@ -99,12 +99,12 @@ def choose(
 def choose_contents(
     cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
 ) -> list[int]:
-    """Draws the numbers of `cfg.size` problems with different contents, for sources in which numbers may share a content.
+    """Draws the numbers of `cfg.size` problems with different contents, for sources that may repeat a content.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`.
         sizes: Number of problems of each level; problems are numbered consecutively over the levels.
-        content: Function that returns a description of the complete problem, whose hash decides the part.
+        content: Function that returns a description of the complete problem; the description's hash decides the part.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -158,11 +158,10 @@ class ArithmeticOptions:
 
 
 class ArithmeticProblems:
-    """Problems of two numbers and an operator; no problem occurs twice or in both parts, for any seeds.
+    """Arithmetic problems of two numbers and an operator. No problem occurs twice or in both parts, for any seeds.
 
-    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if it is 0, belong to evaluation. 34+12
-    is in the same part as 12+34. A problem that is held out of one run is therefore held out of every SFT and RL run with the
-    same `eval_fraction`.
+    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if that is 0, belong to evaluation.
+    34+12 is in the same part as 12+34. All SFT and RL runs with the same `eval_fraction` therefore hold out the same problems.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`; `kwargs` are `ArithmeticOptions`.
@@ -253,12 +252,12 @@ class CodeOptions:
 
 
 class CodeProblems:
-    """Programming tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
+    """Programming tasks such as: write `solve(numbers)`, which squares and sorts the numbers and returns the greatest.
 
     The level is the number of steps. `meta` has `tests`, a list of assert statements (as in MBPP), and `entry_point`;
     `response` is a solution in a fenced block. A hash of the expected results decides the part, so that equivalent tasks are
-    in the same part: `eval_fraction` of all tasks, or a fifth if it is 0, belong to evaluation. Tasks are excluded if a
-    constant would pass their tests, or if a step is not needed to pass them.
+    in the same part: `eval_fraction` of all tasks, or a fifth if that is 0, belong to evaluation. A task is excluded if a
+    constant would pass its tests, or if one of its steps is not needed to pass them.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`; `kwargs` are `CodeOptions`.
@@ -323,7 +322,7 @@ class CodeProblems:
 
 
 def _results(steps: list[int], result: int) -> list[Any]:
-    """Computes a task's result for each of `_LISTS`."""
+    """Computes a task's result for each list in `_LISTS`."""
     functions = [*(_function(_STEPS[step][1]) for step in steps), _function(_RESULTS[result][1])]
     return [functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _LISTS]
 

@@ -1,4 +1,4 @@
-"""Prompts: problems with reference answers, their sampling order, and prompt templates."""
+"""Prompts of language models: problems with reference answers, sampling order, and prompt templates."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Prompt:
         images: Contents of image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders,
             images come before the last user message.
         tools: Definitions of the tools that the template shows to the model.
-        turn: The demonstration as a message if it has more than a text (tool calls, reasoning), of which `response` is then
-            the JSON; None otherwise.
+        turn: The demonstration as a message if it has tool calls or reasoning; `response` is then the message as JSON. None
+            for a plain text.
         place: File and line, for messages; "" if unknown.
     """
 
@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """File and line of the problem, or else its id, for messages."""
+        """File and line of the problem for messages, or its id if they are unknown."""
         return self.place or f"prompt {self.id}"
 
     @property
@@ -57,7 +57,7 @@ class Prompt:
 
 
 class PromptDataset(Protocol):
-    """Problems by position; position i holds the same problem in every process and after every restart."""
+    """Dataset of problems. An index refers to the same problem in every process and after every restart."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class PromptDataset(Protocol):
 
 @runtime_checkable
 class Located(Protocol):
-    """Dataset whose problems come from rows of files."""
+    """Dataset of problems that come from rows of files."""
 
     def place(self, index: int) -> str:
         """Returns the file and row of a problem, for messages."""
@@ -97,9 +97,9 @@ class Demonstrating(Protocol):
 
 
 class PromptSampler:
-    """Sampler that shuffles the problems in each epoch and divides the order into batches, which may span epochs.
+    """Sampler that shuffles the problems in each epoch and divides the sequence of epochs into the batches of steps.
 
-    Problem i of the order depends only on (num_problems, seed, i), not on the process, restarts or the batch size.
+    Problem i of the sequence depends only on (num_problems, seed, i), not on the process, restarts or the batch size.
 
     Args:
         num_problems: Number of problems.
@@ -121,11 +121,11 @@ class PromptSampler:
         self._order: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int, rank: int = 0, num_ranks: int = 1) -> list[int]:
-        """Returns the positions of a step's problems, or of one rank's part of them; `step` counts from 1."""
+        """Returns the dataset indices of a step's problems on one rank; `step` counts from 1."""
         return [self.at((step - 1) * self._batch_size + index) for index in range(rank, self._batch_size, num_ranks)]
 
     def at(self, index: int) -> int:
-        """Returns the position of a problem in the dataset, by its index in the order; `index` counts from 0."""
+        """Returns the dataset index of problem `index` of the sequence; `index` counts from 0."""
         epoch, index_in_epoch = divmod(index, self._num_problems)
         if self._order is None or self._order[0] != epoch:
             order = list(range(self._num_problems))

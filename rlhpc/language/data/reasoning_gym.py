@@ -1,4 +1,4 @@
-"""Data source with procedural tasks of `reasoning-gym`, and their scorers."""
+"""Data source of procedural tasks from `reasoning-gym`, and scoring of answers with the tasks' scorers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
 _SEED_BLOCK = 2**20
-"""A problem's seed is seed · block + position, so that problems of different seeds have different generators."""
+"""Maximum number of problems per seed: the generator of a problem has the seed `seed * _SEED_BLOCK + position`."""
 _PART_BLOCK = 2**31
 """Offset of evaluation seeds above training seeds. All seeds fit into 32 bits, which some tasks require."""
 _UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
-"""Tasks that sample from sets of texts, so that their problems depend on the process's hash seed."""
+"""Tasks that sample from sets of texts, so that problems depend on the hash seed of the process."""
 _PLANNED_WHOLE = {"acre"}
-"""Tasks in which problem i depends on the size of the dataset; they are generated in chunks of fixed size."""
+"""Tasks in which problem i depends on the size of the dataset. Their problems are generated in chunks of fixed size."""
 _GRIDS = {"arc_agi", "rearc"}
 """Tasks whose scorers compare tuples; JSON converts tuples to lists."""
 _CHUNK = 128
@@ -44,17 +44,17 @@ Entry = dict[str, Any]
 class ReasoningGymProblems:
     """Problems of reasoning-gym tasks, the same in every process; training and evaluation use different seeds.
 
-    Small tasks ask the same question under many seeds. To avoid overlap, set the same `eval_fraction` in training and
-    evaluation: then a hash of the question decides its part, and no question is in both. Access to a problem then requires
-    generating all problems before it.
+    Small tasks generate the same question from many seeds. To avoid overlap, set the same `eval_fraction` in training and
+    evaluation: a hash of the question then decides its part, and no question is in both parts. Access to a problem then
+    requires generating all problems before it.
 
     `meta` has `task`, `task_kwargs`, and `entry`, the argument of the task's `score_answer(answer, entry)` (see `score`).
-    `answer` is the reference answer, or "" for tasks without a single one.
+    `answer` is the reference answer, or "" for tasks without a unique answer.
 
     Args:
-        cfg: Section `data.train` or `data.eval[i]`. Its `kwargs` are `task` and arguments of the task, of which `difficulty`,
-            a level of the task's curriculum from 0 (easiest), sets all others. Instead, `tasks` maps several tasks to such
-            arguments; their problems alternate.
+        cfg: Section `data.train` or `data.eval[i]`. Its `kwargs` are `task` and arguments of the task. The argument
+            `difficulty`, a level of the task's curriculum from 0 (easiest), sets all other arguments. Alternatively, `tasks`
+            maps several tasks to their arguments; the problems of the tasks alternate.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -100,25 +100,25 @@ class ReasoningGymProblems:
         )
 
     def _position(self, which: int, turn: int) -> int:
-        """Returns the position, in stream `which`, of the question number `turn` that belongs to this part."""
+        """Returns the position of question number `turn` of this part in stream `which`."""
         accepted_positions, stream = self._accepted[which], self._streams[which]
         position = accepted_positions[-1] + 1 if accepted_positions else 0
-        num_tried = 0
+        num_rejected = 0
         while len(accepted_positions) <= turn:
             if belongs(str(stream[position]["question"]), self._part, self._fraction):
                 accepted_positions.append(position)
-                num_tried = 0
-            position, num_tried = position + 1, num_tried + 1
-            if num_tried > 100 / self._fraction:
+                num_rejected = 0
+            position, num_rejected = position + 1, num_rejected + 1
+            if num_rejected > 100 / self._fraction:
                 raise ConfigError(
                     f"task {stream.task} asks too few different questions for eval_fraction {self._fraction}: the last "
-                    f"{num_tried} all belong to the other part"
+                    f"{num_rejected} all belong to the other part"
                 )
         return accepted_positions[turn]
 
 
 class _TaskStream:
-    """Infinite sequence of a task's problems, indexed by position."""
+    """Infinite sequence of a task's problems."""
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
         _check(task, kwargs, key)
@@ -142,7 +142,7 @@ class _TaskStream:
                 self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
             return _entry(self._chunks[chunk], offset)
         if position >= self._planned:
-            # Some tasks plan their problems in the constructor; a longer plan begins with the shorter one.
+            # Some tasks plan their problems in the constructor. A longer plan begins with the shorter plan's problems.
             self._planned = 2 * position
             self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
         return _entry(self._dataset, position)
@@ -184,8 +184,8 @@ def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
             if close_names
             else f"; there are {', '.join(sorted(factory.DATASETS))}"
         )
-        problem = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
-        raise ConfigError(f"{key}.kwargs.task {problem}{suggestion}")
+        complaint = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
+        raise ConfigError(f"{key}.kwargs.task {complaint}{suggestion}")
     argument_names = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
     if factory.has_curriculum(task):
         argument_names.add("difficulty")
@@ -219,7 +219,7 @@ def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
 def _entry(dataset: Any, position: int) -> Entry:
     """Generates a task's problem.
 
-    Some tasks use the global generators of `random` and NumPy, which are seeded for the call and restored afterwards.
+    Some tasks use the global generators of `random` and NumPy. Both are seeded for the call and restored afterwards.
     """
     import numpy as np
 
@@ -235,13 +235,13 @@ def _entry(dataset: Any, position: int) -> Entry:
 
 
 class _Maker:
-    """Subprocess with hash seed 0 that generates problems on request, and ends with this process."""
+    """Subprocess with hash seed 0 that generates problems on request and ends with the process that started it."""
 
     _current: _Maker | None = None
 
     @classmethod
     def of_this_process(cls) -> _Maker:
-        """Returns this process's maker; starts one if there is none or it belongs to the parent of a forked process."""
+        """Returns the subprocess of this process; starts a subprocess in the first call, and after a fork."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
         return cls._current

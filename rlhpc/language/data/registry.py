@@ -1,4 +1,4 @@
-"""Registry of data sources: built in, registered, an entry point of group `rlhpc.data`, or `module:Class`."""
+"""Registry of data sources: built-in names, registered names, entry points of group `rlhpc.data`, and `module:Class`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     },
 )  # fmt: skip
 register_source = SOURCES.register
-#: Data source → dataclass of its options, `data.train.kwargs`. Other sources check their options when they are built.
+#: Dataclass of the options (`data.train.kwargs`) of each data source. Other sources check their options in the constructor.
 SOURCE_OPTIONS = {
     **dict.fromkeys(("jsonl", "parquet", "hf"), "rlhpc.language.data.table_sources:NoOptions"),
     "hdf5": "rlhpc.language.data.table_sources:Hdf5Options",
@@ -39,6 +39,7 @@ SOURCE_OPTIONS = {
 PARTS = ("train", "eval")
 #: Sources that read files.
 FILES = ("jsonl", "parquet", "hdf5", "hf")
+#: Sources that generate problems.
 MADE_UP = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
 
 
@@ -49,7 +50,8 @@ def make_dataset(
 
     Args:
         cfg: The section.
-        part: "train" or "eval", the side of the split by `eval_fraction` or of a procedural source; no problem is on both.
+        part: "train" or "eval": the side of the split by `eval_fraction`, or of a procedural source. No problem is on both
+            sides.
         demonstrations: Whether every problem must have a `response` (SFT).
         key: Name of the section in messages.
 

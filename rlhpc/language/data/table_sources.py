@@ -51,7 +51,7 @@ class _Table(abc.ABC):
         """Returns one complete row."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        """Yields all rows in order, reduced to `columns`; columns that a row lacks are absent."""
+        """Yields all rows in order with only the given columns; columns that a row lacks are absent."""
         for index in range(len(self)):
             row = self.row(index)
             yield {name: row[name] for name in columns if name in row}
@@ -77,7 +77,7 @@ class JsonLines(_Table):
             OSError,
             EOFError,
             zlib.error,
-        ) as error:  # no gzip file, a truncated or damaged one, or an unreadable file
+        ) as error:  # the file is unreadable, truncated, damaged, or not a gzip file
             raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
         # Unparsed lines take a third of the memory of parsed rows.
         self._lines = [line for _, line in numbered_lines]
@@ -144,7 +144,7 @@ class Hdf5Options:
 
 
 class Hdf5File(_Table):
-    """Table in an HDF5 file or a group of it: each data set is a column, and its first axis is the rows.
+    """Table in an HDF5 file or a group of the file: each data set is a column, and its first axis is the row.
 
     Texts are UTF-8 strings. A column with the attribute `encoding = "json"` holds JSON texts, such as conversations or
     lists of tests.
@@ -192,7 +192,7 @@ class _DatasetFolder(_Table):
 
     Args:
         path: The folder.
-        split: Split of a `DatasetDict`; optional if there is only one.
+        split: Split of a `DatasetDict`; optional if it has only one split.
         key: Name of the configuration section in messages.
     """
 
@@ -239,7 +239,7 @@ class _DatasetFolder(_Table):
 
 
 class _JoinedTables(_Table):
-    """Concatenation of several tables."""
+    """Concatenation of tables."""
 
     def __init__(self, tables: Sequence[_Table]) -> None:
         self._tables = list(tables)
@@ -276,9 +276,9 @@ Result = TypeVar("Result")
 class _ColumnProblems:
     """Problems in the rows of a table.
 
-    The prompt column holds a text or a list of chat messages; if a conversation ends with an assistant turn, that turn is
-    the demonstration. Other columns go to `meta` if JSON can represent them, so that templates and rewards can use them.
-    The constructor checks all prompts, so that an invalid row does not end a run halfway through.
+    The prompt column holds a text or a list of chat messages. If a conversation ends with an assistant turn, this turn is the
+    demonstration. Other columns go to `meta` if JSON can represent them, so that templates and rewards can use them. The
+    constructor checks all prompts, so that an invalid row does not end a running job.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`.
@@ -346,7 +346,7 @@ class _ColumnProblems:
         return self._table.columns(self._rows[index])
 
     def expect_responses(self) -> None:
-        """Treats the response column as demonstrations: texts or messages. Without this call it may hold any value."""
+        """Declares that the response column holds demonstrations: texts or messages. Otherwise it may hold any value."""
         self._demonstrates = True
 
     def require_responses(self) -> None:
@@ -369,7 +369,7 @@ class _ColumnProblems:
         """Checks that each problem has a reference answer.
 
         Args:
-            why: What needs the answers, for the message.
+            why: Name of the reward that needs the answers, for the message.
 
         Raises:
             ConfigError: A problem has no answer; the message names its file and row.
@@ -420,7 +420,7 @@ class _ColumnProblems:
         return rows
 
     def _conversation(self, value: Any, number: int) -> tuple[list[Message], Message | None]:
-        """Returns the messages before the model's response, and the assistant's last turn or None."""
+        """Returns the messages before the model's response, and the final assistant turn or None."""
         if isinstance(value, str) and (value.strip() or (value and self._images)):
             return [{"role": "user", "content": value}], None
         reason = ""
@@ -439,7 +439,7 @@ class _ColumnProblems:
         )
 
     def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:
-        """Returns the messages before the response, and the demonstration as text, and as a message if text loses a part."""
+        """Returns the messages before the response, and the demonstration as text, and as a message if text is not enough."""
         messages, turn = self._conversation(row[self._prompt], number)
         response_value = row.get(self._response)
         if response_value is None or response_value in ("", [], ()):
@@ -536,7 +536,7 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to the types of parsed JSON: tuples become lists, NumPy numbers Python numbers."""
+    """Converts a value to types of parsed JSON, such as tuples to lists and NumPy numbers to Python numbers."""
     return json.loads(json.dumps(value, default=_python))
 
 

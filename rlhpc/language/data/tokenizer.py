@@ -1,4 +1,4 @@
-"""Tokenization of prompts and demonstrations; chat templates, end tokens and stop texts."""
+"""Tokenization of prompts and demonstrations, with chat templates, end tokens and stop texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlhpc.runtime.text import first_line
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
 
-#: Stands for the assistant's reply in rendered chat templates.
+#: Placeholder of the assistant's reply in rendered chat templates.
 REPLY = "REPLYHERE7F3A"
 
 
@@ -39,7 +39,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def template_file(tokenizer: Any) -> str:
-    """Returns the file of a tokenizer's chat template, or else the model's name, for messages."""
+    """Returns the file of a tokenizer's chat template for messages, or the model's name if no file is known."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     file_names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     file = next((folder / name for name in file_names if folder.name and (folder / name).is_file()), None)
@@ -78,9 +78,9 @@ def render_chat(
 
 
 def turn_end(tokenizer: Any | None) -> int | None:
-    """Returns the special token that the chat template puts after an assistant's message; None if it puts none.
+    """Returns the id of the special token that the chat template puts after an assistant message, or None.
 
-    It differs from a base model's own end token: `<|im_end|>` ends a turn, `<|endoftext|>` a text.
+    This token may differ from the base model's end token: `<|im_end|>` ends a turn, and `<|endoftext|>` ends a text.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -103,10 +103,10 @@ _VERSION = 1
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
-    """Loads the tokenizer of a Hugging Face folder or hub name; uses its end token for padding if it has no padding token.
+    """Loads the tokenizer of a Hugging Face folder or hub name; a missing padding token is replaced by the end token.
 
     Raises:
-        ConfigError: There is no tokenizer at `path`, or it cannot be loaded.
+        ConfigError: `path` has no tokenizer, or the tokenizer cannot be loaded.
     """
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
@@ -200,7 +200,7 @@ class PromptTokenizer:
         return turn_end(self.tokenizer)
 
     def prompt_images(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
-        """Returns a prompt's processed images, given their positions from `encode`; None if it has no images."""
+        """Processes a prompt's images, with their positions from `encode`; returns None if the prompt has no images."""
         return self.looker.prompt_images(prompt.images, at) if prompt.images else None
 
     def text(
@@ -232,7 +232,7 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns the token ids of a conversation; does not check its length."""
+        """Tokenizes a conversation without checking its length."""
         rendered_text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
         return self._ids(rendered_text, bare=self._is_bare(messages))
 
@@ -275,7 +275,7 @@ class PromptTokenizer:
         return old_reasoning
 
     def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
-        """Returns the token ids of a prompt and the position of each image's first token; None if the prompt is dropped.
+        """Tokenizes a prompt; returns its token ids and each image's first position, or None if the prompt is dropped.
 
         Raises:
             ConfigError: The prompt is empty, or it is too long and `overlong` is "error".
@@ -295,8 +295,8 @@ class PromptTokenizer:
     ) -> tuple[list[int], list[bool], list[int]] | None:
         """Tokenizes prompt and response for SFT.
 
-        The prompt's ids equal those of `encode`. The chat template renders a response that is a complete message
-        (`Prompt.turn`).
+        The prompt's ids are the same as in `encode`. If the response is a message (`Prompt.turn`), the chat template renders
+        it.
 
         Args:
             prompt: Problem with a response.
@@ -324,7 +324,8 @@ class PromptTokenizer:
         is_bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
         response_text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
-        # Joint tokenization is used if it leaves the prompt's ids unchanged: some tokenizers prepend a space to any text.
+        # Prompt and response are tokenized together, because some tokenizers prepend a space to any separate text. If that
+        # changes the prompt's ids, the response is tokenized separately.
         try:
             joined_ids = self._ids(prompt_text + response_text, bare=is_bare)
         except ConfigError as error:
@@ -372,7 +373,7 @@ class PromptTokenizer:
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
     ) -> FittingPrompts:
-        """Checks all problems and returns those that are not too long; caches the results in the user's state folder.
+        """Checks all problems and returns the problems that are not too long; caches results in the user's state folder.
 
         Args:
             dataset: All problems.
@@ -451,7 +452,7 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             code = f"\\u{ord(text[error.start]):04x}"
             raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
-        # A chat template writes the start token; for bare text the tokenizer adds it, and its end token is removed.
+        # A chat template renders the start token. For bare text, the tokenizer adds start and end token; the end is removed.
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
         return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
@@ -527,7 +528,8 @@ def _nearest(folder: Path) -> str:
 def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
     """Returns the maximum number of tokens of prompt and response.
 
-    This is `rollout.max_model_len`, or else the limit in the configuration of the tokenizer's model; None if neither is set.
+    The maximum is `rollout.max_model_len`, or the limit in the configuration of the tokenizer's model if that is not set. None
+    if neither is set.
     """
     max_model_len = select(cfg, "rollout.max_model_len")
     if max_model_len is not None:
@@ -544,7 +546,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
-    """Loads the tokenizer of a model's folder or hub name; returns None if it has none or it cannot be loaded."""
+    """Loads the tokenizer of a model's folder or hub name; returns None if the model has no loadable tokenizer."""
     folder = Path(model_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -557,15 +559,15 @@ def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
 def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset[int]:
     """Returns the ids of the tokens that end a response.
 
-    These are the end tokens in the generation configuration, the model's configuration, the tokenizer and its chat
-    template: chat models fine-tuned from a base model often declare their end of turn in only one of them.
+    The generation configuration, the model's configuration, the tokenizer and the chat template may each declare end tokens.
+    Chat models that were fine-tuned from a base model often declare their end of turn in only one of these.
     """
     declared_ends: list[Any] = [
         getattr(config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
         turn_end(tokenizer),
     ]
-    with contextlib.suppress(OSError, ValueError):  # a model may have none
+    with contextlib.suppress(OSError, ValueError):  # the model may have no generation configuration
         declared_ends.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
     ids: set[int] = set()
     for declared_end in declared_ends:
@@ -575,14 +577,14 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Returns a response's token ids without the final end token, if it has one; any end token of the model counts."""
+    """Returns a response's token ids without a final end token of the model."""
     end_ids = _response_ends(tokenizer)
     return list(token_ids[:-1] if token_ids and token_ids[-1] in end_ids else token_ids)
 
 
 @functools.lru_cache(maxsize=16)
 def _response_ends(tokenizer: Any) -> frozenset[int]:
-    """Returns the end tokens of a tokenizer's model and its padding token, with which some models end responses."""
+    """Returns the end tokens of a tokenizer's model, and the padding token, with which some models end responses."""
     path = str(getattr(tokenizer, "name_or_path", "") or "")
     end_ids = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
     with contextlib.suppress(ConfigError):  # the tokenizer's folder may hold no model
@@ -593,10 +595,10 @@ def _response_ends(tokenizer: Any) -> frozenset[int]:
 def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
     """Cuts a response's text at its first stop text.
 
-    A match must not begin or end inside a special token: stop text `b` does not match in `<bos>`, while `<bos>` does.
+    A match must not begin or end inside a special token: the stop text `b` does not match in `<bos>`, but `<bos>` does.
 
     Returns:
-        Text before the stop text, and the stop text; or the complete text and None if no stop text matches.
+        Text before the stop text, and the stop text; the complete text and None if no stop text matches.
     """
     decoded_text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     inside_positions: set[int] | None = None
@@ -629,7 +631,8 @@ _special = functools.lru_cache(maxsize=16)(special_tokens)
 class StopTexts:
     """Detector of stop texts, called after each sampled token.
 
-    Both engines use it. vLLM's own search loses a partial match when a request is resumed, and ignores special tokens.
+    Both engines use this detector, because vLLM's search loses a partial match when a request is resumed, and ignores special
+    tokens.
 
     Args:
         tokenizer: Tokenizer of the model; None if the model has no tokenizer.
@@ -664,7 +667,7 @@ class StopTexts:
 
     def is_complete(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
         """Returns whether the last token completes one of the stop texts."""
-        # A token holds at least one byte, so a stop text that ends here begins within these tokens.
+        # A token has at least one byte, so a stop text that ends at the last token begins within these tokens.
         num_tail_tokens = max(len(stop_text.encode()) for stop_text in stop) + 3
         assert self._tokenizer is not None
         return cut_at_stop(self._tokenizer, token_ids[-num_tail_tokens:], stop)[1] is not None
