@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.language.algorithms.registry import ALGORITHMS
-from rlhpc.language.data.registry import MADE_UP
+from rlhpc.language.data.registry import PROCEDURAL
 from rlhpc.language.scoring.checks import judges
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed, raters
 from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
@@ -62,7 +62,7 @@ _FILE_SOURCES = Condition(
         f"data.train.{name}"
         for name in ("path", "split", "prompt_key", "answer_key", "response_key", "level_key", "tools_key")
     ),
-    lambda cfg: cfg.data.train.source.lower() not in MADE_UP,
+    lambda cfg: cfg.data.train.source.lower() not in PROCEDURAL,
     "of files: data.train.source jsonl, parquet, hdf5 or hf",
 )  # fmt: skip
 #: Condition of dropout, which training cannot use if it compares log-probs of a network at two times.

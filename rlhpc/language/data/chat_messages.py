@@ -1,7 +1,7 @@
 """Chat messages of data files: conversion to the form of chat templates, and detection of parts that a template omits.
 
 RL prompts, demonstrations and preferences use the same reader. The reader drops no part of a message: it refuses unsupported
-parts. `find_unwritten` detects parts that a template does not render.
+parts. `find_omitted_parts` detects parts that a template does not render.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rlhpc.runtime.files import read_json
 Message = dict[str, Any]
 
 #: Keys that link a tool call to its result or name the tool; templates need not render them.
-_LABELS = frozenset({"tool_call_id", "name"})
+_LINK_KEYS = frozenset({"tool_call_id", "name"})
 #: Keys that templates omit from earlier turns on purpose: the model does not read its earlier reasoning.
-_REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
-_ARGUMENT = "kept_argument"
+_REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
+_MARKER_ARGUMENT = "kept_argument"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -46,8 +46,8 @@ def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -
         try:
             messages.append(_read_message(message, sparse, pictures))
         except ConfigError as error:
-            raise ConfigError(f"message {message_number}{_role(message)} {error}") from None
-    if not any(message["content"].strip() or _extras(message) for message in messages):
+            raise ConfigError(f"message {message_number}{_role_suffix(message)} {error}") from None
+    if not any(message["content"].strip() or _extra_keys(message) for message in messages):
         raise ConfigError("no message says anything")
     return messages
 
@@ -65,7 +65,7 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
             raise ConfigError(f"the text is not JSON: {error}") from None
     if value is None:
         return ()
-    value = _without_nulls(value) if sparse else value
+    value = _drop_nulls(value) if sparse else value
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
@@ -90,10 +90,10 @@ def last_turn(messages: Sequence[Message]) -> tuple[list[Message], Message | Non
 
 def is_plain(message: Message) -> bool:
     """Returns whether a message has no keys besides role and content."""
-    return not _extras(message)
+    return not _extra_keys(message)
 
 
-def written(turn: Message) -> str:
+def message_text(turn: Message) -> str:
     """Converts a message to text: its content, or JSON if the message has other keys."""
     content = {
         key: field_value for key, field_value in turn.items() if key != "role" and field_value not in ("", [], None)
@@ -108,7 +108,7 @@ def require_plain(messages: Sequence[Message], tools: Sequence[Any]) -> None:
         ConfigError: A message has keys besides role and content, or there are tools.
     """
     for message_number, message in enumerate(messages):
-        if keys := _extras(message):
+        if keys := _extra_keys(message):
             raise ConfigError(
                 f"message {message_number} ({message['role']}) has {', '.join(keys)}, which bare text cannot hold"
             )
@@ -116,7 +116,7 @@ def require_plain(messages: Sequence[Message], tools: Sequence[Any]) -> None:
         raise ConfigError("there are tools, which bare text cannot hold")
 
 
-def find_unwritten(
+def find_omitted_parts(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
     render: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str],
@@ -139,27 +139,27 @@ def find_unwritten(
     message_parts = [
         message_part
         for message_number, message in enumerate(messages)
-        for message_part in _parts(message_number, message)
+        for message_part in _required_parts(message_number, message)
     ]
     marked_messages: list[Message] = [_copy(message) for message in messages]
     for mark, (message_number, path) in enumerate(message_parts):
-        _mark(marked_messages[message_number], path, _sign(mark))
+        _insert_marker(marked_messages[message_number], path, _marker(mark))
     try:
         marked_text = render(marked_messages, tools)
     except ConfigError:  # the template rejects the marked values: each part is removed in turn
         marked_text = ""
     missing_parts, old_reasoning = [], []
     for mark, (message_number, path) in enumerate(message_parts):
-        if _sign(mark) in marked_text or _differs(messages, tools, message_number, path, render, rendered_text):
+        if _marker(mark) in marked_text or _is_rendered(messages, tools, message_number, path, render, rendered_text):
             continue
-        is_earlier_reasoning = message_number < len(messages) - 1 and path[0] in _REASONING
-        if is_earlier_reasoning and _differs(messages[: message_number + 1], tools, message_number, path, render):
+        is_earlier_reasoning = message_number < len(messages) - 1 and path[0] in _REASONING_KEYS
+        if is_earlier_reasoning and _is_rendered(messages[: message_number + 1], tools, message_number, path, render):
             old_reasoning.append(str(path[0]))
         else:
             missing_parts.append(
                 f"{'.'.join(map(str, path))} of message {message_number} ({messages[message_number]['role']})"
             )
-    if tools and _rendered(messages, (), render) == rendered_text:
+    if tools and _try_render(messages, (), render) == rendered_text:
         missing_parts.append("the tools")
     return missing_parts, sorted(set(old_reasoning))
 
@@ -180,10 +180,10 @@ def _read_message(message: Any, sparse: bool, pictures: bool) -> Message:
         if key == "tool_calls":
             chat_message[key] = _read_calls(field_value, sparse)
         else:
-            chat_message[str(key)] = _without_nulls(field_value) if sparse else field_value
+            chat_message[str(key)] = _drop_nulls(field_value) if sparse else field_value
     content = message.get("content")
     if content is None:
-        if role != "tool" and not (role == "assistant" and _extras(chat_message)):
+        if role != "tool" and not (role == "assistant" and _extra_keys(chat_message)):
             raise ConfigError("has no content")
     elif isinstance(content, str):
         chat_message["content"] = content
@@ -262,42 +262,40 @@ def _read_arguments(value: Any, sparse: bool) -> dict[str, Any]:
         value = dict(value)  # Arrow represents maps as lists of pairs
     if not isinstance(value, Mapping):
         raise ConfigError(f"has a tool call whose arguments are a {type(value).__name__}, not an object")
-    return dict(_without_nulls(value) if sparse else value)
+    return dict(_drop_nulls(value) if sparse else value)
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            str(key): _without_nulls(nested_value) for key, nested_value in value.items() if nested_value is not None
-        }
-    return [_without_nulls(nested_value) for nested_value in value] if isinstance(value, list) else value
+        return {str(key): _drop_nulls(nested_value) for key, nested_value in value.items() if nested_value is not None}
+    return [_drop_nulls(nested_value) for nested_value in value] if isinstance(value, list) else value
 
 
-def _extras(message: Message) -> list[str]:
+def _extra_keys(message: Message) -> list[str]:
     return [key for key in message if key not in ("role", "content")]
 
 
-def _role(message: Any) -> str:
+def _role_suffix(message: Any) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
     return f" ({role})" if isinstance(role, str) and role else ""
 
 
-def _parts(number: int, message: Message) -> list[tuple[int, Path]]:
+def _required_parts(number: int, message: Message) -> list[tuple[int, Path]]:
     """Returns the parts of a message that a template must render, as (message number, path).
 
     Parts are the content, the name and arguments of each tool call, and every other key except labels.
     """
     paths: list[Path] = [("content",)] if message["content"].strip() else []
-    for key in _extras(message):
+    for key in _extra_keys(message):
         if key == "tool_calls":
             for call in range(len(message[key])):
                 paths += [(key, call, "function", "name"), (key, call, "function", "arguments")]
-        elif not (key in _LABELS and (message["role"] == "tool" or key == "tool_call_id")):
+        elif not (key in _LINK_KEYS and (message["role"] == "tool" or key == "tool_call_id")):
             paths.append((key,))
     return [(number, path) for path in paths]
 
 
-def _sign(number: int) -> str:
+def _marker(number: int) -> str:
     return f"KEPT{number}X7F3A"
 
 
@@ -317,22 +315,22 @@ def _copy(message: Message) -> Message:
     }
 
 
-def _holder(message: Message, path: Path) -> Any:
+def _parent_of(message: Message, path: Path) -> Any:
     container: Any = message
     for path_key in path[:-1]:
         container = container[path_key]
     return container
 
 
-def _mark(message: Message, path: Path, sign: str) -> None:
-    parent, key = _holder(message, path), path[-1]
+def _insert_marker(message: Message, path: Path, sign: str) -> None:
+    parent, key = _parent_of(message, path), path[-1]
     if key == "arguments":
-        parent[key][_ARGUMENT] = sign
+        parent[key][_MARKER_ARGUMENT] = sign
     else:
         parent[key] = f"{parent[key]}{sign}" if isinstance(parent[key], str) else sign
 
 
-def _differs(
+def _is_rendered(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
     number: int,
@@ -342,7 +340,7 @@ def _differs(
 ) -> bool:
     """Returns whether the rendered text changes when a part of a message is removed."""
     changed_messages = [_copy(message) for message in messages]
-    parent, key = _holder(changed_messages[number], path), path[-1]
+    parent, key = _parent_of(changed_messages[number], path), path[-1]
     if key == "arguments":
         if not parent[key]:
             return True  # a call without arguments has nothing to omit
@@ -351,11 +349,11 @@ def _differs(
         parent[key] = ""
     else:
         del parent[key]
-    original_text = _rendered(messages, tools, render) if text is None else text
-    return _rendered(changed_messages, tools, render) != original_text
+    original_text = _try_render(messages, tools, render) if text is None else text
+    return _try_render(changed_messages, tools, render) != original_text
 
 
-def _rendered(messages: Any, tools: Any, render: Callable[[Any, Any], str]) -> str | None:
+def _try_render(messages: Any, tools: Any, render: Callable[[Any, Any], str]) -> str | None:
     try:
         return render(messages, tools)
     except ConfigError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
 #: Number of drawings per task and answer; some drawings may be equal.
-_PICTURES = 1 << 12
+_NUM_DRAWINGS = 1 << 12
 #: Corners, fill colour, and border colour of a rectangle.
 Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int] | None]
 
@@ -60,7 +60,7 @@ class DrawnProblems:
         required("PIL", f"{key}: source drawn needs Pillow")
         self._tasks, self._max_answer, self._points = as_list(options.tasks), options.most, options.points
         self._answers = [_answers(task, self._max_answer) for task in self._tasks]
-        self._sizes = [len(answers) * _PICTURES for answers in self._answers]
+        self._sizes = [len(answers) * _NUM_DRAWINGS for answers in self._answers]
         self._numbers = choose_contents(cfg, self._sizes, self._content, part=part, key=key)
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class DrawnProblems:
             answer=answer,
             response=answer,
             level=task,
-            images=(_picture(self._points, boxes),),
+            images=(_draw_png(self._points, boxes),),
         )
 
     def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
@@ -84,14 +84,14 @@ class DrawnProblems:
         task, picture_number = self._tasks[level], number_in_level // len(self._answers[level])
         answer = self._answers[level][number_in_level % len(self._answers[level])]
         rng = random.Random(f"{task} {self._max_answer} {number_in_level} {picture_number}")
-        return task, answer, *_DRAWN[task](rng, answer, self._max_answer, self._points)
+        return task, answer, *_SCENES[task](rng, answer, self._max_answer, self._points)
 
     def _content(self, number: int) -> str:
         _, _, question, boxes = self._scene(number)
         return f"{question} {self._points} {sorted(boxes, key=repr)}"
 
 
-def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _count_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     cells_per_row = max(2, int(max_answer**0.5 + 0.999))
     cell_size = points // cells_per_row
     size, color = rng.randint(cell_size // 2, cell_size - 2), rng.choice(sorted(_COLOURS))
@@ -105,7 +105,7 @@ def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tup
     return "how many=", [(box, _COLOURS[color], None) for box in boxes]
 
 
-def _area(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _area_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     area = int(answer)
     num_columns = rng.choice([n for n in range(1, area + 1) if area % n == 0])
     num_rows, square_size = area // num_columns, points // (max_answer + 1)
@@ -123,7 +123,7 @@ def _area(rng: random.Random, answer: str, max_answer: int, points: int) -> tupl
     return "area=", square_boxes
 
 
-def _side(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _side_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     del max_answer
     half_size = points // 2
     size = rng.randint(half_size // 3, half_size - 2)
@@ -133,14 +133,14 @@ def _side(rng: random.Random, answer: str, max_answer: int, points: int) -> tupl
     return "which side=", [((x, y, x + size - 1, y + size - 1), color, None)]
 
 
-_DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]]] = {
-    "count": _count,
-    "area": _area,
-    "side": _side,
+_SCENES: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]]] = {
+    "count": _count_scene,
+    "area": _area_scene,
+    "side": _side_scene,
 }
 
 
-def _picture(points: int, boxes: list[Box]) -> bytes:
+def _draw_png(points: int, boxes: list[Box]) -> bytes:
     """Draws rectangles on a white image; returns the contents of a PNG file."""
     from PIL import Image, ImageDraw
 

@@ -32,7 +32,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Agent types that pass a prompt's conversation to the model unchanged.
 _IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
 #: Training backends in which every rank runs the vision tower, even in micro-batches without images.
-_TRAINED = ("local", "fsdp")
+_BACKENDS = ("local", "fsdp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,57 +121,57 @@ class Looker:
     """Image processor for a model's prompts.
 
     Args:
-        cutter: The model's image processor from transformers.
+        processor: The model's image processor from transformers.
         token: Id of the model's image token.
         name: Name of the model, for messages.
     """
 
-    def __init__(self, cutter: Any, token: int, name: str) -> None:
+    def __init__(self, processor: Any, token: int, name: str) -> None:
         self.token = token
         self._name = name
-        self._merge = int(cutter.merge_size)
-        self._cutter = cutter
-        self._one = lru_cache(maxsize=16)(self._cut)
+        self._merge = int(processor.merge_size)
+        self._processor = processor
+        self._process_cached = lru_cache(maxsize=16)(self._process)
 
     def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
         """Returns a prompt's conversation, with placeholders for its images."""
         return placed(prompt.messages, len(prompt.images))
 
-    def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    def expand_image_tokens(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Repeats each image token as often as its image has tokens; returns the ids and each image's first position."""
         try:
-            return self._widened(prompt.images, ids)
+            return self._expand_image_tokens(prompt.images, ids)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
     def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
         """Processes images to patches; `at` holds the position of each image's first token."""
-        patches, grids, image_digests = zip(*map(self._one, images), strict=True)
+        patches, grids, image_digests = zip(*map(self._process_cached, images), strict=True)
         return PromptImages(
             tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(image_digests)
         )
 
     def look(
-        self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
+        self, images: Sequence[bytes], ids: Sequence[int], offset: int = 0, literal_tokens: Collection[int] = ()
     ) -> tuple[list[int], PromptImages]:
         """Repeats each image token as often as its image has tokens; returns the ids and the processed images.
 
         Args:
             images: One or more images, in the order of their image tokens.
             ids: Token ids from the chat template, with one image token per image.
-            behind: Number of tokens before `ids`, which is added to the images' positions.
-            spoken: Indices of image tokens in `ids` that have no image, because the model or a user wrote them as text.
+            offset: Number of tokens before `ids`, which is added to the images' positions.
+            literal_tokens: Indices of image tokens in `ids` without an image: the model or a user wrote them as text.
 
         Raises:
             ConfigError: The numbers of image tokens and images differ, or an image cannot be opened.
         """
-        expanded_ids, image_starts = self._widened(images, ids, spoken)
-        return expanded_ids, self.prompt_images(images, [behind + image_start for image_start in image_starts])
+        expanded_ids, image_starts = self._expand_image_tokens(images, ids, literal_tokens)
+        return expanded_ids, self.prompt_images(images, [offset + image_start for image_start in image_starts])
 
-    def _widened(
-        self, images: Sequence[bytes], ids: Sequence[int], spoken: Collection[int] = ()
+    def _expand_image_tokens(
+        self, images: Sequence[bytes], ids: Sequence[int], literal_tokens: Collection[int] = ()
     ) -> tuple[list[int], list[int]]:
-        token_positions = [n for n, token_id in enumerate(ids) if token_id == self.token and n not in spoken]
+        token_positions = [n for n, token_id in enumerate(ids) if token_id == self.token and n not in literal_tokens]
         if len(token_positions) != len(images):
             raise ConfigError(
                 f"there are {len(images)} pictures, and the text has {len(token_positions)} places for them after the chat "
@@ -188,24 +188,24 @@ class Looker:
     def _tokens(self, image: bytes) -> int:
         """Returns the number of tokens of an image; reads only its size."""
         width, height = size_of(image)
-        return int(self._cutter.get_number_of_image_patches(height, width, {})) // self._merge**2
+        return int(self._processor.get_number_of_image_patches(height, width, {})) // self._merge**2
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of an image; larger images are scaled down."""
-        merged_patch_size = self._cutter.patch_size * self._merge
-        return max(1, int(self._cutter.size["longest_edge"]) // merged_patch_size**2)
+        merged_patch_size = self._processor.patch_size * self._merge
+        return max(1, int(self._processor.size["longest_edge"]) // merged_patch_size**2)
 
     def blank(self, tokens: int) -> PromptImages:
         """Returns an image of zeros with `tokens` tokens, at position 0."""
         grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
-        width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
+        width = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
         return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
 
-    def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
+    def _process(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
         """Returns the patches, the grid and the digest of an image."""
-        processor_output = self._cutter(images=[opened(image)], return_tensors="np")
+        processor_output = self._processor(images=[open_image(image)], return_tensors="np")
         patches = np.ascontiguousarray(processor_output["pixel_values"], np.float32)
         grid = np.asarray(processor_output["image_grid_thw"][0], np.int64)
         digest = hashlib.blake2b(grid.tobytes(), digest_size=16)
@@ -213,13 +213,13 @@ class Looker:
         return patches, grid, digest.digest()
 
 
-def opened(image: bytes) -> Any:
+def open_image(image: bytes) -> Any:
     """Opens an image with PIL and converts it to RGB.
 
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
     """
-    return _by_pil(image, lambda opened_image: opened_image.convert("RGB"))
+    return _read_by_pil(image, lambda opened_image: opened_image.convert("RGB"))
 
 
 def size_of(image: bytes) -> tuple[int, int]:
@@ -228,11 +228,11 @@ def size_of(image: bytes) -> tuple[int, int]:
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
     """
-    size: tuple[int, int] = _by_pil(image, lambda opened_image: opened_image.size)
+    size: tuple[int, int] = _read_by_pil(image, lambda opened_image: opened_image.size)
     return size
 
 
-def _by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
+def _read_by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
     pillow = required("PIL.Image", "pictures need Pillow")
     try:
         return function(pillow.open(io.BytesIO(image)))
@@ -286,7 +286,7 @@ def require_family(config: Any, path: str, key: str) -> None:
         )
 
 
-def parts_of(message: dict[str, str]) -> dict[str, Any]:
+def multimodal_form(message: dict[str, str]) -> dict[str, Any]:
     """Converts a message to the multimodal form of chat templates: text parts, with an image part at each `MARK`."""
     text_segments = message["content"].split(MARK)
     content_parts = list[dict[str, str]]()
@@ -303,22 +303,22 @@ def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any
     if not any(MARK in message["content"] for message in placed_messages):
         question = next((m for m in reversed(placed_messages) if m["role"] == "user"), placed_messages[-1])
         question["content"] = MARK * count + question["content"]
-    return [parts_of(message) for message in placed_messages]
+    return [multimodal_form(message) for message in placed_messages]
 
 
-def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
+def check_vision(cfg: LanguageConfig, config: Any, has_images: bool) -> None:
     """Checks that the run's settings are supported for a vision-language model.
 
     Args:
         cfg: Configuration of the run.
         config: Configuration of the model.
-        shows: Whether training prompts have images.
+        has_images: Whether training prompts have images.
 
     Raises:
         ConfigError: A setting is not supported; the message names its key.
     """
     path, actor, lora_config = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
-    if shows and cfg.agent.kind not in _IMAGE_AGENT_KINDS:
+    if has_images and cfg.agent.kind not in _IMAGE_AGENT_KINDS:
         raise ConfigError(
             f"agent.kind is {cfg.agent.kind}, which asks the model with texts of its own, and prompts of data.train show "
             f"pictures; allowed: {', '.join(_IMAGE_AGENT_KINDS)}"
@@ -328,19 +328,17 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     require_family(config, path, "actor.model.model_path")
     if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
         raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
-    if actor.training_backend.lower() not in _TRAINED:
+    if actor.training_backend.lower() not in _BACKENDS:
         raise ConfigError(
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
-            f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_TRAINED)}"
+            f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_BACKENDS)}"
         )
-    if axis := next(
-        (name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""
-    ):
+    if axis := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
         raise ConfigError(
             f"actor.parallel.{axis} is {getattr(actor.parallel, axis)}, and the model in {path} looks at pictures, which is "
             "divided by shard and replicate alone; allowed: 1"
         )
-    if shows and select(cfg, "teacher.rollout_backend"):
+    if has_images and select(cfg, "teacher.rollout_backend"):
         raise ConfigError(
             "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which a teacher in vLLM is not "
             "shown; allowed: null"
@@ -357,7 +355,7 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
         )
 
 
-_URL = "data:image/"
+_DATA_URL_PREFIX = "data:image/"
 _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, or a list of these"
 
 
@@ -372,7 +370,7 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
     Raises:
         ConfigError: The value has another form, or a file cannot be read.
     """
-    return tuple(_bytes(image, folder) for image in _several(value))
+    return tuple(_bytes(image, folder) for image in _as_sequence(value))
 
 
 def check_images(value: Any, folder: Path) -> None:
@@ -381,18 +379,18 @@ def check_images(value: Any, folder: Path) -> None:
     Raises:
         ConfigError: An image is invalid, or its file does not exist.
     """
-    for image in _several(value):
-        if not isinstance(image, str) or image.startswith(_URL):
+    for image in _as_sequence(value):
+        if not isinstance(image, str) or image.startswith(_DATA_URL_PREFIX):
             size_of(_bytes(image, folder))
         elif not _path(image, folder).is_file():
             raise ConfigError(f"there is no file {_path(image, folder)}")
 
 
-def names_of(value: Any) -> str:
+def image_names(value: Any) -> str:
     """Returns a text that identifies a row's images, from paths and digests of embedded images, without reading files."""
     image_contents = [
-        image if isinstance(image, str) and not image.startswith(_URL) else _bytes(image, Path())
-        for image in _several(value)
+        image if isinstance(image, str) and not image.startswith(_DATA_URL_PREFIX) else _bytes(image, Path())
+        for image in _as_sequence(value)
     ]
     return repr([image if isinstance(image, str) else digest_of(image) for image in image_contents])
 
@@ -402,7 +400,7 @@ def digest_of(image: bytes) -> str:
     return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
-def _several(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     if value is None:
         return ()
     return value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else (value,)
@@ -418,7 +416,7 @@ def _bytes(one: Any, folder: Path) -> bytes:
         return _png(one)
     if not isinstance(one, str) or not one:
         raise ConfigError(f"a picture is {type(one).__name__}; allowed: {_FORMS}")
-    if one.startswith(_URL):
+    if one.startswith(_DATA_URL_PREFIX):
         return from_url(one)
     try:
         return _path(one, folder).read_bytes()
@@ -433,7 +431,7 @@ def from_url(url: str) -> bytes:
         ConfigError: The URL is not a base64 data URL of an image.
     """
     header, _, body = url.partition(",")
-    if not header.startswith(_URL) or not header.endswith(";base64"):
+    if not header.startswith(_DATA_URL_PREFIX) or not header.endswith(";base64"):
         raise ConfigError(f"a picture is the URL {url[:40]!r}; allowed: data:image/png;base64,… and its like")
     try:
         return base64.b64decode(body, validate=True)

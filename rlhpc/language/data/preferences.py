@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.config.data import DataSourceConfig, SourceConfig
-from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, written
+from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, message_text, read_messages
 from rlhpc.language.data.prompts import Prompt, WordedDataset
 from rlhpc.language.data.registry import make_dataset
 from rlhpc.language.data.tokenizer import PromptTokenizer
@@ -99,9 +99,9 @@ class Preferences:
         prompt, cfg = self._problems[index], self._cfg
         if self._form == "labels":
             if not prompt.response:
-                raise self._fault(index, prompt, "response_key", self._response_key, "a text that is not empty")
+                raise self._row_error(index, prompt, "response_key", self._response_key, "a text that is not empty")
             label = self._number(index, prompt, "label_key", str(self._label))
-            return PreferenceRow(_bare(prompt), (prompt.response,), label, (prompt.turn,))
+            return PreferenceRow(_prompt_only(prompt), (prompt.response,), label, (prompt.turn,))
         columns = self._columns(index, prompt)
         if prompt.response and cfg.chosen_key in columns and self._response_key not in columns:
             raise ConfigError(
@@ -112,7 +112,7 @@ class Preferences:
             *(self._response(index, prompt, name) for name in ("chosen_key", "rejected_key")), strict=True
         )
         margin = self._number(index, prompt, "margin_key", self._margin) if self._margin else 0.0
-        return PreferenceRow(_bare(prompt), response_texts, margin, turns)
+        return PreferenceRow(_prompt_only(prompt), response_texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
         """Returns a response as text, and as a message if it has tool calls or reasoning (else None)."""
@@ -122,15 +122,15 @@ class Preferences:
         if isinstance(response_value, str) and response_value:
             return response_value, None
         if not isinstance(response_value, list):
-            raise self._fault(index, prompt, name, column, allowed_forms)
+            raise self._row_error(index, prompt, name, column, allowed_forms)
         try:
             prior_messages, last_message = last_turn(
                 read_messages(response_value, sparse=getattr(source_problems, "sparse", False))
             )
         except ConfigError as error:
-            raise self._fault(index, prompt, name, column, f"{allowed_forms} ({error})") from None
+            raise self._row_error(index, prompt, name, column, f"{allowed_forms} ({error})") from None
         if last_message is None or not (last_message["content"] or not is_plain(last_message)):
-            raise self._fault(index, prompt, name, column, allowed_forms)
+            raise self._row_error(index, prompt, name, column, allowed_forms)
         messages = source_problems[index].messages  # as in the file, without prompt template and system prompt
         turns = [
             [turn for turn in turn_messages if turn["role"] != "system"] for turn_messages in (prior_messages, messages)
@@ -147,7 +147,7 @@ class Preferences:
                 f"{self._place(index, prompt)}: column {column!r} goes on from another conversation than "
                 f"the prompt's ({self._cfg.prompt_key!r})"
             )
-        return written(last_message), None if is_plain(last_message) else last_message
+        return message_text(last_message), None if is_plain(last_message) else last_message
 
     def _number(self, index: int, prompt: Prompt, name: str, column: str) -> float:
         column_value = prompt.meta.get(column)
@@ -156,10 +156,10 @@ class Preferences:
             or not isinstance(column_value, (int, float))
             or not math.isfinite(column_value)
         ):
-            raise self._fault(index, prompt, name, column, "a finite number")
+            raise self._row_error(index, prompt, name, column, "a finite number")
         return float(column_value)
 
-    def _fault(self, index: int, prompt: Prompt, name: str, column: str, allowed: str) -> ConfigError:
+    def _row_error(self, index: int, prompt: Prompt, name: str, column: str, allowed: str) -> ConfigError:
         row_place, columns = self._place(index, prompt), self._columns(index, prompt)
         if column not in columns:
             other_columns = {self._cfg.chosen_key, self._label} & set(columns)
@@ -186,7 +186,7 @@ class Preferences:
         return list(source_problems.columns(index)) if hasattr(source_problems, "columns") else list(prompt.meta)
 
 
-def _bare(prompt: Prompt) -> Prompt:
+def _prompt_only(prompt: Prompt) -> Prompt:
     """Returns the prompt without response and metadata, which `PreferenceRow` holds separately."""
     return dataclasses.replace(prompt, response="", meta={}, turn=None)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZE = {"train": 10_000, "eval": 500}
 """Number of procedural problems if `size` is null; all problems if there are fewer."""
-_HELD_OUT = 0.2
-_LISTED = 200_000
+_HELD_OUT_FRACTION = 0.2
+_MAX_LISTED = 200_000
 """Maximum number of possible problems that are all listed and shuffled; of more problems, a sample is drawn."""
 
 
@@ -35,17 +35,17 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def belongs(text: str, part: str, fraction: float) -> bool:
+def is_in_part(text: str, part: str, fraction: float) -> bool:
     """Returns whether a problem belongs to `part`, "train" or "eval"; with fraction 0, all problems belong to both parts."""
     return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
 
 
 def procedural_fraction(cfg: DataSourceConfig) -> float:
     """Returns the fraction that a procedural source holds out: `eval_fraction`, or 0.2 if that is 0."""
-    return cfg.eval_fraction or _HELD_OUT
+    return cfg.eval_fraction or _HELD_OUT_FRACTION
 
 
-def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
+def section_kwargs(cfg: DataSourceConfig) -> dict[str, Any]:
     """Returns the `kwargs` of a data section as plain Python objects."""
     from omegaconf import OmegaConf
 
@@ -72,7 +72,7 @@ def choose(
     rng = random.Random(f"{cfg.source} {cfg.seed}")
     num_possible = sum(sizes)
     num_problems = cfg.size or DEFAULT_SIZE[part]
-    if num_possible <= _LISTED:
+    if num_possible <= _MAX_LISTED:
         numbers = [candidate for candidate in range(num_possible) if keep(candidate)]
         rng.shuffle(numbers)
         if cfg.size and cfg.size > len(numbers):
@@ -113,13 +113,13 @@ def choose_contents(
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
     num_problems, num_possible = cfg.size or DEFAULT_SIZE[part], sum(sizes)
-    numbers = range(num_possible) if num_possible <= _LISTED else rng.sample(range(num_possible), _LISTED)
+    numbers = range(num_possible) if num_possible <= _MAX_LISTED else rng.sample(range(num_possible), _MAX_LISTED)
     order = list(numbers)
     rng.shuffle(order)
     number_by_digest: dict[bytes, int] = {}
     for number in order:
         description = content(number)
-        if belongs(description, part, fraction):
+        if is_in_part(description, part, fraction):
             number_by_digest.setdefault(hashlib.blake2b(description.encode(), digest_size=16).digest(), number)
         if len(number_by_digest) == num_problems:
             break
@@ -179,7 +179,7 @@ class ArithmeticProblems:
         self._sizes = [len(_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
         fraction = procedural_fraction(cfg)
         self._numbers = choose(
-            cfg, self._sizes, lambda number: belongs(self._canonical(number), part, fraction), part=part, key=key
+            cfg, self._sizes, lambda number: is_in_part(self._canonical(number), part, fraction), part=part, key=key
         )
 
     def __len__(self) -> int:
@@ -239,7 +239,10 @@ _RESULTS: list[tuple[str, str]] = [
     ("the least number, or 0 if there is none", "min(numbers, default=0)"),
 ]
 _rng = random.Random("code")
-_LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14))]
+_TEST_ARGUMENTS = [
+    [],
+    *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)),
+]
 """Arguments of the test cases."""
 
 
@@ -275,10 +278,10 @@ class CodeProblems:
         fraction = procedural_fraction(cfg)
 
         def keep(number: int) -> bool:
-            steps, result_form = self._parts(number)
+            steps, result_form = self._steps_and_result(number)
             expected_results = _results(steps, result_form)
             return (
-                belongs(repr(expected_results), part, fraction)
+                is_in_part(repr(expected_results), part, fraction)
                 and any(other_result != expected_results[0] for other_result in expected_results)
                 and all(
                     _results(steps[:i] + steps[i + 1 :], result_form) != expected_results for i in range(len(steps))
@@ -292,7 +295,7 @@ class CodeProblems:
 
     def __getitem__(self, index: int) -> Prompt:
         problem_number = self._numbers[index]
-        steps, result_form = self._parts(problem_number)
+        steps, result_form = self._steps_and_result(problem_number)
         task = (
             "Write a Python function solve(numbers), where numbers is a list of integers. It should do this: "
             f"{', then '.join(_STEPS[step][0] for step in steps)}; and return {_RESULTS[result_form][0]}. "
@@ -301,7 +304,7 @@ class CodeProblems:
         body = "".join(f"    numbers = {_STEPS[step][1]}\n" for step in steps)
         tests = [
             f"assert solve({numbers}) == {expected_result}"
-            for numbers, expected_result in zip(_LISTS, _results(steps, result_form), strict=True)
+            for numbers, expected_result in zip(_TEST_ARGUMENTS, _results(steps, result_form), strict=True)
         ]
         return Prompt(
             id=problem_number,
@@ -311,7 +314,7 @@ class CodeProblems:
             level=f"{len(steps)} step" + "s" * (len(steps) > 1),
         )
 
-    def _parts(self, number: int) -> tuple[list[int], int]:
+    def _steps_and_result(self, number: int) -> tuple[list[int], int]:
         """Returns a task's steps, as indices into `_STEPS`, and its result, as an index into `_RESULTS`."""
         level, number_in_level = locate(number, self._sizes)
         number_in_level, result_form = divmod(number_in_level, len(_RESULTS))
@@ -322,12 +325,14 @@ class CodeProblems:
 
 
 def _results(steps: list[int], result: int) -> list[Any]:
-    """Computes a task's result for each list in `_LISTS`."""
-    functions = [*(_function(_STEPS[step][1]) for step in steps), _function(_RESULTS[result][1])]
-    return [functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _LISTS]
+    """Computes a task's result for each list in `_TEST_ARGUMENTS`."""
+    functions = [*(_compile(_STEPS[step][1]) for step in steps), _compile(_RESULTS[result][1])]
+    return [
+        functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _TEST_ARGUMENTS
+    ]
 
 
 @functools.cache
-def _function(expression: str) -> Callable[[Any], Any]:
+def _compile(expression: str) -> Callable[[Any], Any]:
     function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # expressions are constants of this module
     return function

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.data.procedural import DEFAULT_SIZE, arguments, belongs
+from rlhpc.language.data.procedural import DEFAULT_SIZE, is_in_part, section_kwargs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
@@ -31,12 +31,12 @@ _PART_BLOCK = 2**31
 """Offset of evaluation seeds above training seeds. All seeds fit into 32 bits, which some tasks require."""
 _UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Tasks that sample from sets of texts, so that problems depend on the hash seed of the process."""
-_PLANNED_WHOLE = {"acre"}
+_SIZE_DEPENDENT = {"acre"}
 """Tasks in which problem i depends on the size of the dataset. Their problems are generated in chunks of fixed size."""
-_GRIDS = {"arc_agi", "rearc"}
+_TUPLE_TASKS = {"arc_agi", "rearc"}
 """Tasks whose scorers compare tuples; JSON converts tuples to lists."""
 _CHUNK = 128
-_PATIENCE_S = 600
+_TIMEOUT_S = 600
 
 Entry = dict[str, Any]
 
@@ -69,7 +69,7 @@ class ReasoningGymProblems:
         self._part = part
         self._fraction = cfg.eval_fraction
         seed = (cfg.seed * _SEED_BLOCK) % _PART_BLOCK + (_PART_BLOCK if part == "eval" else 0)
-        kwargs_of_section = arguments(cfg)
+        kwargs_of_section = section_kwargs(cfg)
         tasks = kwargs_of_section.pop("tasks", None)
         if tasks is None:
             tasks = {kwargs_of_section.pop("task", None): kwargs_of_section}
@@ -77,7 +77,7 @@ class ReasoningGymProblems:
             raise ConfigError(
                 f"{key}.kwargs has {', '.join(kwargs_of_section)} beside tasks; put arguments below their task"
             )
-        self._several = len(tasks) > 1
+        self._has_several_tasks = len(tasks) > 1
         self._streams = [_TaskStream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
         self._accepted: list[list[int]] = [[] for _ in self._streams]
 
@@ -96,16 +96,16 @@ class ReasoningGymProblems:
             answer="" if problem_entry["answer"] is None else str(problem_entry["answer"]),
             meta={"task": stream.task, "task_kwargs": stream.kwargs, "entry": problem_entry},
             response="" if problem_entry["answer"] is None else str(problem_entry["answer"]),
-            level=stream.task if self._several else stream.level,
+            level=stream.task if self._has_several_tasks else stream.level,
         )
 
-    def _position(self, which: int, turn: int) -> int:
-        """Returns the position of question number `turn` of this part in stream `which`."""
-        accepted_positions, stream = self._accepted[which], self._streams[which]
+    def _position(self, stream_index: int, turn: int) -> int:
+        """Returns the position of question number `turn` of this part in the stream."""
+        accepted_positions, stream = self._accepted[stream_index], self._streams[stream_index]
         position = accepted_positions[-1] + 1 if accepted_positions else 0
         num_rejected = 0
         while len(accepted_positions) <= turn:
-            if belongs(str(stream[position]["question"]), self._part, self._fraction):
+            if is_in_part(str(stream[position]["question"]), self._part, self._fraction):
                 accepted_positions.append(position)
                 num_rejected = 0
             position, num_rejected = position + 1, num_rejected + 1
@@ -121,31 +121,31 @@ class _TaskStream:
     """Infinite sequence of a task's problems."""
 
     def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
-        _check(task, kwargs, key)
+        _check_task(task, kwargs, key)
         self.task = str(task)
         self.kwargs = kwargs
         self._seed = seed
         self.level = f"difficulty {kwargs['difficulty']}" if "difficulty" in kwargs else ""
         self._chunks: dict[int, Any] = {}
-        self._planned = _CHUNK
+        self._num_planned = _CHUNK
         try:
-            self._dataset = _create(self.task, kwargs, seed, self._planned)
+            self._dataset = _create_dataset(self.task, kwargs, seed, self._num_planned)
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(f"{key}.kwargs of task {task}: {error}") from None
 
     def __getitem__(self, position: int) -> Entry:
         if self.task in _UNORDERED and os.environ.get("PYTHONHASHSEED") != "0":
-            return _Maker.of_this_process().entry(self.task, self.kwargs, self._seed, position)
-        if self.task in _PLANNED_WHOLE:
+            return _ProblemProcess.of_this_process().entry(self.task, self.kwargs, self._seed, position)
+        if self.task in _SIZE_DEPENDENT:
             chunk, offset = divmod(position, _CHUNK)
             if chunk not in self._chunks:
-                self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
-            return _entry(self._chunks[chunk], offset)
-        if position >= self._planned:
+                self._chunks[chunk] = _create_dataset(self.task, self.kwargs, self._seed + chunk, _CHUNK)
+            return _generate_entry(self._chunks[chunk], offset)
+        if position >= self._num_planned:
             # Some tasks plan their problems in the constructor. A longer plan begins with the shorter plan's problems.
-            self._planned = 2 * position
-            self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
-        return _entry(self._dataset, position)
+            self._num_planned = 2 * position
+            self._dataset = _create_dataset(self.task, self.kwargs, self._seed, self._num_planned)
+        return _generate_entry(self._dataset, position)
 
 
 def score(answer: str | None, meta: dict[str, Any]) -> float:
@@ -156,7 +156,7 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
         meta: Metadata of the problem, possibly decoded from JSON.
     """
     task, problem_entry = meta["task"], meta["entry"]
-    if task in _GRIDS:
+    if task in _TUPLE_TASKS:
         problem_entry = {**problem_entry, "metadata": _as_tuples(problem_entry["metadata"])}
     scorer = _scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
     try:
@@ -168,15 +168,15 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _scorer(task: str, kwargs: str) -> Any:
-    return _create(task, json.loads(kwargs), 0, 10)
+    return _create_dataset(task, json.loads(kwargs), 0, 10)
 
 
-def _gym() -> Any:
+def _reasoning_gym() -> Any:
     return required("reasoning_gym.factory", "source reasoning_gym needs reasoning-gym")
 
 
-def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
-    factory = _gym()
+def _check_task(task: Any, kwargs: dict[str, Any], key: str) -> None:
+    factory = _reasoning_gym()
     if task not in factory.DATASETS or task == "composite":
         close_names = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
         suggestion = (
@@ -203,8 +203,8 @@ def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
             )
 
 
-def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
-    factory = _gym()
+def _create_dataset(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
+    factory = _reasoning_gym()
     task_options = {name: option_value for name, option_value in kwargs.items() if name != "difficulty"}
     if "difficulty" not in kwargs:
         return factory.create_dataset(task, **task_options, seed=seed, size=size)
@@ -216,7 +216,7 @@ def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
     return factory.DATASETS[task][0](config=config)
 
 
-def _entry(dataset: Any, position: int) -> Entry:
+def _generate_entry(dataset: Any, position: int) -> Entry:
     """Generates a task's problem.
 
     Some tasks use the global generators of `random` and NumPy. Both are seeded for the call and restored afterwards.
@@ -234,13 +234,13 @@ def _entry(dataset: Any, position: int) -> Entry:
     return problem_entry
 
 
-class _Maker:
+class _ProblemProcess:
     """Subprocess with hash seed 0 that generates problems on request and ends with the process that started it."""
 
-    _current: _Maker | None = None
+    _current: _ProblemProcess | None = None
 
     @classmethod
-    def of_this_process(cls) -> _Maker:
+    def of_this_process(cls) -> _ProblemProcess:
         """Returns the subprocess of this process; starts a subprocess in the first call, and after a fork."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
@@ -255,13 +255,13 @@ class _Maker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        atexit.register(self._end)
+        atexit.register(self._stop)
 
     def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
         """Requests one problem from the subprocess.
 
         Raises:
-            DeadlineExceeded: The subprocess did not answer within `_PATIENCE_S` seconds.
+            DeadlineExceeded: The subprocess did not answer within `_TIMEOUT_S` seconds.
             RlhpcError: The subprocess ended.
         """
         requests, answers = self._process.stdin, self._process.stdout
@@ -271,22 +271,22 @@ class _Maker:
             try:
                 requests.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
                 requests.flush()
-                if not readable([answers.fileno()], _PATIENCE_S):
-                    raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
+                if not readable([answers.fileno()], _TIMEOUT_S):
+                    raise DeadlineExceeded(f"problem {position} of {task} was not made in {_TIMEOUT_S} s")
                 problem_entry: Entry = pickle.load(answers)
             except (OSError, EOFError) as error:
-                _Maker._current = None
+                _ProblemProcess._current = None
                 raise RlhpcError(f"the process that makes problems of {task} ended; its messages are above") from error
         return problem_entry
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
 
 
 def _serve() -> None:
-    """Runs the subprocess of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
+    """Runs the subprocess of a `_ProblemProcess`: reads requests from stdin and writes pickled problems to stdout."""
     output_stream, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
     task_streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:

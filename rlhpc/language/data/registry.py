@@ -40,7 +40,7 @@ PARTS = ("train", "eval")
 #: Sources that read files.
 FILES = ("jsonl", "parquet", "hdf5", "hf")
 #: Sources that generate problems.
-MADE_UP = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
+PROCEDURAL = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
 
 
 def make_dataset(
@@ -65,7 +65,7 @@ def make_dataset(
         raise ConfigError(f"{key}.eval_fraction is {cfg.eval_fraction}; allowed: from 0 to below 1")
     if cfg.size is not None and cfg.size < 1:
         raise ConfigError(f"{key}.size is {cfg.size}; allowed: 1 or more, or null")
-    if cfg.images_key and cfg.source.lower() in MADE_UP:
+    if cfg.images_key and cfg.source.lower() in PROCEDURAL:
         raise ConfigError(
             f"{key}.images_key is {cfg.images_key!r}, and source {cfg.source} makes its problems up, without columns: leave "
             "it out"

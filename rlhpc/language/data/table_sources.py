@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.options import NoOptions, check_options, read_options
-from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
-from rlhpc.language.data.images import check_images, names_of, read_images
-from rlhpc.language.data.procedural import belongs
+from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, message_text, read_messages, read_tools
+from rlhpc.language.data.images import check_images, image_names, read_images
+from rlhpc.language.data.procedural import is_in_part
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files, read_json
@@ -249,12 +249,12 @@ class _JoinedTables(_Table):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _find(self, index: int) -> tuple[_Table, int]:
+    def _locate(self, index: int) -> tuple[_Table, int]:
         table_index = bisect_right(self._ends, index)
         return self._tables[table_index], index - (self._ends[table_index - 1] if table_index else 0)
 
     def row(self, index: int) -> _Row:
-        table, row_index = self._find(index)
+        table, row_index = self._locate(index)
         return table.row(row_index)
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
@@ -262,11 +262,11 @@ class _JoinedTables(_Table):
             yield from table.rows(columns)
 
     def columns(self, index: int) -> list[str]:
-        table, row_index = self._find(index)
+        table, row_index = self._locate(index)
         return table.columns(row_index)
 
     def place(self, index: int) -> str:
-        table, row_index = self._find(index)
+        table, row_index = self._locate(index)
         return table.place(row_index)
 
 
@@ -299,7 +299,7 @@ class _ColumnProblems:
         self._response = cfg.response_key
         self._level = cfg.level_key
         self._tools = cfg.tools_key
-        self._demonstrates = False
+        self._has_demonstrations = False
         self._images, base_folder = cfg.images_key, expand_home(cfg.path or "")
         self._folder = base_folder if base_folder.is_dir() else base_folder.parent
         rows = self._select(filters, part, cfg.eval_fraction)
@@ -327,7 +327,7 @@ class _ColumnProblems:
             response=response,
             level=_text(row[self._level]) if self._level else "",
             images=self._read_image_column(row, row_number, read_images) if self._images else (),
-            tools=self._shown_tools(row, row_number),
+            tools=self._read_row_tools(row, row_number),
             turn=turn,
             place=self._table.place(row_number),
         )
@@ -347,7 +347,7 @@ class _ColumnProblems:
 
     def expect_responses(self) -> None:
         """Declares that the response column holds demonstrations: texts or messages. Otherwise it may hold any value."""
-        self._demonstrates = True
+        self._has_demonstrations = True
 
     def require_responses(self) -> None:
         """Checks that each problem has a demonstration.
@@ -360,7 +360,7 @@ class _ColumnProblems:
         for row_number, row in enumerate(self._table.rows([self._prompt, self._response])):
             if row_number in selected_rows and not self._demonstration(row, row_number)[1]:
                 if self._response not in row:
-                    self._missing("response_key", self._response, row_number)
+                    self._refuse_missing_column("response_key", self._response, row_number)
                 raise ConfigError(
                     f"{self._table.place(row_number)}: the demonstration, column {self._response!r}, is empty"
                 )
@@ -402,16 +402,16 @@ class _ColumnProblems:
         for row_number, row in enumerate(self._table.rows(list(required_columns.values()))):
             for name, required_column in required_columns.items():
                 if required_column not in row:
-                    self._missing(name, required_column, row_number)
+                    self._refuse_missing_column(name, required_column, row_number)
             if filters and _text(row[column]) != expected_value:
                 continue
             messages, _ = self._conversation(row[self._prompt], row_number)
-            content = json.dumps(messages, sort_keys=True, default=_python)
-            self._shown_tools(row, row_number)
+            content = json.dumps(messages, sort_keys=True, default=_to_python)
+            self._read_row_tools(row, row_number)
             if self._images:
                 self._read_image_column(row, row_number, check_images)
-                content += names_of(row[self._images])  # many images share one question
-            if belongs(content, part, fraction):
+                content += image_names(row[self._images])  # many images share one question
+            if is_in_part(content, part, fraction):
                 rows.append(row_number)
         if filters and not rows and len(self._table):
             raise ConfigError(
@@ -443,8 +443,8 @@ class _ColumnProblems:
         messages, turn = self._conversation(row[self._prompt], number)
         response_value = row.get(self._response)
         if response_value is None or response_value in ("", [], ()):
-            return messages, written(turn) if turn else "", turn if turn and not is_plain(turn) else None
-        if not self._demonstrates or isinstance(response_value, (bool, int, float)):
+            return messages, message_text(turn) if turn else "", turn if turn and not is_plain(turn) else None
+        if not self._has_demonstrations or isinstance(response_value, (bool, int, float)):
             return messages, _text(response_value), None
         column_place = f"{self._table.place(number)}: column {self._response!r}"
         if isinstance(response_value, str):
@@ -469,11 +469,11 @@ class _ColumnProblems:
             )
         return (
             [*messages, *prior_messages],
-            written(response_message),
+            message_text(response_message),
             None if is_plain(response_message) else response_message,
         )
 
-    def _shown_tools(self, row: _Row, number: int) -> tuple[dict[str, Any], ...]:
+    def _read_row_tools(self, row: _Row, number: int) -> tuple[dict[str, Any], ...]:
         if not self._tools:
             return ()
         try:
@@ -481,13 +481,13 @@ class _ColumnProblems:
         except ConfigError as error:
             raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
 
-    def _read_image_column(self, row: _Row, number: int, how: Callable[[Any, Path], Result]) -> Result:
+    def _read_image_column(self, row: _Row, number: int, read: Callable[[Any, Path], Result]) -> Result:
         try:
-            return how(row[self._images or ""], self._folder)
+            return read(row[self._images or ""], self._folder)
         except ConfigError as error:
             raise ConfigError(f"{self._table.place(number)}: column {self._images!r}: {error}") from None
 
-    def _missing(self, name: str, column: str, number: int) -> None:
+    def _refuse_missing_column(self, name: str, column: str, number: int) -> None:
         way_out = (
             f"; set {self._key}.answer_key=null where there is no reference answer" if name == "answer_key" else ""
         )
@@ -499,14 +499,14 @@ class _ColumnProblems:
 
 def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `jsonl`."""
-    _no_kwargs(cfg, key)
+    _refuse_kwargs(cfg, key)
     table = _JoinedTables([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `parquet`."""
-    _no_kwargs(cfg, key)
+    _refuse_kwargs(cfg, key)
     table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
@@ -521,7 +521,7 @@ def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `hf`."""
-    _no_kwargs(cfg, key)
+    _refuse_kwargs(cfg, key)
     if not cfg.path:
         raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
     folder = expand_home(cfg.path)
@@ -537,10 +537,10 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 def plain(value: Any) -> Any:
     """Converts a value to types of parsed JSON, such as tuples to lists and NumPy numbers to Python numbers."""
-    return json.loads(json.dumps(value, default=_python))
+    return json.loads(json.dumps(value, default=_to_python))
 
 
-def _python(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):
@@ -572,5 +572,5 @@ def _filter(cfg: DataSourceConfig, key: str) -> str | None:
     return cfg.split
 
 
-def _no_kwargs(cfg: DataSourceConfig, key: str) -> None:
+def _refuse_kwargs(cfg: DataSourceConfig, key: str) -> None:
     check_options(NoOptions, cfg.kwargs, f"{key}.kwargs", f"source {cfg.source}")

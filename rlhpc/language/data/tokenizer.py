@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.typed import select
-from rlhpc.language.data.chat_messages import Message, find_unwritten, require_plain
+from rlhpc.language.data.chat_messages import Message, find_omitted_parts, require_plain
 from rlhpc.language.data.images import Looker, PromptImages, digest_of, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.hugging_face import load_model_config, transformers
@@ -99,7 +99,7 @@ def turn_end(tokenizer: Any | None) -> int | None:
 
 OVERLONG = ("error", "drop")
 #: Version of the cache format of `PromptTokenizer.fitting`.
-_VERSION = 1
+_CACHE_VERSION = 1
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
@@ -117,7 +117,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
             entries = ", ".join(sorted(item_path.name for item_path in folder.iterdir())[:8]) or "nothing"
             raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entries}")
     elif not is_hub_name(path):
-        raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
+        raise ConfigError(f"{key} is {path!r}; there is no such folder{_suggest_folder(folder)}")
     try:
         tokenizer = transformers_module.AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
@@ -264,7 +264,7 @@ class PromptTokenizer:
             with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
             return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
 
-        missing_parts, old_reasoning = find_unwritten(messages, prompt.tools, render)
+        missing_parts, old_reasoning = find_omitted_parts(messages, prompt.tools, render)
         if missing_parts:
             raise ConfigError(
                 f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing_parts)}: "
@@ -284,7 +284,7 @@ class PromptTokenizer:
             ids = self.encode_messages(self._messages(prompt), prompt.tools)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
-        ids, image_starts = self._widened(prompt, ids)
+        ids, image_starts = self._expand_image_tokens(prompt, ids)
         if not ids:
             raise ConfigError(f"{prompt.where} has no tokens: {_excerpt(prompt)}")
         is_fitting = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
@@ -330,13 +330,15 @@ class PromptTokenizer:
             joined_ids = self._ids(prompt_text + response_text, bare=is_bare)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
-        joined_ids, _ = self._widened(prompt, joined_ids)
+        joined_ids, _ = self._expand_image_tokens(prompt, joined_ids)
         if joined_ids[: len(ids)] == ids and len(joined_ids) > len(ids):
             response = joined_ids[len(ids) :]
         else:
             response = self.tokenizer(response_text, add_special_tokens=False, verbose=False)["input_ids"]
         end_token = self.tokenizer.eos_token_id if is_bare or self._turn_end is None else self._turn_end
-        end_ids = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
+        end_ids = (
+            [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special_ids) else [end_token]
+        )
         all_ids = [*ids, *response, *end_ids]
         if max_tokens is not None and not self._fits(
             prompt, len(all_ids), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
@@ -345,7 +347,7 @@ class PromptTokenizer:
         return all_ids, [False] * len(ids) + [True] * (len(all_ids) - len(ids)), image_starts
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         return special_tokens(self.tokenizer)
 
     def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
@@ -364,7 +366,7 @@ class PromptTokenizer:
                 "that turn as a text"
             )
         turn_text = full_text[len(prompt_text) :]
-        special_names = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self._special]
+        special_names = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self._special_ids]
         turn_end_index = max(
             (turn_text.rfind(name) + len(name) for name in special_names if name in turn_text), default=0
         )
@@ -385,9 +387,9 @@ class PromptTokenizer:
                 rejects it; or all problems are too long.
         """
         file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
-        check_results = _read_known(file)
+        check_results = _read_cached_results(file)
         if check_results is None:
-            check_results = self._look(dataset, demonstrations, max_tokens)
+            check_results = self._check_dataset(dataset, demonstrations, max_tokens)
             with contextlib.suppress(OSError, StorageError):
                 replace_durably(file, json.dumps(check_results).encode(), sync=False)
         if len(check_results["dropped"]) == len(dataset):
@@ -401,7 +403,9 @@ class PromptTokenizer:
             )
         return FittingPrompts(dataset, check_results["dropped"], check_results["left_out"])
 
-    def _look(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> dict[str, list[Any]]:
+    def _check_dataset(
+        self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None
+    ) -> dict[str, list[Any]]:
         dropped_indices, omitted_parts = list[int](), set[str]()
         for index in range(len(dataset)):
             prompt = dataset[index]
@@ -427,7 +431,7 @@ class PromptTokenizer:
             self.chat_template,
             demonstrations,
             max_tokens,
-            _VERSION,
+            _CACHE_VERSION,
         ]
         digest = hashlib.blake2b(vocabulary.encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(json.dumps(options, default=str).encode())
@@ -443,8 +447,8 @@ class PromptTokenizer:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def _widened(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
-        return self.looker.widened(prompt, ids) if prompt.images else (ids, [])
+    def _expand_image_tokens(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
+        return self.looker.expand_image_tokens(prompt, ids) if prompt.images else (ids, [])
 
     def _ids(self, text: str, bare: bool) -> list[int]:
         try:
@@ -504,7 +508,7 @@ class FittingPrompts:
         return self._dataset[self._positions[index]]
 
 
-def _read_known(file: Path) -> dict[str, list[Any]] | None:
+def _read_cached_results(file: Path) -> dict[str, list[Any]] | None:
     try:
         check_results = read_json(file.read_bytes())
     except (OSError, ValueError):
@@ -519,7 +523,7 @@ def _excerpt(prompt: Prompt) -> str:
     return repr(last_content if len(last_content) <= 60 else last_content[:60] + "…")
 
 
-def _nearest(folder: Path) -> str:
+def _suggest_folder(folder: Path) -> str:
     folder_names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close_names = difflib.get_close_matches(folder.name, folder_names, 1)
     return f"; did you mean {str(folder.with_name(close_names[0]))!r}?" if close_names else ""
@@ -615,7 +619,7 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
 
 def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
     """Returns the character positions strictly inside a special token of a response's text."""
-    special_ids, inside_positions = _special(tokenizer), set[int]()
+    special_ids, inside_positions = _special_ids(tokenizer), set[int]()
     for position, token in enumerate(token_ids):
         if token in special_ids:
             text_end = len(tokenizer.decode(list(token_ids[: position + 1]), skip_special_tokens=False))
@@ -625,7 +629,7 @@ def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
     return inside_positions
 
 
-_special = functools.lru_cache(maxsize=16)(special_tokens)
+_special_ids = functools.lru_cache(maxsize=16)(special_tokens)
 
 
 class StopTexts:

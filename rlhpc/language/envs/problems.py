@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.options import check_options
-from rlhpc.language.data.procedural import arguments, belongs, choose, procedural_fraction
+from rlhpc.language.data.procedural import choose, is_in_part, procedural_fraction, section_kwargs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.envs.base import Conversations, Environment, step_of
 from rlhpc.language.envs.registry import find_environment
@@ -35,7 +35,7 @@ class EnvironmentProblems:
     """
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
-        kwargs = arguments(cfg)
+        kwargs = section_kwargs(cfg)
         name, has_demonstrations = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
         if not isinstance(name, str):
             raise ConfigError(f"{key}.kwargs.name is {name!r}; name an environment, such as search")
@@ -45,7 +45,7 @@ class EnvironmentProblems:
 
         def keep(number: int) -> bool:
             problem = self._problem(number)
-            return belongs(str(problem.meta.get("part", problem.question)), part, fraction)
+            return is_in_part(str(problem.meta.get("part", problem.question)), part, fraction)
 
         try:
             num_problems = self._environment.count(**kwargs)

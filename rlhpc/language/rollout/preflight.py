@@ -12,7 +12,7 @@ from rlhpc.language.config.data import SftDataConfig
 from rlhpc.language.config.run import DpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
 from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.held_out import holdout_section
-from rlhpc.language.data.images import check_looking
+from rlhpc.language.data.images import check_vision
 from rlhpc.language.data.preferences import Preferences
 from rlhpc.language.data.tokenizer import FittingPrompts, context_tokens
 from rlhpc.language.engines.vllm_weights import is_mixture, require_verified_mixture
@@ -113,7 +113,7 @@ def check_dpo(cfg: DpoConfig) -> Any:
         if num_dropped:
             note(f"{key}: {num_dropped} of {num_dropped + len(pairs)} pairs are dropped, because they are too long "
                  "(data.overlong_prompts=drop)")  # fmt: skip
-    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), False)
+    check_vision(cfg, load_model_config(str(model.model_path), model.trust_remote_code), False)
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
     return tokenizer
@@ -212,7 +212,7 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
     for text in dataset.notes("data.train"):
         note(text)
     has_images = bool(dataset[0].images or cfg.data.train.images_key)
-    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), has_images)
+    check_vision(cfg, load_model_config(str(model.model_path), model.trust_remote_code), has_images)
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
     return tokenizer

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.language.config.data import DataSourceConfig, PreferenceSourceConfig
 from rlhpc.language.data import PromptTokenizer, make_dataset
-from rlhpc.language.data.chat_messages import find_unwritten, read_messages, read_tools
+from rlhpc.language.data.chat_messages import find_omitted_parts, read_messages, read_tools
 from rlhpc.language.data.preferences import Preferences, encode
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
@@ -66,8 +66,8 @@ def test_a_text_that_stands_elsewhere_too_does_not_hide_what_a_template_leaves_o
     def render(messages: Any, tools: Any) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
-    assert find_unwritten(messages, [], render)[0] == ["reasoning_content of message 1 (assistant)"]
-    assert find_unwritten([USER], [{"name": "x"}], render)[0] == ["the tools"]
+    assert find_omitted_parts(messages, [], render)[0] == ["reasoning_content of message 1 (assistant)"]
+    assert find_omitted_parts([USER], [{"name": "x"}], render)[0] == ["the tools"]
 
 
 def test_a_template_that_computes_with_a_value_is_tried_without_it() -> None:
@@ -77,7 +77,7 @@ def test_a_template_that_computes_with_a_value_is_tried_without_it() -> None:
         except TypeError as error:
             raise ConfigError(str(error)) from None
 
-    assert find_unwritten([{**USER, "weight": 2}], [], render) == ([], [])
+    assert find_omitted_parts([{**USER, "weight": 2}], [], render) == ([], [])
 
 
 def test_a_completion_of_messages_is_a_demonstration(tmp_path: Path) -> None:
