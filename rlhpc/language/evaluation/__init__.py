@@ -1,1 +1,1 @@
-"""Evaluation of language models and reward models, chat, and preference pairs."""
+"""Evaluation of language models and reward models, chat in the terminal, and generation of preference data."""

@@ -25,19 +25,19 @@ from rlhpc.runtime.errors import ConfigError
 
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
 _PAUSE_S = 0.002
-#: Translation of control characters, which could write anywhere on a terminal, to a replacement character.
+#: Translation of control characters to a replacement character, because a terminal interprets control characters.
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Conversation:
-    """Conversation with an engine: messages so far, and the engine that answers the next one.
+    """Conversation with an engine: previous messages, and the engine that answers the next message.
 
     Args:
         engine: Engine without pending requests.
-        encoder: Encoder of messages; without a chat template, of a text, which the model continues.
+        encoder: Tokenizer of messages. Without a chat template, the model continues each text separately.
         sampling: Sampling parameters of replies.
         seed: Seed of sampling.
-        system: System message; None for none.
+        system: System message, or None.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Conversation:
         self._messages = [*self._system]
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Yields the reply to a text, piece by piece. An interrupted reply is recorded as far as it was generated.
+        """Yields the reply to a text in pieces. After an interruption, the generated part of the reply is recorded.
 
         Raises:
             ConfigError: The conversation does not fit into the model's context, or the chat template refuses it.
@@ -67,7 +67,7 @@ class Conversation:
         try:
             for tokens, is_finished in self._drawn():
                 text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
-                if not is_finished and text_so_far.endswith("\ufffd"):  # in the middle of a character
+                if not is_finished and text_so_far.endswith("\ufffd"):  # the last character is incomplete
                     continue
                 new_text, answer = text_so_far[len(answer) :], text_so_far
                 if new_text:
@@ -105,12 +105,12 @@ def chat(
         cfg: The run's configuration: sections `rollout` and `actor.model`, and `runner.seed`.
         checkpoint: A `global_step_<N>` folder.
         system: First message of the conversation.
-        max_tokens: Used instead of `rollout.max_new_tokens`.
-        seed: Used instead of `runner.seed`.
+        max_tokens: Maximum number of tokens of a reply; by default `rollout.max_new_tokens`.
+        seed: Seed of sampling; by default `runner.seed`.
 
     Raises:
-        ConfigError: The model or its engine cannot be had, or it has no chat template to put the system message in.
-        CheckpointError: The checkpoint has faults.
+        ConfigError: Model or engine cannot be loaded, or there is a system message and the model has no chat template.
+        CheckpointError: The checkpoint is invalid.
     """
     seed = cfg.runner.seed if seed is None else seed
     sampling = SamplingParams(
@@ -120,7 +120,7 @@ def chat(
         top_k=cfg.rollout.top_k,
     )
     with contextlib.ExitStack() as exit_stack:
-        # Libraries print while they are loaded; standard output is reserved for replies.
+        # Standard output is reserved for replies, and libraries print during import.
         with contextlib.redirect_stdout(sys.stderr):
             folder, _ = exit_stack.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
             model_path = next(iter(folders_of(cfg, folder).values()))
@@ -132,16 +132,16 @@ def chat(
 
 
 def _encoder(cfg: LanguageConfig, tokenizer: Any, system: str | None) -> PromptTokenizer:
-    """Returns the encoder of the conversation, and notes which parts of the run it leaves out."""
-    templated = bool(getattr(tokenizer, "chat_template", None)) and cfg.data.train.chat_template
-    if not templated:
+    """Returns the tokenizer of the conversation; prints which parts of the run the chat omits."""
+    has_template = bool(getattr(tokenizer, "chat_template", None)) and cfg.data.train.chat_template
+    if not has_template:
         if system is not None:
             raise ConfigError("--system needs a chat template, and this model was trained without one; leave it out")
         note("trained without a chat template: each text is continued by itself")
     if cfg.agent.kind != INLINE or cfg.rollout.agent is not None:
         note("this run trains an agent; here the model answers alone, without its tools and environment")
     return PromptTokenizer(
-        tokenizer, cfg.data.max_prompt_tokens, chat_template=templated, context=context_tokens(cfg, tokenizer)
+        tokenizer, cfg.data.max_prompt_tokens, chat_template=has_template, context=context_tokens(cfg, tokenizer)
     )
 
 
@@ -165,7 +165,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """Prints the reply while it is generated."""
+    """Prints a reply while the engine generates it."""
     text_pieces = conversation.reply(text)
     try:
         for text_piece in text_pieces:

@@ -1,10 +1,10 @@
-"""Evaluation of language models (`rlhpc eval`): an engine answers a suite of problems; the answers are scored and
-summarized.
+"""Evaluation of language models (`rlhpc eval`): an engine answers a suite of problems, and reward functions score the
+answers.
 
     eval/global_step_<N>/<suite>.json             accuracy, pass@k, majority, levels, each with an interval
-    eval/global_step_<N>/<suite>.samples.jsonl    every prompt, response and score, from which the numbers follow
+    eval/global_step_<N>/<suite>.samples.jsonl    all prompts, responses and scores, from which the summary is computed
 
-Both are the same for the same model, configuration, seed and engine.
+Both files are the same for the same model, configuration, seed and engine.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from rlhpc.runtime.text import in_parentheses
 def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns `{"episode": […]}` with a sample for each leaf of the turn tree; {} for an episode of one turn.
 
-    A sample has its `role` and its `parts`: read text (`read`) and sampled tokens (`drawn`, a text and a log-prob for each
-    token), with the number of the turn, and the turn's `reward`, if it has one. Sampled tokens that are trained in another
-    sample, or in none, are part of `read`.
+    A sample has its `role` and its `parts`. A part is input text (`read`) or sampled tokens (`drawn`, a text and a log-prob
+    for each token), with the number of the turn, and the turn's `reward`, if it has one. Sampled tokens that are trained in
+    another sample or not at all are part of `read`.
 
     Args:
         episode: Finished episode.
@@ -97,11 +97,11 @@ def _text(tokenizer: Any, ids: Any) -> str:
 
 #: Pause in seconds when neither engine nor reward functions have results.
 _IDLE_S = 0.002
-#: Rewards whose right answers all equal the reference, and so each other, whatever their notation.
+#: Rewards for which all right answers to a problem are equal to the reference, in any notation.
 _ONE_ANSWER = ("math", "exact")
-#: Problems of a suite: prompt, its token ids, the positions of images in these, and the encoder.
+#: Problems of a suite: prompt, token ids, positions of images in the token ids, and tokenizer.
 Problems = Sequence[tuple[Prompt, tuple[int, ...], list[int], PromptTokenizer]]
-#: Extracts the final answer of a text.
+#: Methods that extract the final answer of a text (`extract`).
 _ANSWERS = ("boxed", "####", "tag", "whole")
 
 
@@ -120,11 +120,10 @@ def evaluate_language_model(
     Args:
         cfg: The run's configuration: sections `data`, `reward`, `rollout`, `actor.model`, and `runner.seed`.
         model: A checkpoint `global_step_<N>` of a language model's run, or a Hugging Face folder or name.
-        suite: Name of a suite; `default` is the first where none has that name.
+        suite: Name of a suite; `default` is the first suite if no suite has that name.
         output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` in the same folder.
-        backend: Used instead of `rollout.rollout_backend`.
-        global_step: By default that of the checkpoint. Of any other model what the folder of `output`, or else its own,
-            is called: `global_step_<N>`; or 0.
+        backend: Engine; by default `rollout.rollout_backend`.
+        global_step: Step of the evaluation; by default the result of `step_evaluated`.
         progress: Whether to show the number of scored answers on stderr.
 
     Returns:
@@ -133,7 +132,7 @@ def evaluate_language_model(
 
     Raises:
         ConfigError: The suite is unknown, there are no reward terms, or model, engine or data are not available.
-        CheckpointError: The checkpoint has faults.
+        CheckpointError: The checkpoint is invalid.
     """
     section = find_suite(cfg, suite)
     if not cfg.reward.terms:
@@ -165,16 +164,17 @@ def evaluate_language_model(
 
 
 def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
-    """Returns the step of an evaluation: `step` if it is set, as it is for checkpoints.
+    """Returns the step of an evaluation.
 
-    For other models it follows from the name `global_step_<N>` of the folder of `output` or of the model; otherwise it is 0.
+    For checkpoints it is `step`. For other models (`step` is None) it is the number N in the name `global_step_<N>` of the
+    folder of `output`, or else of the model; 0 if neither has such a name.
     """
     step_of_output = step_of(Path(output).absolute().parent.name) if output else None
     return next(n for n in (step, step_of_output, step_of(Path(model).absolute().name), 0) if n is not None)
 
 
 def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
-    """Returns the section of `data.eval` with a suite's name; `default` is the first if none has that name.
+    """Returns the section of `data.eval` with a suite's name; `default` is the first suite if no suite has that name.
 
     Raises:
         ConfigError: No suite has that name; the message lists the suites.
@@ -183,7 +183,7 @@ def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
 
 
 def suites_of(cfg: LanguageConfig) -> dict[str, EvalDataConfig]:
-    """Returns the suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`.
+    """Returns the suites of `workflow.eval_suites`, on which training (`runner.val_check_interval`) also evaluates.
 
     Raises:
         ConfigError: A suite is unknown, or its settings cannot be used.
@@ -203,7 +203,7 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Formats an evaluation as a line."""
+    """Formats the result of an evaluation as a line."""
     interval = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
     summary = f"accuracy {result['accuracy']:.1%}{interval} on {result['n']} problems"
     summary += describe_samples(result)
@@ -214,7 +214,7 @@ def describe(result: dict[str, Any]) -> str:
 
 @contextmanager
 def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
-    """Yields a Hugging Face folder of the model, and the step if the model is a checkpoint."""
+    """Yields a Hugging Face folder of the model, and the model's step if it is a checkpoint. Exports checkpoints."""
     path = expand_home(model).absolute()
     if not (path / MANIFEST).is_file():
         yield resolve_model(str(model)), None
@@ -232,7 +232,7 @@ def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int
 
 
 def _exported(checkpoint: Path, step: int) -> Path | None:
-    """Returns the run's export of exactly this checkpoint, if it equals the export that evaluation would write."""
+    """Returns the run's export of a checkpoint if the export is complete and up to date, or None."""
     from rlhpc.language.export import CONVERSION
 
     folder = default_output(checkpoint, step)
@@ -240,13 +240,13 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
         backend_identity = read_json((checkpoint / "backend.json").read_bytes())
         for policy_folder in [folder / str(name) for name in backend_identity.get("agent.policies", ("",))]:
             conversion = read_json((policy_folder / CONVERSION).read_bytes())
-            same_checkpoint = conversion["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
-            same_dtype = conversion["dtype"] == backend_identity["about"]["dtype"]
+            is_same_checkpoint = conversion["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+            is_same_dtype = conversion["dtype"] == backend_identity["about"]["dtype"]
             has_all_files = all(
                 (policy_folder / name).stat().st_size == file["size"] for name, file in conversion["files"].items()
             )
             is_merged = not conversion["lora"] or conversion["lora"]["merged"]
-            if not (same_checkpoint and same_dtype and has_all_files and is_merged):
+            if not (is_same_checkpoint and is_same_dtype and has_all_files and is_merged):
                 return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -262,7 +262,7 @@ def answered(
     tokenizer: Any,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """Generates and scores all samples of some problems, with an engine and reward functions in this process.
+    """Generates and scores all answers to some problems, with an engine and reward functions in this process.
 
     Args:
         problems: Problems to answer.
@@ -272,13 +272,13 @@ def answered(
         progress: Whether to show the number of scored answers on stderr.
 
     Returns:
-        Rows by problem and sample.
+        Rows in order of problem and sample.
     """
     import torch
 
     device = accelerator() or "cpu"
     with (
-        # First, because its processes start before the engine fills the memory of this one.
+        # Reward processes start first, before the engine fills the memory of this process.
         closing(judging_here(cfg, torch.device(device))) as judges,
         closing(make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)) as engine,
         closing(make_generation(cfg, engine, tokenizer)) as generation,
@@ -296,7 +296,7 @@ def answered(
 def problems_of(
     cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, part: str = "eval"
 ) -> tuple[Problems, int]:
-    """Returns the problems of a suite, or of training, with their token ids, and the number of those that are too long."""
+    """Returns the tokenized problems of a suite or of training, and the number of problems that are too long."""
     key, max_tokens = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, part, key=key)
     check_problems([term.name for term in cfg.reward.terms], dataset, key)
@@ -334,20 +334,20 @@ def answers_to(
     deadline: float = math.inf,
     transcripts: bool = False,
 ) -> list[dict[str, Any]]:
-    """Returns all samples of some problems of a suite. Reward functions score finished answers while the engine
-    generates the next ones.
+    """Generates and scores all answers to some problems of a suite. Reward functions score finished answers while the engine
+    generates further answers.
 
     Args:
         problems: All problems, or a rank's share: the answers to a problem do not depend on the other problems.
         cfg, section, suite: Configuration, section and name of the suite.
-        generation, judges: Runner of episodes and rewards, without pending requests.
+        generation, judges: Runner of episodes, and reward functions, both without pending requests.
         tokenizer: Tokenizer of the model.
         bar: Progress bar of the scored answers.
         deadline: Deadline on the clock of `time.monotonic`.
         transcripts: Whether rows include the transcripts of episodes.
 
     Returns:
-        Rows by problem and sample.
+        Rows in order of problem and sample.
 
     Raises:
         DeadlineExceeded: The deadline has passed.
@@ -409,7 +409,7 @@ def _row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
 
 
 def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
-    """Adds the verdict: an answer is right where the first term gives it 1.
+    """Adds rewards and correctness to a row. An answer is right if the first reward term is 1.
 
     Raises:
         NonFinite: The reward is not finite.
@@ -431,7 +431,7 @@ def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
 
 
 def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str:
-    """Returns a sample's vote in the majority: its final answer, normalized; "" where it has none.
+    """Returns an answer's vote in the majority: the normalized final answer, or "" if the response has no final answer.
 
     Args:
         response: Response of the model.
@@ -440,11 +440,11 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
     name, extraction_methods = term.name.lower(), _ANSWERS
-    if name == "code":  # programs are never written twice alike
+    if name == "code":  # different programs may be equivalent, so programs have no majority
         return ""
     if right and name in _ONE_ANSWER:
         return normalize_answer(extract(answer, _ANSWERS) or "")
-    if name == "math":  # what that reward cannot find is no answer
+    if name == "math":  # the same extraction as in the reward
         extraction_methods = tuple(term.kwargs.get("extract", _ANSWERS[:2])) + ("last_number",) * bool(
             term.kwargs.get("last_number")
         )
@@ -452,7 +452,7 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
 
 
 def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
-    """Replaces ids by the positions of the problems if some problems share an id."""
+    """Replaces the problems' ids by their positions if several problems have the same id."""
     ids = [row["id"] for row in rows[::count]]
     if len(set(ids)) < len(ids):
         for index, row in enumerate(rows):
@@ -460,21 +460,21 @@ def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
 
 
 def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], rows_path: Path) -> None:
-    """Writes an evaluation's JSON file, and before it the rows, so that readers of the JSON find them.
+    """Writes the rows and then the JSON file of an evaluation, so that the rows exist when the JSON file appears.
 
     Args:
         path: Path of the JSON file.
         result: Contents of the JSON file.
-        rows: Rows from which it was computed.
-        rows_path: Path of the rows.
+        rows: Rows from which the result was computed.
+        rows_path: Path of the file with the rows.
 
     Raises:
         ConfigError: A file cannot be written.
     """
-    json_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    encoded_rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
-        # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
-        replace_durably(rows_path, json_lines.encode("utf-8", "backslashreplace"))
+        # UTF-8 cannot encode a lone surrogate; its JSON escape is written instead.
+        replace_durably(rows_path, encoded_rows.encode("utf-8", "backslashreplace"))
         replace_durably(path, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

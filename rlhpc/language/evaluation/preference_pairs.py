@@ -1,8 +1,8 @@
-"""Preference data (`rlhpc pairs`): pairs for a reward model from a language model's answers and a verifiable reward.
+"""Generation of preference data (`rlhpc pairs`) from a language model's answers and a verifiable reward.
 
-The model gives several answers to each problem, which the rewards of `reward.terms` score. The first right one and each
-different wrong one form a pair; with labels, each different answer is a row. The file is the same for the same model,
-configuration and seed.
+The model gives several answers to each problem, and the rewards of `reward.terms` score the answers. The first right answer
+forms a pair with each different wrong answer; with labels, each different answer is a row. The file is the same for the same
+model, configuration and seed.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def make_pairs(
 
     Args:
         cfg: Configuration of a run: sections `data`, `reward`, `rollout`, and `runner.seed`.
-        model: A checkpoint, or a Hugging Face folder or name; None for that of `actor.model`.
+        model: A checkpoint, or a Hugging Face folder or name; None for the model of `actor.model`.
         output: File to write, replaced atomically.
-        suite: Suite of `data.eval` with the problems; None for those of training.
-        samples: Answers to each problem.
+        suite: Suite of `data.eval` with the problems; None for the training problems.
+        samples: Number of answers to each problem.
         temperature: Sampling temperature.
-        form: "pairs", or "labels": each answer's reward.
-        shuffled: Whether to shuffle at random which response of a pair is preferred (with labels: which answer has which).
+        form: "pairs", or "labels" for answers with their rewards.
+        shuffled: Whether to swap the responses of random pairs (with labels: to permute the labels).
         progress: Whether to show the number of scored answers on stderr.
 
     Returns:
-        rows, problems (all), used (problems with rows), accuracy (share of right answers).
+        rows, form, problems (all), used (problems with rows), shuffled, accuracy (share of right answers), samples.
 
     Raises:
-        ConfigError: There are no reward terms, the suite is unknown, or no problem gives a row.
+        ConfigError: `reward.terms` is empty, the suite is unknown, no problem gives a row, or the file cannot be written.
     """
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
@@ -99,7 +99,7 @@ def make_pairs(
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Formats the result as a line."""
+    """Formats the result of `make_pairs` as a line."""
     row_noun = "pairs" if result["form"] == "pairs" else "labelled answers"
     shuffle_note = ", their order drawn by lot" if result["shuffled"] else ""
     return (
@@ -112,7 +112,7 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
     """Returns the data section of the problems, and their side of `eval_fraction`.
 
     Raises:
-        ConfigError: There is no such suite; or the run is trained on pairs already.
+        ConfigError: The suite is unknown, or no suite is named and the training data are pairs.
     """
     if suite is None and select(cfg, "data.train.chosen_key") is not None:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
 
 
 def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
-    """Yields the first right answer with each different wrong one; without empty answers and those without a score."""
+    """Yields pairs of the first right answer and each different wrong answer. Empty and unscored answers are skipped."""
     scored = [answer for answer in answers if answer["response"] and not answer["failed"]]
     right_response = next((answer["response"] for answer in scored if answer["right"]), None)
     wrong_responses = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
@@ -138,7 +138,7 @@ def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
 
 
 def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
-    """Yields each different answer with its reward."""
+    """Yields each different answer with its reward. Empty and unscored answers are skipped."""
     reward_by_response = {a["response"]: a["reward"] for a in reversed(answers) if a["response"] and not a["failed"]}
     for response in dict.fromkeys(answer["response"] for answer in answers if answer["response"] in reward_by_response):
         yield {**_prompt_row(prompt), "response": response, "label": float(reward_by_response[response])}
@@ -159,7 +159,7 @@ def shuffle(rows: list[Row], form: str, seed: int) -> None:
 
 
 def _prompt_row(prompt: Prompt) -> Row:
-    """Returns the prompt as the model read it; a single question as a text."""
+    """Returns the prompt's columns: its messages, or the text of a single question, and its level and tools."""
     messages = [dict(message) for message in prompt.messages]
     is_single_question = (
         len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"

@@ -1,7 +1,7 @@
-"""Evaluation of reward models: rewards of rows, in training and in `rlhpc eval`.
+"""Evaluation of reward models on preference rows, in training and in `rlhpc eval`.
 
 eval/global_step_<N>/<suite>.json             accuracy with its interval, margin, calibration (or R², Spearman)
-eval/global_step_<N>/<suite>.rewards.jsonl    every row with its rewards, from which the numbers follow
+eval/global_step_<N>/<suite>.rewards.jsonl    all rows with their rewards, from which the summary is computed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhpc.language.config.data import PreferenceSourceConfig, PreferenceSuiteConfig
     from rlhpc.language.config.run import RewardRunConfig
 
-#: Number of responses of a row.
+#: Number of responses of a row, by form of the preferences.
 EACH = {"pairs": 2, "labels": 1}
 
 
@@ -44,7 +44,7 @@ class Suite:
     Attributes:
         rows: Rows that are not too long.
         dropped: Number of rows that are too long.
-        encoder: Encoder of the rows.
+        encoder: Tokenizer of the rows.
     """
 
     rows: list[PreferenceRow]
@@ -53,7 +53,7 @@ class Suite:
 
 
 def training_rows(cfg: RewardRunConfig) -> Preferences:
-    """Returns the rows of `data.train`, in the form that the loss compares.
+    """Returns the rows of `data.train`, in the form that the loss requires.
 
     Raises:
         ConfigError: The rows cannot be read, or have another form.
@@ -71,12 +71,12 @@ def _form(cfg: RewardRunConfig) -> str:
 
 
 def most_tokens(max_tokens: int, form: str) -> int:
-    """Returns the maximum tokens of a response with its prompt: a pair must fit into one micro-batch."""
+    """Returns the maximum number of tokens of prompt and response, so that a row fits into one micro-batch."""
     return max_tokens // EACH[form]
 
 
 def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer: Any, key: str) -> PromptTokenizer:
-    """Returns the encoder of a section's rows."""
+    """Returns the tokenizer of a section's rows."""
     data_config = cfg.data
     return PromptTokenizer(
         tokenizer, data_config.max_prompt_tokens, data_config.overlong_prompts, section.chat_template, key=key
@@ -84,10 +84,10 @@ def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer:
 
 
 def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, form: str) -> Suite:
-    """Returns the rows of a section of `data.eval` that are not too long, with their encoder.
+    """Returns the rows of a section of `data.eval` that are not too long, with their tokenizer.
 
     Raises:
-        ConfigError: The rows cannot be read, or one is too long.
+        ConfigError: The rows cannot be read, or a row is too long and `data.overlong_prompts` is "error".
     """
     key = f"data.eval[{section.name}]"
     encoder = encoder_of(cfg, section, tokenizer, key)
@@ -98,19 +98,19 @@ def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: An
 
 
 def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suite]:
-    """Returns the suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`."""
+    """Returns the suites of `workflow.eval_suites`, on which training (`runner.val_check_interval`) also evaluates."""
     names = list(cfg.workflow.eval_suites)
     return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, form) for name in names}
 
 
 def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length: int, pad: int) -> TokenBatch:
-    """Builds a batch whose samples are the responses of rows; responses of a row are adjacent, `reward` has their targets.
+    """Builds a batch of all responses of the rows. Responses of a row are adjacent; `reward` holds the rows' targets.
 
     Args:
-        rows: Rows without those that are too long.
-        encoder: Encoder of the model.
-        max_length: Maximum tokens of a response with its prompt.
-        pad: Padding token.
+        rows: Rows that are not too long.
+        encoder: Tokenizer of the model.
+        max_length: Maximum number of tokens of prompt and response.
+        pad: Id of the padding token.
 
     Raises:
         ConfigError: A row is too long.
@@ -131,7 +131,7 @@ def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
 
     Args:
         batch: All rows.
-        each: Number of responses of a row.
+        each: Number of responses per row.
         max_tokens: `actor.max_tokens_per_micro_batch`.
     """
     if not len(batch):
@@ -152,14 +152,14 @@ def rewards_of(
     forward: Callable[[TokenBatch], Tensor],
     evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
 ) -> list[list[float]]:
-    """Returns the rewards of each row's responses.
+    """Computes the rewards of each row's responses.
 
     Args:
         rows: Rows, all of one form.
         encoder, max_length, pad: See `batch_of`.
-        max_tokens: Maximum tokens of a micro-batch, including padding.
-        forward: Returns the values `[T]` of a batch's tokens.
-        evenly: Gives all ranks equal numbers of micro-batches.
+        max_tokens: Maximum number of tokens of a micro-batch, including padding.
+        forward: Function that returns the values `[T]` of a batch's tokens.
+        evenly: Function that gives all ranks the same number of micro-batches.
 
     Raises:
         NonFinite: A reward is not finite.
@@ -180,7 +180,7 @@ def rewards_of(
 def preference_validation_metrics(
     parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
 ) -> dict[str, float]:
-    """Computes metrics from the ranks' rows: `eval/accuracy` and so on; for each further suite `eval/<suite>/accuracy`.
+    """Computes metrics such as `eval/accuracy` from the rows of all ranks; further suites have `eval/<suite>/accuracy`.
 
     Args:
         parts: Rows by suite, for each rank.
@@ -210,16 +210,16 @@ def evaluate_reward_model(
     Args:
         cfg: The run's configuration: sections `algorithm`, `data`, and `actor.model`.
         model: A checkpoint `global_step_<N>` of a reward model's run, or a Hugging Face folder or name.
-        suite: Name of a suite; `default` is the first if none has that name.
+        suite: Name of a suite; `default` is the first suite if no suite has that name.
         output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` in the same folder.
 
     Returns:
         See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; also dropped, suite, global_step, model,
-        loss_type and dtype.
+        loss_type, dtype and backend.
 
     Raises:
         ConfigError: The suite is unknown, or model or data are not available.
-        CheckpointError: The checkpoint has faults.
+        CheckpointError: The checkpoint is invalid.
     """
     from rlhpc.language.evaluation.evaluate import model_folder, step_evaluated, write_result
     from rlhpc.language.models.loading import compute_dtype
@@ -229,15 +229,15 @@ def evaluate_reward_model(
     device = torch.device(accelerator() or "cpu")
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-        selected = suite_of(cfg, section, tokenizer, form)
+        suite_data = suite_of(cfg, section, tokenizer, form)
         model_config = changed(cfg.actor.model, "model_path", folder)
         dtype = compute_dtype(model_config, device)
         module = load_scalar_model(model_config, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
         max_tokens = cfg.actor.max_tokens_per_micro_batch
         with torch.no_grad():
             rewards = rewards_of(
-                selected.rows,
-                selected.encoder,
+                suite_data.rows,
+                suite_data.encoder,
                 most_tokens(max_tokens, form),
                 int(tokenizer.pad_token_id or 0),
                 max_tokens,
@@ -252,11 +252,11 @@ def evaluate_reward_model(
             "target": row.target,
             "rewards": row_rewards,
         }
-        for row, row_rewards in zip(selected.rows, rewards, strict=True)
+        for row, row_rewards in zip(suite_data.rows, rewards, strict=True)
     ]
     summary = {
         **summarize_preferences(rows, form),
-        "dropped": selected.dropped,
+        "dropped": suite_data.dropped,
         "suite": suite,
         "global_step": step_evaluated(model, step, output),
         "model": str(model),
@@ -274,7 +274,7 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
     """Checks model, tokenizer and data before the start of a run.
 
     Raises:
-        ConfigError: One of them would fail after the start; the message names the key.
+        ConfigError: Model, tokenizer or data cannot be used; the message names the key.
     """
     model, form = cfg.actor.model, _form(cfg)
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
@@ -286,10 +286,10 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
         )
     encoder = encoder_of(cfg, cfg.data.train, tokenizer, "data.train")
     rows = training_rows(cfg)
-    count = len(rows)
+    num_rows = len(rows)
     if num_dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
         note(
-            f"data.train: {num_dropped} of {count} rows are dropped, because they are too long (data.overlong_prompts=drop)"
+            f"data.train: {num_dropped} of {num_rows} rows are dropped, because they are too long (data.overlong_prompts=drop)"
         )
     if cfg.actor.training_backend.lower() == "deepspeed":
         from rlhpc.language.models.loading import compute_dtype

@@ -1,9 +1,9 @@
 """Check of the memory model by PyTorch's `FSDPMemTracker`, which tracks all tensors of an FSDP2 step.
 
-It uses fake tensors and a fake process group, so that it takes seconds, no accelerator and little memory for any model. The
-tracker runs the forward and backward pass of two micro-batches, without log-probs (whose chunks depend on the batch) and
-optimizer (whose state it counts wrongly with fake tensors), at two depths; the difference per layer is extrapolated to the
-depth of the model.
+The check uses fake tensors and a fake process group. For any model it takes seconds and little memory, and needs no
+accelerator. The tracker runs the forward and backward pass of two micro-batches at two depths; the difference per layer is
+extrapolated to the depth of the model. Log-probs are left out, because their chunks depend on the batch. The optimizer is left
+out, because the tracker counts its state wrongly with fake tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ DEPTHS = (4, 8)
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Result of the tracker.
+    """Memory that the tracker measured, compared with the memory model.
 
     Attributes:
-        peaks: Number of layers → peak bytes of a rank.
-        accounted: Number of layers → peak bytes according to the memory model.
+        peaks: Peak bytes of a rank, by number of layers.
+        accounted: Peak bytes according to the memory model, by number of layers.
         full_model: Peak bytes of the full model, extrapolated from the two depths.
         full_model_accounted: Peak bytes of the full model according to the memory model.
         seconds: Duration of the measurement.
@@ -64,14 +64,14 @@ class MeasuredMemory:
 
 
 def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> MeasuredMemory:
-    """Measures a group's step.
+    """Measures the memory of a training step.
 
     Args:
-        training: Training of the group. With any backend, the measured one is FSDP over as many ranks.
+        training: Training of the group. For any backend, FSDP over the same number of ranks is measured.
         path, kwargs: Model of the group.
 
     Raises:
-        ConfigError: This PyTorch or transformers cannot build the model without contents.
+        ConfigError: The installed PyTorch or transformers cannot build or run the model with fake tensors.
         UnknownModelError: The model is unknown.
     """
     start_time = time.monotonic()
@@ -98,9 +98,9 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
         accounted_by_depth[layers] = accounted_bytes(
             dataclasses.replace(base_training, size=size_of(path, config=shallow_config))
         )
-    fewest_layers, most_layers = DEPTHS
-    bytes_per_layer = (peak_bytes[most_layers] - peak_bytes[fewest_layers]) / (most_layers - fewest_layers)
-    full_model = peak_bytes[most_layers] + bytes_per_layer * (training.size.layers - most_layers)
+    min_layers, max_layers = DEPTHS
+    bytes_per_layer = (peak_bytes[max_layers] - peak_bytes[min_layers]) / (max_layers - min_layers)
+    full_model = peak_bytes[max_layers] + bytes_per_layer * (training.size.layers - max_layers)
     return MeasuredMemory(
         peak_bytes, accounted_by_depth, full_model, accounted_bytes(base_training), time.monotonic() - start_time
     )
@@ -129,7 +129,7 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
     )
     with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
         warnings.simplefilter("ignore")
-        mesh = init_device_mesh("cpu", (training.ranks,))  # reads values, which fake tensors do not have
+        mesh = init_device_mesh("cpu", (training.ranks,))  # before fake tensors, because it reads values of tensors
         exit_stack.enter_context(FakeTensorMode())
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
@@ -154,7 +154,7 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
             tracker = FSDPMemTracker(model)
             tracker.track_inputs((ids,))
             with tracker:
-                for _ in range(2):  # the second micro-batch runs with the gradients of the first
+                for _ in range(2):  # gradients of the first micro-batch exist during the second
                     tracker.reset_mod_stats()
                     model(input_ids=ids, logits_to_keep=1).logits.float().mean().backward()
             peak_snapshots = tracker.get_tracker_snapshot("peak")
@@ -166,7 +166,7 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
 
 
 def _total(snapshot: Mapping[Any, int]) -> int:
-    """Returns the tracker's total, or the sum of its parts."""
+    """Returns the total bytes of a device in a tracker's snapshot, or the sum of the categories without a total."""
     return next(
         (nbytes for category, nbytes in snapshot.items() if str(category).rpartition(".")[2].lower() == "total"),
         sum(snapshot.values()),

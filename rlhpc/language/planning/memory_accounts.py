@@ -1,4 +1,4 @@
-"""Memory accounts of a language model's run, one for each of its groups."""
+"""Memory accounts of the worker groups of a language run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from rlhpc.language.scoring.groups import (
 )
 from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, process, terms
 
-#: Maximum number of tokens in the search, and the multiple to which it is rounded.
+#: Maximum number of tokens in the search for the largest micro-batch, and the step of the search.
 _MAX_TOKENS, _STEP = 1 << 22, 256
 #: Maximum number of suggested configurations.
 _NAMED = 3
-#: Distances of changes that cost time, in powers of two of the ranks that share a model's matrices.
+#: Distances of changes that cost time; the unit is a doubling of the ranks that share a model's matrices.
 _RECOMPUTING, _OFFLOADING, _SMALLER = 0.4, 2.5, 0.3
 #: Distances of a doubled size of `parallel`: replicas cost least, then experts, context, and tensor.
 _DISTANCES = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
@@ -56,13 +56,13 @@ def peak_bytes(training: Training) -> float:
 
 
 def _largest_micro_batch(name: str, training: Training, capacity: float) -> Mapping[str, str]:
-    """Returns the largest micro-batch that fits; nothing if none does."""
+    """Returns the configuration key and size of the largest micro-batch that fits; {} if no micro-batch fits."""
     tokens = largest_tokens(training, capacity)
     return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
 
 
 def largest_tokens(training: Training, capacity: float) -> int:
-    """Returns the tokens of the largest micro-batch that fits; 0 if none does."""
+    """Returns the number of tokens of the largest micro-batch that fits; 0 if no micro-batch fits."""
     candidates = range(_STEP, _MAX_TOKENS + _STEP, _STEP)
     return _STEP * bisect.bisect_right(
         candidates, capacity, key=lambda tokens: peak_bytes(dataclasses.replace(training, tokens=tokens))
@@ -70,7 +70,7 @@ def largest_tokens(training: Training, capacity: float) -> int:
 
 
 def _largest_context(name: str, serving: Serving) -> Mapping[str, str]:
-    """Returns the longest sequence that fits into the KV cache."""
+    """Returns the configuration key and length of the longest sequence that fits into the KV cache."""
     if serving.engine != "vllm" or not serving.accelerated or serving.capacity is None:
         return {}
     tokens = min(serving.longest_within(serving.cache_budget()), serving.size.context or 1 << 62)
@@ -95,7 +95,7 @@ def _wider_engines(name: str, serving: Serving, capacity: float) -> Sequence[Sug
 
 
 def nearest(name: str, training: Training, section: LanguageActorConfig, capacity: float) -> Sequence[SuggestedChange]:
-    """Returns configurations that fit, those with the smallest changes first.
+    """Returns changes of the configuration that make it fit, in order of their distance from the configuration.
 
     Args:
         name: Name of the group.
@@ -118,21 +118,23 @@ def nearest(name: str, training: Training, section: LanguageActorConfig, capacit
 
 
 def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
-    """Yields all neighbouring configurations: distance, overrides, and training."""
-    unchanged: list[_Option] = [(0.0, (), {})]
-    recomputed, smaller = list(unchanged), list(unchanged)
+    """Yields all neighbouring configurations as distance, overrides, and training."""
+    no_change: list[_Option] = [(0.0, (), {})]
+    checkpointing_options, micro_batch_options = list(no_change), list(no_change)
     if not training.checkpointing:
-        recomputed.append((_RECOMPUTING, (f"{name}.model.gradient_checkpointing=true",), {"checkpointing": True}))
+        checkpointing_options.append(
+            (_RECOMPUTING, (f"{name}.model.gradient_checkpointing=true",), {"checkpointing": True})
+        )
     for num_halvings in (1, 2):
         tokens = training.tokens >> num_halvings
         override = f"{name}.max_tokens_per_micro_batch={tokens}"
-        smaller.append((_SMALLER * num_halvings, (override,), {"tokens": tokens}))
+        micro_batch_options.append((_SMALLER * num_halvings, (override,), {"tokens": tokens}))
     for cost, overrides, division in _iter_divisions(name, training, divides=divides):
-        offloaded = list(unchanged)
+        offload_options = list(no_change)
         if training.accelerated and division.backend != "local" and not division.offload:
             override = f"{name}.{division.backend}.cpu_offload=true"
-            offloaded.append((_OFFLOADING, (override,), {"offload": True}))
-        for options in itertools.product(recomputed, offloaded, smaller):
+            offload_options.append((_OFFLOADING, (override,), {"offload": True}))
+        for options in itertools.product(checkpointing_options, offload_options, micro_batch_options):
             yield (
                 cost + math.fsum(option_cost for option_cost, _, _ in options),
                 overrides
@@ -146,7 +148,7 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
 def _iter_divisions(
     name: str, training: Training, *, divides: bool
 ) -> Iterator[tuple[float, tuple[str, ...], Training]]:
-    """Yields the configured division of the model, and other divisions over the same number of ranks or more."""
+    """Yields the configured division of the model, and other divisions over the same or a larger number of ranks."""
     yield 0.0, (), training
     ranks, sizes = training.ranks, training.sizes
     if training.backend != "fsdp" and ranks > 1:
@@ -183,7 +185,7 @@ def _iter_divisions(
 def divisions(training: Training) -> Iterator[tuple[float, Training]]:
     """Yields FSDP divisions of a model over the same ranks, each with its distance from the configured division.
 
-    Sizes are powers of two, and divisions have at most as many replicas as the configured one.
+    Sizes are powers of two. No division has more replicas than the configured division.
     """
     ranks, experts = training.ranks, training.ranks if training.size.experts else 1
     for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
@@ -213,7 +215,7 @@ def _can_divide(training: Training, sizes: MeshSizes) -> bool:
 
 
 def _distance(before: MeshSizes, after: MeshSizes) -> float:
-    """Returns the distance of two divisions."""
+    """Returns the distance between two divisions: the weighted sum of the sizes' ratios in powers of two."""
     return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in _DISTANCES.items())
 
 
@@ -242,7 +244,7 @@ def accounts(
         cfg: Configuration of the run.
         ranks: Ranks of the groups.
         build: Whether models of unknown families may be built on the meta device.
-        measure: Ignored: `Account.measured` runs the slow measurement.
+        measure: Ignored, because `Account.measured` runs the slow measurement.
     """
     del measure
     return [_account(cfg, name, group_ranks, build) for name, group_ranks in ranks.items() if name != AGENT]
@@ -272,7 +274,7 @@ def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bo
 
 
 def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
-    """Returns the configuration of the engines of a run."""
+    """Returns the configuration of a run's engines."""
     if select(cfg, "rollout.parallel") is not None:
         return typed(GrpoConfig, cfg)
     from rlhpc.language.config.evaluation import answering_config
@@ -281,12 +283,12 @@ def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
 
 
 def itemsize(dtype: str, accelerated: bool) -> int:
-    """Returns the bytes of one element of a `dtype` on the device."""
+    """Returns the bytes of an element of a configured `dtype` on the device."""
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 
 def max_lengths(cfg: RunConfig) -> tuple[int, int]:
-    """Returns the maximum tokens of a prompt and of a response."""
+    """Returns the maximum numbers of tokens of a prompt and of a response."""
     response = int(select(cfg, "rollout.max_new_tokens") or 0) * int(select(cfg, "rollout.max_turns") or 1)
     return int(select(cfg, "data.max_prompt_tokens") or 0), response if _writes(cfg) else 0
 
@@ -360,7 +362,7 @@ def _policies(cfg: object) -> int:
 def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
     """Returns the number of tokens of the largest micro-batch.
 
-    This is the configured maximum, or fewer if an optimizer step has fewer tokens per rank.
+    The number is the configured maximum, or smaller if an optimizer step has fewer tokens per rank.
     """
     if not _writes(cfg):  # the length of rows is unknown
         return section.max_tokens_per_micro_batch
@@ -370,7 +372,7 @@ def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, leng
 
 
 def _teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
-    """Returns the bytes of a teacher on the actor's ranks."""
+    """Returns the bytes of a teacher on the actor's ranks; 0 without such a teacher."""
     if not distils(cfg) or TEACHER in group_roles(cfg):
         return 0.0
     size = size_of(cfg.teacher.model.model_path, plain(cfg.teacher.model.kwargs), build=build)
@@ -381,14 +383,14 @@ def _trained(
     cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
 ) -> Account:
     training = training_of(cfg, name, section, ranks, build=build)
-    colocated = bool(select(cfg, "actor.offload_in_rollout"))
+    is_colocated = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()
     if sends_weights := name == "actor" and _writes(cfg):
         moments = (*moments, _sending(training, moments))
     pinned = terms(
         weights_gradients_optimizer=training.offloaded_bytes(),
         weights_and_optimizer_while_others_compute=training.host_copy_bytes()
-        if colocated and ranks.accelerated and not training.offload
+        if is_colocated and ranks.accelerated and not training.offload
         else 0.0,
     )
     return Account(
@@ -398,8 +400,8 @@ def _trained(
         pinned=pinned,
         optional=terms(copies_for_saving=training.host_copy_bytes() * cfg.runner.async_save),
         host=_loading(training, ranks),
-        shm=_shared_memory_of(typed(GrpoConfig, cfg), training, colocated) if sends_weights else (),
-        colocated=colocated and ranks.accelerated,
+        shm=_shared_memory_of(typed(GrpoConfig, cfg), training, is_colocated) if sends_weights else (),
+        colocated=is_colocated and ranks.accelerated,
         measured=lambda: _measured(training, section),
         changes=lambda capacity: nearest(name, training, section, capacity),
         max_fitting=lambda capacity: _largest_micro_batch(name, training, capacity),
@@ -407,7 +409,7 @@ def _trained(
 
 
 def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
-    """Returns the moment of weight sync: the terms between steps, one full weight, and a bucket of the update."""
+    """Returns the memory terms of weight sync: the terms between steps, one full weight, and a bucket of the update."""
     largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
     return Moment(
         "weights are sent",
@@ -421,7 +423,7 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
 def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> tuple[MemoryTerm, ...]:
     """Returns the memory of a weight update in /dev/shm, and of retained weights.
 
-    An update takes a few buckets, or its full size if colocated engines receive it later.
+    An update needs a few buckets, or its full size if colocated engines receive it later.
     """
     model_bytes = float(training.itemsize * training.size.parameters)
     if cfg.rollout.weight_delta == "elements":
@@ -438,7 +440,7 @@ def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> t
 
 
 def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
-    """Returns the host memory for reading the model when the rank computes on an accelerator."""
+    """Returns the host memory for loading the model on a rank with an accelerator."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
     fraction = training.rank_fraction() if training.backend == "fsdp" else 1.0
@@ -483,7 +485,7 @@ def _serving(
     max_tokens: tuple[int, int],
     build: bool,
 ) -> Account:
-    """Returns the account of a rank with an engine; `max_tokens` are those of a prompt and of a response."""
+    """Returns the account of a rank with an engine; `max_tokens` has the maximum tokens of a prompt and of a response."""
     if engine.lower() not in _ENGINES:
         raise UnknownModelError(f"{name}.rollout_backend is {engine}, of which nothing is known here")
     tensor = int(select(section, "parallel.tensor") or 1)

@@ -1,17 +1,17 @@
-"""Memory model of training and serving, and of the activations that a decoder layer saves for the backward pass.
+"""Memory model of training and serving.
 
-The terms, in bytes per token, are the tensors that PyTorch's autograd saves for the modules of transformers:
+The terms of a decoder layer, in bytes per token, are the tensors that PyTorch's autograd saves for modules of transformers:
 
-    norm            its input in float32, the normalized input, its output                  12 H, or in bfloat16 8 H
+    norm            input in float32, normalized input, output                              12 H, or in bfloat16 8 H
     attention       queries, keys and values after rotation, the output, its log-sums       b (2 q + 2 kv) + 4 heads
-    normalized q k  the float32 input and the normalized one                                8 (q + kv), in bfloat16 6
-    gated MLP       gate, its SiLU, up, and their product                                   4 b I
-    mixture         the same of each token's experts, and their inputs and outputs          k b (4 W + 2 H)
-                    (also if ranks share experts: sent tokens are freed on arrival, and as many arrive as leave on average)
+    normalized q k  float32 input and normalized input                                      8 (q + kv), in bfloat16 6
+    gated MLP       gate, SiLU of the gate, up, and the product of the last two             4 b I
+    mixture         the MLP tensors, inputs and outputs of each token's experts             k b (4 W + 2 H)
+                    (with expert parallelism, too: a rank receives on average as many tokens as it sends and frees)
 
 H is the hidden size, I the inner width of an MLP and W of an expert, k the experts per token, q and kv the widths of queries
-and keys, and b the bytes per number. If only adapters are trained, the tensors for gradients of frozen weights are not saved:
-the normalized inputs of norms, also of those of queries and keys.
+and keys, and b the bytes per number. If only adapters are trained, tensors for gradients of frozen weights are not saved: the
+normalized inputs of all norms, including the norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class LayerMemory:
     Attributes:
         size: Sizes of the model.
         itemsize: Bytes of a number: 4, or 2 in half precision.
-        on_host: Whether on a CPU, where the samples of a packed sequence are joined after attention.
-        adapted: Names of linear layers with adapters, if only those are trained; None if all weights are trained.
-        tensor: Ranks that share each matrix.
-        eager: Tokens of the longest sample, if attention computes its weights for each pair of tokens; 0 if it does not.
+        on_host: Whether the layer is on a CPU, where the samples of a packed sequence are joined after attention.
+        adapted: Names of linear layers with adapters if only adapters are trained; None if all weights are trained.
+        tensor: Number of ranks that share each matrix.
+        eager: Tokens of the longest sample if attention weights are materialized (eager attention); 0 otherwise.
     """
 
     size: ModelSize
@@ -60,7 +60,7 @@ class LayerMemory:
         return (float32_bytes if self.itemsize == 4 else half_bytes) * self.size.hidden
 
     def attention(self) -> float:
-        """Returns the bytes of attention, without the norm before it."""
+        """Returns the bytes of attention, without the preceding norm."""
         size, element_bytes = self.size, self.itemsize
         nbytes = element_bytes * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
         if self.on_host and not self.eager:
@@ -81,29 +81,29 @@ class LayerMemory:
         return saved_tensors * self.itemsize * size.intermediate / self.tensor
 
     def layer(self) -> float:
-        """Returns all bytes that a layer saves."""
+        """Returns all bytes that a layer saves for the backward pass."""
         return 2 * self.norm() + self.attention() + self.feed_forward()
 
     def layer_input(self) -> float:
-        """Returns the bytes between layers: the input of a layer."""
+        """Returns the bytes of a layer's input."""
         return float(self.itemsize * self.size.hidden)
 
     def rotary_tables(self) -> float:
-        """Returns the bytes that the model saves once: sines and cosines of the rotation."""
+        """Returns the bytes of the sines and cosines of rotary embeddings, which the model saves once."""
         return 2.0 * self.itemsize * self.size.head_dim
 
     def layer_gradients(self) -> float:
-        """Returns the bytes that the backward pass of a layer adds: gradients of its widest part."""
+        """Returns the bytes that the backward pass of a layer adds: gradients in its MLP or experts."""
         size, element_bytes = self.size, self.itemsize
         if size.experts:
             return element_bytes * (
                 size.experts_per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden
             )
-        # When the gradient of the product of gate and up has been propagated to both, and the product is freed.
+        # Peak: gradients of gate and up exist, and the gradient of their product is freed.
         return element_bytes * (2.0 * size.intermediate / self.tensor + size.hidden)
 
     def layer_peak(self) -> float:
-        """Returns the peak bytes of a layer if no activations are saved."""
+        """Returns the peak bytes of a layer in a forward pass that saves no activations."""
         size, element_bytes = self.size, self.itemsize
         inner_elements = (
             size.experts_per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
@@ -124,8 +124,8 @@ def _chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
 
 
 def loss_chunk(layers: LayerMemory, tokens: int) -> float:
-    """Returns the bytes of a chunk of logits: three times in float32 (logits, log-probs, probabilities), and once in
-    half precision if the model computes in it.
+    """Returns the bytes of a chunk of logits in training: logits, log-probs and probabilities in float32, and the logits in
+    half precision if the model computes in half precision.
     """
     size = layers.size
     if size.computes_all_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
@@ -136,42 +136,42 @@ def loss_chunk(layers: LayerMemory, tokens: int) -> float:
 
 
 def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
-    """Returns the bytes of a chunk of logits without training."""
+    """Returns the bytes of a chunk of logits in scoring, without gradients."""
     size = layers.size
     rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
     all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.computes_all_logits else 0.0
     return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
 
 
-#: Memory of vLLM except weights and cache: the largest batch's activations and its graphs.
+#: Bytes of vLLM besides weights and cache: activations of the largest batch, and CUDA graphs.
 _GRAPHS = 2.5 * (1 << 30)
-#: Columns of the cache of engine `hf`: half more than required when it grew, in blocks (`batch_invariance.KVCache`).
+#: Growth factor of the KV cache of engine `hf`, and block size and extra columns of it (`batch_invariance.KVCache`).
 _GROWTH, _BLOCK, _EXTRA_COLUMNS = 1.5, 32, 64
 #: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
 BUCKET_BYTES, NUM_BUCKETS = 256 * MIB, 3
-#: Default sequences of an engine, on an accelerator (vLLM) and elsewhere; maximum bytes of its cache on a CPU.
+#: Default number of sequences of vLLM on an accelerator and of other engines; maximum bytes of vLLM's cache on a CPU.
 _VLLM_SEQUENCES, SEQUENCES, _CPU_CACHE = 256, 64, 4 << 30
 _GENERATION, _UPDATE = "generation", "weight update"
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Model in an engine.
+    """Memory of a model in an engine.
 
     Attributes:
         size: Sizes of the model.
         engine: `hf`, `vllm`, or another engine's name.
         itemsize: Bytes of a weight.
-        accelerated: Whether on an accelerator.
+        accelerated: Whether the rank has an accelerator.
         capacity: Bytes of the accelerator, if known.
-        tensor: Ranks of an engine.
+        tensor: Number of ranks of an engine.
         expert: Whether complete experts are divided among the ranks.
         utilization: Fraction of an accelerator that vLLM takes.
         max_batch_size: Configured number of concurrent sequences; None for the engine's default.
-        max_step_sequences: Maximum sequences of a step per rank.
-        prompt, response: Maximum tokens of each.
-        max_model_len: Maximum tokens of a sequence of the engine; None for the model's context.
-        copies: Engines of a rank, each with its own weights: those of several policies (`agent.policies`) with `hf`.
+        max_step_sequences: Maximum number of sequences of a step per rank.
+        prompt, response: Maximum numbers of tokens of a prompt and of a response.
+        max_model_len: Maximum number of tokens of a sequence of the engine; None for the model's context.
+        copies: Number of copies of the weights on a rank: engine `hf` has a copy for each policy (`agent.policies`).
         section: Name of the section in messages.
     """
 
@@ -198,7 +198,7 @@ class Serving:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence that the engine takes."""
+        """Maximum number of tokens of a sequence in the engine."""
         return self.max_model_len or self.size.context or self.prompt + self.response
 
     @property
@@ -211,7 +211,7 @@ class Serving:
         return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
 
     def longest_within(self, nbytes: float) -> int:
-        """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
+        """Returns the number of tokens of the longest sequence with keys and values of at most `nbytes` bytes."""
         return bisect.bisect_right(range(1, 1 << 40), nbytes, key=self.sequence)
 
     @property
@@ -248,7 +248,7 @@ class Serving:
         )
 
     def cache_bytes(self) -> float:
-        """Returns the bytes of vLLM's KV cache, at least those of a sequence of full length.
+        """Returns the bytes of vLLM's KV cache, which holds at least one sequence of full length.
 
         On an accelerator, the cache gets the rest of vLLM's fraction of the memory.
         """
@@ -289,35 +289,35 @@ class Serving:
         )
 
 
-#: Maximum gathered elements of ZeRO-3, and elements of its gradient bucket (DeepSpeed's defaults).
+#: Maximum number of gathered elements in ZeRO-3, and of elements in a gradient bucket (DeepSpeed's defaults).
 _MAX_LIVE_ELEMENTS, _BUCKET_ELEMENTS = 10**9, 5 * 10**8
-#: Bytes per token of an epoch's tensors: ids, positions, log-probs, advantages and others.
+#: Bytes per token of the tensors of a batch: ids, positions, log-probs, advantages and others.
 _BATCH_BYTES = 96.0
 _LOSS, _BACKWARD, _REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
 
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a model.
+    """Memory of a model in training.
 
     Attributes:
         size: Sizes of the model.
         backend: `local`, `fsdp` or `deepspeed`.
         sizes: Division over the ranks.
-        tokens: Tokens of a micro-batch.
+        tokens: Number of tokens of a micro-batch.
         itemsize: Bytes of a number in the computation.
-        accelerated: Whether on an accelerator.
+        accelerated: Whether the rank has an accelerator.
         lora: Rank of adapters; 0 to train all weights.
-        policies: Number of policies, each with its own adapters (`agent.policies`).
+        policies: Number of policies, each with separate adapters (`agent.policies`).
         targets: `lora.target_modules`.
         checkpointing: Whether activations are recomputed.
-        offload: Whether weights, gradients and optimizer are on the host between uses (`fsdp.cpu_offload`), or DeepSpeed's
-            offloaded states.
+        offload: `fsdp.cpu_offload` (weights, gradients and optimizer are on the host between uses), or
+            `deepspeed.cpu_offload`.
         reshard: `fsdp.reshard_after_forward`.
         stage: ZeRO stage.
         reference: Whether the rank also has a frozen copy of the model.
         other_models_bytes: Bytes of other frozen models on the rank, such as a teacher.
-        uses_logits: Whether the loss uses logits; otherwise one number per token.
+        uses_logits: Whether the loss uses logits, rather than one number per token.
         has_head: Whether the model has the LM head.
         separate_embeddings: Whether FSDP gathers embeddings and head separately, if they are two matrices.
         eager: See `LayerMemory.eager`.
@@ -347,12 +347,12 @@ class Training:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return self.sizes.ranks
 
     @property
     def mixed_precision(self) -> bool:
-        """True if the dtype of the computation differs from that of the trained weights."""
+        """True if the computation has another dtype than the trained weights."""
         return self.itemsize != 4
 
     def num_adapter_parameters(self) -> int:
@@ -371,16 +371,16 @@ class Training:
 
     @property
     def _num_missing_head(self) -> int:
-        """Number of parameters of the causal model's head, if this model has no such head."""
+        """Number of parameters of the LM head if the model lacks it; 0 otherwise."""
         return 0 if self.has_head or self.size.tied else self.size.embedding
 
     @property
     def num_frozen(self) -> int:
-        """Number of parameters that are not trained, without those of the reference."""
+        """Number of frozen parameters of the model, without the reference."""
         return self.size.parameters - self._num_missing_head if self.lora else 0
 
     def rank_fraction(self) -> float:
-        """Returns the fraction of the model that a rank stores; experts are divided over the same number of ranks."""
+        """Returns the fraction of the model that a rank stores; it is the same for experts and other parameters."""
         sizes = self.sizes
         return {
             "local": 1.0,
@@ -389,7 +389,7 @@ class Training:
         }[self.backend]
 
     def layers(self) -> LayerMemory:
-        """Returns the layers for the activation terms."""
+        """Returns the memory of a decoder layer, for the activation terms."""
         adapted_modules = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
         return LayerMemory(
             self.size, self.itemsize, not self.accelerated, adapted_modules, self.sizes.tensor, self.eager
@@ -403,7 +403,7 @@ class Training:
         return math.ceil(self.tokens / self.sizes.context)
 
     def saved_activations(self) -> float:
-        """Returns the bytes that the forward pass saves of all layers."""
+        """Returns the bytes that the forward pass saves for the backward pass, in all layers."""
         layers = self.layers()
         bytes_per_token = layers.layer_input() if self.checkpointing else layers.layer()
         return self.local_tokens * (self.size.layers * bytes_per_token + layers.rotary_tables() + _BATCH_BYTES)
@@ -411,7 +411,7 @@ class Training:
     def layer_backward(self) -> float:
         """Returns the bytes that the backward pass through one layer adds."""
         layers = self.layers()
-        # The saved input of a layer is already counted; in half precision its norm creates another one in float32.
+        # The saved input of a layer is already counted; in half precision the norm adds a copy of the input in float32.
         recomputed_bytes = layers.layer() - (0.0 if self.mixed_precision else layers.layer_input())
         return self.local_tokens * (recomputed_bytes * self.checkpointing + layers.layer_gradients())
 
@@ -421,7 +421,7 @@ class Training:
         hidden_bytes = tokens * (layers.norm() + 2 * layers.layer_input())
         if not self.uses_logits:
             return terms(last_hidden_states=hidden_bytes)
-        # It is summed in float32; in half precision, each chunk's gradient is added.
+        # The head's gradient is summed in float32; in half precision, the gradient of a chunk is added.
         gradient_bytes = 0.0 if self.lora else 6.0 if self.mixed_precision else 4.0
         return terms(
             last_hidden_states=hidden_bytes,
@@ -458,7 +458,7 @@ class Training:
             ),
         )
         saved_terms = terms(activations=self.saved_activations())
-        # One weight's gradient at a time, before it is accumulated.
+        # The gradient of one weight at a time exists before it is accumulated.
         widest = 0 if self.lora else size.largest if size.experts else size.hidden * size.intermediate
         return {
             _LOSS: (*base, *saved_terms, *self.terms_at_loss()),
@@ -476,9 +476,9 @@ class Training:
         if self.offload and self.accelerated:
             step_terms = terms(other_models=self.other_models_bytes)
         expert_parameters, dense_parameters = size.layer_parameters
-        layer = expert_parameters / sizes.expert + dense_parameters / sizes.tensor
+        layer_elements = expert_parameters / sizes.expert + dense_parameters / sizes.tensor
         has_gradients = not self.lora  # whether gathered weights have gradients
-        gradient_elements = layer * has_gradients
+        gradient_elements = layer_elements * has_gradients
         if (
             self.checkpointing
             and not self.accelerated
@@ -488,20 +488,22 @@ class Training:
             gradient_elements = 0.0
         layer_terms = terms(
             backward_pass_of_a_layer=self.layer_backward(),
-            gathered_layers=element_bytes * layer * (2.0 if self.reshard else size.layers),
+            gathered_layers=element_bytes * layer_elements * (2.0 if self.reshard else size.layers),
             gradients_of_a_layer=element_bytes * gradient_elements,
             gradients_being_summed=4.0 * gradient_elements,
         )
         model_terms = (*step_terms, *terms(activations=self.saved_activations()))
-        gathered_layer = terms(gathered_layers=element_bytes * layer * (1.0 if self.reshard else size.layers))
+        gathered_layer = terms(gathered_layers=element_bytes * layer_elements * (1.0 if self.reshard else size.layers))
         loss_terms = (*model_terms, *self.terms_at_loss())
-        separate = self.separate_embeddings and not size.tied
-        edge_elements = (size.embedding if separate else size.root_parameters - self._num_missing_head) / sizes.tensor
+        is_separate = self.separate_embeddings and not size.tied
+        edge_elements = (
+            size.embedding if is_separate else size.root_parameters - self._num_missing_head
+        ) / sizes.tensor
         edge_terms = terms(
             gradients_of_embeddings=element_bytes * edge_elements * has_gradients,
             gradients_being_summed=4.0 * edge_elements * has_gradients,
         )
-        if separate:  # each is gathered for its use, and its gradient is summed immediately
+        if is_separate:  # embeddings and head are gathered separately, and their gradients are summed immediately
             hidden_terms = terms(last_hidden_states=2.0 * self.local_tokens * self.layers().layer_input())
             return {
                 _LOSS: (
@@ -513,7 +515,7 @@ class Training:
                 _BACKWARD: (*model_terms, *layer_terms),
                 STEP: step_terms,
             }
-        # Embeddings and head belong to the root module, which stays gathered and whose gradients are summed at the end.
+        # Embeddings and head belong to the root module. It stays gathered, and its gradients are summed at the end.
         root_terms = terms(gathered_embeddings=element_bytes * edge_elements)
         head_bytes = element_bytes * size.embedding / sizes.tensor * has_gradients * self.uses_logits
         return {
@@ -544,7 +546,7 @@ class Training:
                 activations=self.saved_activations(),
             ),
         )
-        # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
+        # Gradients of a micro-batch before reduction: all gradients with stage 1, otherwise a bucket and its contents.
         bucket_elements = min(num_trained, _BUCKET_ELEMENTS)
         unreduced_elements = num_trained if self.stage == 1 else bucket_elements * self.mixed_precision
         backward_terms = terms(

@@ -1,8 +1,9 @@
-"""Tables of docs/explanation/memory.md: memory of models from 7 B to 235 B on one, four and sixteen nodes.
+"""Memory tables of docs/explanation/memory.md: models from 7 B to 235 B parameters on one, four and sixteen nodes.
 
     python -m rlhpc.language.planning.memory_tables configs/reasoning/large.yaml
 
-prints them for the settings of a configuration, with these models and nodes in place of the configured ones.
+The command prints the tables for the settings of a configuration. The tables' models and nodes replace the configured model
+and nodes.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             num_accelerators = nodes * PER_NODE
-            training_and_fit = _describe_changes(
+            division_and_fit = _describe_changes(
                 dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True)
             )
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
-            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(training_and_fit))} |")
+            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(division_and_fit))} |")
     return "\n".join(rows)
 
 
 def _describe_changes(plain: Training) -> tuple[Training, bool]:
-    """Returns the training, or the nearest division that fits; and whether it fits."""
+    """Returns the nearest division that fits, or the division with the lowest peak; and whether the result fits."""
     divisions_that_fit = [
         (distance, division) for distance, division in divisions(plain) if peak_bytes(division) <= _USABLE
     ]
@@ -78,13 +79,13 @@ def _describe_changes(plain: Training) -> tuple[Training, bool]:
 
 
 def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
-    training, does_fit = fitting
+    training, is_fitting = fitting
     peak_moment = max(training.moments(), key=lambda moment: moment.nbytes)
     yield format_sizes(training.sizes)
-    yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if does_fit else " (**does not fit**)")
+    yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if is_fitting else " (**does not fit**)")
     yield peak_moment.name
     yield f"{peak_moment.largest.name} {peak_moment.largest.nbytes / GIB:.1f}"
-    yield f"{largest_tokens(training, _USABLE)} tokens" if does_fit else "—"
+    yield f"{largest_tokens(training, _USABLE)} tokens" if is_fitting else "—"
 
 
 def _serving(cfg: GrpoConfig) -> str:
@@ -122,7 +123,7 @@ def _serving(cfg: GrpoConfig) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs `python -m rlhpc.language.planning.memory_tables CONFIG`."""
+    """Runs the command `python -m rlhpc.language.planning.memory_tables CONFIG`; returns its exit code."""
     arguments = list(sys.argv[1:] if words is None else words)
 
     def command() -> int:

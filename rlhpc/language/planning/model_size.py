@@ -1,7 +1,7 @@
 """Sizes of language models: shapes of all parameters, and the sizes that determine activations.
 
-For the families in `FAMILIES` shapes follow from the configuration; models of other families are built on the meta
-device, which takes a few seconds and no memory. A test checks that both give the same result.
+For the families in `FAMILIES` the configuration determines the shapes. Models of other families are built on the meta device,
+which takes a few seconds and no memory. A test checks that both ways give the same result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _sizes(base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads:
 
 
 _TIED = {"tie_word_embeddings": True}
-#: Configurations by the hub's name in lower case, without suffixes of tuning.
+#: Configurations by hub name in lower case, without suffixes of fine-tuned variants.
 HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen/qwen2.5-0.5b": _sizes(_QWEN2_SMALL, 896, 4864, 24, 14, 2),
     "qwen/qwen2.5-1.5b": _sizes(_QWEN2_SMALL, 1536, 8960, 28, 12, 2),
@@ -66,12 +66,12 @@ HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 8192, **_TIED}, 576, 1536, 30, 9, 3
     ),
 }
-#: Suffixes of tuning, which do not change the sizes.
+#: Suffixes of fine-tuned variants, which have the same sizes.
 _TUNING_SUFFIXES = ("-instruct", "-base", "-chat", "-2507", "-thinking", "-math")
 
 
 def hub_config(name: str) -> Mapping[str, Any] | None:
-    """Returns the configuration of a hub model, tuned or not; None if it is not in `HUB_CONFIGS`."""
+    """Returns the configuration of a hub model or its fine-tuned variant; None if it is not in `HUB_CONFIGS`."""
     name = name.lower()
     while name not in HUB_CONFIGS:
         suffix = next((tuned_suffix for tuned_suffix in _TUNING_SUFFIXES if name.endswith(tuned_suffix)), None)
@@ -81,12 +81,12 @@ def hub_config(name: str) -> Mapping[str, Any] | None:
     return HUB_CONFIGS[name]
 
 
-#: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP or a mixture of experts.
+#: Families with shapes that the configuration determines: decoder layers of attention and a gated MLP or experts.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _MIXTURES = ("qwen3_moe", "mixtral")
 #: Configuration keys of models that scale or bound the logits.
 _LOGIT_SCALING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-#: Configuration keys about keys and values, which may be left to defaults.
+#: Configuration keys of the KV cache; config.json may omit them.
 _CACHE_KEYS = (
     "layer_types", "sliding_window", "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     "v_head_dim",
@@ -98,7 +98,7 @@ LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
 class UnknownModelError(RlhpcError):
-    """Unknown model; the message gives the reason."""
+    """Error for a model of unknown size; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ class ModelSize:
     """Sizes of a causal language model. Counts are of elements.
 
     Attributes:
-        shapes: Shapes of all parameters, by name; tied ones once.
+        shapes: Shapes of all parameters, by name; tied parameters once.
         windows: Attention window of each layer with a KV cache, in tokens.
-        latent: Latent attention (MLA): cached numbers per token and layer, from which heads are computed again.
-        latent_heads: Numbers of a head that are cached otherwise.
-        linear: Names of the layers that `all-linear` gives adapters (`training.lora.linear_layers`).
+        latent: Cached numbers per token and layer in latent attention (MLA), from which heads are recomputed; 0 without MLA.
+        latent_heads: Cached numbers per token and head in latent attention if an engine caches heads.
+        linear: Names of the layers that get adapters with `all-linear` (`training.lora.linear_layers`).
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: Sizes with their usual names.
-        experts, experts_per_token, expert_width: Sizes of a mixture: experts of a layer, experts per token, and inner width.
+        experts, experts_per_token, expert_width: Experts per layer, experts per token, and inner width of an expert.
         qk_norm: Whether queries and keys are normalized.
         context: Maximum length of prompt and response together.
-        computes_all_logits: Whether the model transforms the result of its head, so that all logits are computed at once.
+        computes_all_logits: Whether the model transforms its logits, so that all logits are computed at once.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -144,7 +144,7 @@ class ModelSize:
 
     @functools.cached_property
     def layer_parameters(self) -> tuple[int, int]:
-        """Numbers of parameters of the largest decoder layer: those of its experts, and all others."""
+        """Numbers of parameters in the largest decoder layer: expert parameters, and other parameters."""
         counts: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
             if layer_match := _LAYER.search(name):
@@ -159,7 +159,7 @@ class ModelSize:
 
     @property
     def embedding(self) -> int:
-        """Elements of the embedding, and of the head's matrix."""
+        """Number of elements of the embedding; the LM head has the same number."""
         return self.vocabulary * self.hidden
 
     @property
@@ -169,11 +169,11 @@ class ModelSize:
 
     @functools.cached_property
     def largest(self) -> int:
-        """Elements of the largest parameter."""
+        """Number of elements of the largest parameter."""
         return max(map(math.prod, self.shapes.values()), default=0)
 
     def adapted(self, targets: Any) -> dict[str, tuple[int, int]]:
-        """Returns the linear layers that get an adapter: name → outputs, inputs.
+        """Returns the numbers of outputs and inputs of the linear layers that get an adapter, by name.
 
         Args:
             targets: `actor.lora.target_modules`.
@@ -196,14 +196,14 @@ class ModelSize:
         Args:
             itemsize: Bytes of a number.
             tokens: Length of the sequence.
-            tensor: Ranks that share the heads.
-            compact: The engine keeps no tokens beyond a layer's window, and of latent attention the latent vectors alone.
+            tensor: Number of ranks that share the heads.
+            compact: Whether the engine caches only tokens within a layer's window, and only latent vectors in MLA.
         """
         elements_per_token = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
         if self.latent:
             elements_per_token = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
-        cached = sum(min(tokens, window) if compact else tokens for window in self.windows)
-        return itemsize * elements_per_token * cached
+        cached_tokens = sum(min(tokens, window) if compact else tokens for window in self.windows)
+        return itemsize * elements_per_token * cached_tokens
 
 
 def size_of(
@@ -213,10 +213,10 @@ def size_of(
     build: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> ModelSize:
-    """Returns the sizes of the model that `model_path` names.
+    """Returns the sizes of a model.
 
     Args:
-        path: A folder, a hub name, or a built-in model.
+        path: A folder, a hub name, or a built-in model (`model_path`).
         kwargs: Arguments of a built-in model.
         config: Contents of its config.json, if known.
         build: Whether a family that is not in `FAMILIES` may be built on the meta device.
@@ -273,7 +273,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
 def _tiny(
     vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """Returns the configuration that `make_tiny_model` writes."""
+    """Returns the configuration of a built-in tiny model, as written by `make_tiny_model`."""
     del seed
     return {
         "model_type": "llama",
@@ -323,7 +323,7 @@ def _windows(c: Mapping[str, Any]) -> Iterator[float]:
     layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
     window = float(c.get("sliding_window") or math.inf)
     layer_types = c.get("layer_types")
-    if not layer_types:  # of such families all layers are alike, but the first ones of Qwen
+    if not layer_types:  # all layers have the same type, except the first layers of Qwen
         first_sliding = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
         layer_types = ["sliding_attention" if layer >= first_sliding else "full_attention" for layer in range(layers)]
     for layer_type in layer_types:
@@ -334,7 +334,7 @@ def _windows(c: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the parameters of a family in `FAMILIES`, by their names in transformers, in its order."""
+    """Yields names and shapes of the parameters of a family in `FAMILIES`, with the names and order of transformers."""
     family, hidden_size, num_heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
     width = int(c.get("head_dim") or hidden_size // num_heads)
     query_size, kv_size = num_heads * width, int(c.get("num_key_value_heads") or num_heads) * width
@@ -363,7 +363,7 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _experts(c: Mapping[str, Any]) -> int:
-    """Returns the experts of a layer; 0 for families without experts, whatever else the configuration contains."""
+    """Returns the number of experts per layer; 0 for families without experts, for any contents of the configuration."""
     if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
         return 0
     return int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
@@ -399,8 +399,8 @@ def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[
 def _build_on_meta(
     path: str | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], frozenset[str]]:
-    """Returns facts of a model of another family, built on the meta device: its configuration's defaults about keys and
-    values; its parameters; and its `ModelSize.linear`.
+    """Builds a model on the meta device; returns its settings of the KV cache, the shapes of its parameters, and the names of
+    its linear layers (`ModelSize.linear`).
     """
     try:
         import torch

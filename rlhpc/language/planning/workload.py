@@ -1,4 +1,4 @@
-"""Workloads of language models' runs for `rlhpc tune`: the phases of a step."""
+"""Workloads of language runs for `rlhpc tune`: phases and tunable keys of a step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _AT_A_TIME = 64
 
 
 def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
-    """Returns the workload of a step of RL on verifiable tasks."""
-    prompts, responses, batch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
+    """Returns the workload of an RL step: generation, scoring, training and weight sync."""
+    prompts, responses, minibatch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
     scoring_phases = tuple(
         Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
     )
     knobs = [Knob(STALENESS, tuple(range(ahead + 1))), _micro_batch_knob(cfg)]
-    if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
+    if cfg.rollout.rollout_backend.lower() == "hf":  # one rank; its number of concurrent sequences is a key
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
     else:
-        ranks = len(configured_placements(cfg)["rollout"].processes)
-        knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if ranks % n == 0))))
+        num_ranks = len(configured_placements(cfg)["rollout"].processes)
+        knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if num_ranks % n == 0))))
     if Cluster.planned(cfg.cluster).num_accelerators and not ahead:
         knobs.append(Knob(OFFLOAD, _values(cfg, OFFLOAD, (False, True))))
     return Workload(
@@ -54,9 +54,9 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
         staleness=STALENESS,
         measured_with=(f"{STALENESS}=0",),
         smaller={
-            n: (f"data.prompts_per_step={prompts // n}", f"actor.global_batch_size={batch // n}")
+            n: (f"data.prompts_per_step={prompts // n}", f"actor.global_batch_size={minibatch // n}")
             for n in (2, 4)
-            if prompts % n == 0 and batch % n == 0
+            if prompts % n == 0 and minibatch % n == 0
         },
         divides={**{phase.group: prompts for phase in scoring_phases}, "actor": prompts},
         pieces=responses / (cfg.rollout.max_batch_size or _AT_A_TIME),
@@ -64,7 +64,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
 
 
 def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
-    """Returns the workload of an optimizer step on rows."""
+    """Returns the workload of a supervised optimizer step."""
     del ahead
     rows_per_step = cfg.data.prompts_per_step
     return Workload(
@@ -78,7 +78,7 @@ def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Wo
 
 
 def _micro_batch_knob(cfg: TrainedLanguageConfig) -> Knob:
-    """Returns the configured micro-batch, a half, and a quarter of it, down to 8 tokens."""
+    """Returns the sizes of micro-batches to try: the configured size, and its half and quarter if at least 8 tokens."""
     tokens = cfg.actor.max_tokens_per_micro_batch
     return Knob(MICRO, (tokens, *(tokens // n for n in (2, 4) if tokens >= 8 * n)))
 
