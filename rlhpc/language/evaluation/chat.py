@@ -26,7 +26,7 @@ from rlhpc.runtime.errors import ConfigError
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
 _PAUSE_S = 0.002
 #: Translation of control characters to a replacement character, because a terminal interprets control characters.
-_HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Conversation:
@@ -45,7 +45,7 @@ class Conversation:
     ) -> None:
         self._engine, self._encoder, self._sampling, self._seed = engine, encoder, sampling, seed
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._messages, self._turn = [*self._system], 0
+        self._messages, self._num_turns = [*self._system], 0
 
     def clear(self) -> None:
         """Removes all messages except the system message."""
@@ -61,11 +61,11 @@ class Conversation:
         if not self._encoder.chat_template:
             messages = [{"role": "raw", "content": text}]
         ids = tuple(self._encoder.encode_messages(messages))
-        self._turn += 1
-        self._engine.add([Request(self._turn, ids, self._sampling, seed_of(self._seed, self._turn))])
+        self._num_turns += 1
+        self._engine.add([Request(self._num_turns, ids, self._sampling, seed_of(self._seed, self._num_turns))])
         answer = ""
         try:
-            for tokens, is_finished in self._drawn():
+            for tokens, is_finished in self._tokens_so_far():
                 text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
                 if not is_finished and text_so_far.endswith("\ufffd"):  # the last character is incomplete
                     continue
@@ -78,14 +78,14 @@ class Conversation:
             if self._encoder.chat_template:
                 self._messages = [*messages, {"role": "assistant", "content": answer}]
 
-    def _drawn(self) -> Iterator[tuple[list[int], bool]]:
+    def _tokens_so_far(self) -> Iterator[tuple[list[int], bool]]:
         """Yields the tokens generated so far, and whether the reply is complete."""
         engine = self._engine
         while engine.unfinished():
             for completion in engine.step():
                 yield completion.token_ids, True
                 return
-            if engine.can_drop and (tokens := engine.so_far([self._turn]).get(self._turn)):
+            if engine.can_drop and (tokens := engine.so_far([self._num_turns]).get(self._num_turns)):
                 yield tokens, False
             else:
                 time.sleep(_PAUSE_S)
@@ -169,7 +169,7 @@ def _answer(conversation: Conversation, text: str) -> None:
     text_pieces = conversation.reply(text)
     try:
         for text_piece in text_pieces:
-            print(text_piece.translate(_HARMLESS), end="", flush=True)
+            print(text_piece.translate(_CONTROL_CHARACTERS), end="", flush=True)
     except KeyboardInterrupt:
         print(" …", end="")
     except ConfigError as error:

@@ -98,11 +98,11 @@ def _text(tokenizer: Any, ids: Any) -> str:
 #: Pause in seconds when neither engine nor reward functions have results.
 _IDLE_S = 0.002
 #: Rewards for which all right answers to a problem are equal to the reference, in any notation.
-_ONE_ANSWER = ("math", "exact")
+_UNIQUE_ANSWER_REWARDS = ("math", "exact")
 #: Problems of a suite: prompt, token ids, positions of images in the token ids, and tokenizer.
 Problems = Sequence[tuple[Prompt, tuple[int, ...], list[int], PromptTokenizer]]
 #: Methods that extract the final answer of a text (`extract`).
-_ANSWERS = ("boxed", "####", "tag", "whole")
+_EXTRACTION_METHODS = ("boxed", "####", "tag", "whole")
 
 
 def evaluate_language_model(
@@ -221,7 +221,7 @@ def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int
         return
     require_valid(path, hint="or evaluate another checkpoint")
     step = int(read_manifest(path)["global_step"])
-    exported = _exported(path, step)
+    exported = _find_export(path, step)
     if exported is not None:
         yield str(exported), step
         return
@@ -231,7 +231,7 @@ def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int
         yield str(export_language_model(path, Path(temporary) / path.name, trust_code=trust_code)), step
 
 
-def _exported(checkpoint: Path, step: int) -> Path | None:
+def _find_export(checkpoint: Path, step: int) -> Path | None:
     """Returns the run's export of a checkpoint if the export is complete and up to date, or None."""
     from rlhpc.language.export import CONVERSION
 
@@ -386,7 +386,7 @@ def answers_to(
             judges.submit(episode.id, reward_input, episode.id // count, count)
         scored_answers = judges.poll()
         for request_id, scored in scored_answers:
-            _judge(rows[request_id], scored, cfg.reward)
+            _add_score(rows[request_id], scored, cfg.reward)
         num_scored += len(scored_answers)
         if bar is not None and scored_answers:
             bar.update(num_scored)
@@ -408,7 +408,7 @@ def _row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
     }
 
 
-def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
+def _add_score(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
     """Adds rewards and correctness to a row. An answer is right if the first reward term is 1.
 
     Raises:
@@ -439,13 +439,13 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
         right: Whether the response is right.
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
-    name, extraction_methods = term.name.lower(), _ANSWERS
+    name, extraction_methods = term.name.lower(), _EXTRACTION_METHODS
     if name == "code":  # different programs may be equivalent, so programs have no majority
         return ""
-    if right and name in _ONE_ANSWER:
-        return normalize_answer(extract(answer, _ANSWERS) or "")
+    if right and name in _UNIQUE_ANSWER_REWARDS:
+        return normalize_answer(extract(answer, _EXTRACTION_METHODS) or "")
     if name == "math":  # the same extraction as in the reward
-        extraction_methods = tuple(term.kwargs.get("extract", _ANSWERS[:2])) + ("last_number",) * bool(
+        extraction_methods = tuple(term.kwargs.get("extract", _EXTRACTION_METHODS[:2])) + ("last_number",) * bool(
             term.kwargs.get("last_number")
         )
     return normalize_answer(extract(response, extraction_methods) or "")

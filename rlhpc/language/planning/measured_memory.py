@@ -94,7 +94,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     for layers in DEPTHS:
         shallow_config = {**config, "num_hidden_layers": layers}
         shallow_config.pop("layer_types", None)
-        peak_bytes[layers] = _peak(base_training, shallow_config)
+        peak_bytes[layers] = _measure_peak(base_training, shallow_config)
         accounted_by_depth[layers] = accounted_bytes(
             dataclasses.replace(base_training, size=size_of(path, config=shallow_config))
         )
@@ -116,7 +116,7 @@ def accounted_bytes(training: Training) -> float:
     )
 
 
-def _peak(training: Training, config: Mapping[str, Any]) -> float:
+def _measure_peak(training: Training, config: Mapping[str, Any]) -> float:
     """Returns the peak bytes of a rank according to the tracker."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -127,7 +127,7 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
     model_config = AutoConfig.for_model(
         str(config["model_type"]), **{k: v for k, v in config.items() if k != "model_type"}
     )
-    with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
+    with _fake_process_group(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (training.ranks,))  # before fake tensors, because it reads values of tensors
         exit_stack.enter_context(FakeTensorMode())
@@ -162,10 +162,10 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
             raise ConfigError(
                 f"--measure: models of type {config.get('model_type')} cannot be followed: {first_line(error)}"
             ) from error
-    return float(sum(_total(snapshot) for snapshot in peak_snapshots.values()))
+    return float(sum(_total_bytes(snapshot) for snapshot in peak_snapshots.values()))
 
 
-def _total(snapshot: Mapping[Any, int]) -> int:
+def _total_bytes(snapshot: Mapping[Any, int]) -> int:
     """Returns the total bytes of a device in a tracker's snapshot, or the sum of the categories without a total."""
     return next(
         (nbytes for category, nbytes in snapshot.items() if str(category).rpartition(".")[2].lower() == "total"),
@@ -174,7 +174,7 @@ def _total(snapshot: Mapping[Any, int]) -> int:
 
 
 @contextlib.contextmanager
-def _ranks(number: int) -> Iterator[None]:
+def _fake_process_group(number: int) -> Iterator[None]:
     """Creates a fake process group of `number` ranks within this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -39,11 +39,11 @@ from rlhpc.language.scoring.groups import (
 from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, process, terms
 
 #: Maximum number of tokens in the search for the largest micro-batch, and the step of the search.
-_MAX_TOKENS, _STEP = 1 << 22, 256
+_MAX_TOKENS, _TOKEN_STEP = 1 << 22, 256
 #: Maximum number of suggested configurations.
-_NAMED = 3
+_MAX_SUGGESTIONS = 3
 #: Distances of changes that cost time; the unit is a doubling of the ranks that share a model's matrices.
-_RECOMPUTING, _OFFLOADING, _SMALLER = 0.4, 2.5, 0.3
+_RECOMPUTING, _OFFLOADING, _HALVING = 0.4, 2.5, 0.3
 #: Distances of a doubled size of `parallel`: replicas cost least, then experts, context, and tensor.
 _DISTANCES = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
 #: Change of a configuration: its distance, overrides, and changed fields of `Training`.
@@ -63,8 +63,8 @@ def _largest_micro_batch(name: str, training: Training, capacity: float) -> Mapp
 
 def largest_tokens(training: Training, capacity: float) -> int:
     """Returns the number of tokens of the largest micro-batch that fits; 0 if no micro-batch fits."""
-    candidates = range(_STEP, _MAX_TOKENS + _STEP, _STEP)
-    return _STEP * bisect.bisect_right(
+    candidates = range(_TOKEN_STEP, _MAX_TOKENS + _TOKEN_STEP, _TOKEN_STEP)
+    return _TOKEN_STEP * bisect.bisect_right(
         candidates, capacity, key=lambda tokens: peak_bytes(dataclasses.replace(training, tokens=tokens))
     )
 
@@ -114,7 +114,7 @@ def nearest(name: str, training: Training, section: LanguageActorConfig, capacit
     for _, change in sorted(fitting_changes, key=lambda candidate: (candidate[0], candidate[1].nbytes)):
         if not any(set(smaller_change.overrides) <= set(change.overrides) for smaller_change in smallest_changes):
             smallest_changes.append(change)
-    return smallest_changes[:_NAMED]
+    return smallest_changes[:_MAX_SUGGESTIONS]
 
 
 def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
@@ -128,7 +128,7 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
     for num_halvings in (1, 2):
         tokens = training.tokens >> num_halvings
         override = f"{name}.max_tokens_per_micro_batch={tokens}"
-        micro_batch_options.append((_SMALLER * num_halvings, (override,), {"tokens": tokens}))
+        micro_batch_options.append((_HALVING * num_halvings, (override,), {"tokens": tokens}))
     for cost, overrides, division in _iter_divisions(name, training, divides=divides):
         offload_options = list(no_change)
         if training.accelerated and division.backend != "local" and not division.offload:
@@ -230,7 +230,7 @@ def _overrides(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...
 _BACKENDS = ("local", "fsdp", "deepspeed")
 #: Names of the engines with a memory account.
 _ENGINES = ("hf", "vllm")
-_HALF = ("bfloat16", "float16")
+_HALF_PRECISION = ("bfloat16", "float16")
 #: Terms of an optimizer step that are freed before weights are sent.
 FREED_BY_A_STEP = ("gradients", "optimizer temporaries")
 
@@ -253,10 +253,10 @@ def accounts(
 def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
     try:
         if name == "actor":
-            return _trained(cfg, name, cfg.actor, ranks, build)
+            return _training_account(cfg, name, cfg.actor, ranks, build)
         if name == "rollout":
             grpo = _engines_config(cfg)
-            return _serving(
+            return _serving_account(
                 grpo,
                 name,
                 grpo.actor.model,
@@ -267,8 +267,8 @@ def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bo
                 build,
             )
         if name == CRITIC:
-            return _trained(cfg, name, typed(GrpoConfig, cfg).critic, ranks, build)
-        return _scoring(typed(GrpoConfig, cfg), name, ranks, build)
+            return _training_account(cfg, name, typed(GrpoConfig, cfg).critic, ranks, build)
+        return _scoring_account(typed(GrpoConfig, cfg), name, ranks, build)
     except UnknownModelError as error:
         return Account(name, unknown=str(error))
 
@@ -284,22 +284,22 @@ def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
 
 def itemsize(dtype: str, accelerated: bool) -> int:
     """Returns the bytes of an element of a configured `dtype` on the device."""
-    return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
+    return 2 if dtype in _HALF_PRECISION or (dtype == "auto" and accelerated) else 4
 
 
 def max_lengths(cfg: RunConfig) -> tuple[int, int]:
     """Returns the maximum numbers of tokens of a prompt and of a response."""
     response = int(select(cfg, "rollout.max_new_tokens") or 0) * int(select(cfg, "rollout.max_turns") or 1)
-    return int(select(cfg, "data.max_prompt_tokens") or 0), response if _writes(cfg) else 0
+    return int(select(cfg, "data.max_prompt_tokens") or 0), response if _trains_on_responses(cfg) else 0
 
 
-def _measured(training: Training, section: LanguageActorConfig) -> str:
+def _measure(training: Training, section: LanguageActorConfig) -> str:
     from rlhpc.language.planning.measured_memory import measure
 
     return measure(training, section.model.model_path, plain(section.model.kwargs)).describe()
 
 
-def _writes(cfg: RunConfig) -> bool:
+def _trains_on_responses(cfg: RunConfig) -> bool:
     """Returns whether the run trains on responses that the model generates."""
     return select(cfg, "algorithm.group_size") is not None
 
@@ -327,7 +327,7 @@ def training_of(
     else:
         sizes = MeshSizes(shard=ranks.number) if parallel is None else MeshSizes.of(parallel, ranks.number)
     prompt, response = max_lengths(cfg)
-    grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
+    grpo = typed(GrpoConfig, cfg) if _trains_on_responses(cfg) else None
     roles = group_roles(grpo) if grpo is not None else {}
     has_reference_loss = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
     is_causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
@@ -335,7 +335,7 @@ def training_of(
         size,
         backend,
         sizes,
-        _tokens(cfg, section, sizes, prompt + response),
+        _micro_batch_tokens(cfg, section, sizes, prompt + response),
         itemsize(section.model.dtype, ranks.accelerated),
         ranks.accelerated,
         lora=section.lora.rank,
@@ -349,22 +349,22 @@ def training_of(
         uses_logits=is_causal,
         has_head=is_causal,
         separate_embeddings=parallel is not None,
-        policies=_policies(cfg) if name == "actor" else 1,
+        policies=_num_policies(cfg) if name == "actor" else 1,
         eager=prompt + response if section.model.attn_implementation == "eager" else 0,
     )
 
 
-def _policies(cfg: object) -> int:
+def _num_policies(cfg: object) -> int:
     """Returns the number of policies (`agent.policies`)."""
     return max(1, len({*plain(select(cfg, "agent.policies") or {}).values()}))
 
 
-def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
+def _micro_batch_tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
     """Returns the number of tokens of the largest micro-batch.
 
     The number is the configured maximum, or smaller if an optimizer step has fewer tokens per rank.
     """
-    if not _writes(cfg):  # the length of rows is unknown
+    if not _trains_on_responses(cfg):  # the length of rows is unknown
         return section.max_tokens_per_micro_batch
     step = int(select(section, "global_batch_size") or responses_per_step(typed(GrpoConfig, cfg)))
     step_tokens = length * math.ceil(step / sizes.data)
@@ -379,14 +379,14 @@ def _teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
     return float(itemsize(cfg.teacher.model.dtype, ranks.accelerated) * size.parameters)
 
 
-def _trained(
+def _training_account(
     cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
 ) -> Account:
     training = training_of(cfg, name, section, ranks, build=build)
     is_colocated = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()
-    if sends_weights := name == "actor" and _writes(cfg):
-        moments = (*moments, _sending(training, moments))
+    if sends_weights := name == "actor" and _trains_on_responses(cfg):
+        moments = (*moments, _weight_sync_moment(training, moments))
     pinned = terms(
         weights_gradients_optimizer=training.offloaded_bytes(),
         weights_and_optimizer_while_others_compute=training.host_copy_bytes()
@@ -395,20 +395,20 @@ def _trained(
     )
     return Account(
         name,
-        description=_about(training, section),
+        description=_description(training, section),
         moments=moments,
         pinned=pinned,
         optional=terms(copies_for_saving=training.host_copy_bytes() * cfg.runner.async_save),
-        host=_loading(training, ranks),
-        shm=_shared_memory_of(typed(GrpoConfig, cfg), training, is_colocated) if sends_weights else (),
+        host=_loading_memory(training, ranks),
+        shm=_shared_memory(typed(GrpoConfig, cfg), training, is_colocated) if sends_weights else (),
         colocated=is_colocated and ranks.accelerated,
-        measured=lambda: _measured(training, section),
+        measured=lambda: _measure(training, section),
         changes=lambda capacity: nearest(name, training, section, capacity),
         max_fitting=lambda capacity: _largest_micro_batch(name, training, capacity),
     )
 
 
-def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
+def _weight_sync_moment(training: Training, moments: Sequence[Moment]) -> Moment:
     """Returns the memory terms of weight sync: the terms between steps, one full weight, and a bucket of the update."""
     largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
     return Moment(
@@ -420,7 +420,7 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     )
 
 
-def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> tuple[MemoryTerm, ...]:
+def _shared_memory(cfg: GrpoConfig, training: Training, colocated: bool) -> tuple[MemoryTerm, ...]:
     """Returns the memory of a weight update in /dev/shm, and of retained weights.
 
     An update needs a few buckets, or its full size if colocated engines receive it later.
@@ -439,7 +439,7 @@ def _shared_memory_of(cfg: GrpoConfig, training: Training, colocated: bool) -> t
     )
 
 
-def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
+def _loading_memory(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
     """Returns the host memory for loading the model on a rank with an accelerator."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
@@ -448,7 +448,7 @@ def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
     return terms(model_while_it_is_read=element_bytes * training.size.parameters * fraction)
 
 
-def _about(training: Training, section: LanguageActorConfig) -> str:
+def _description(training: Training, section: LanguageActorConfig) -> str:
     division = {"fsdp": f" ({format_sizes(training.sizes)})", "deepspeed": f" (ZeRO-{training.stage})"}
     facts = (
         f"{section.model.model_path}: {counted(training.size.parameters)} parameters",
@@ -475,7 +475,7 @@ def counted(parameters: int) -> str:
 # -- generating groups---------------------------------------------------------------------------------------------------
 
 
-def _serving(
+def _serving_account(
     cfg: GrpoConfig,
     name: str,
     model: Any,
@@ -502,7 +502,7 @@ def _serving(
         utilization=section.gpu_memory_utilization,
         max_batch_size=section.max_batch_size,
         max_model_len=section.max_model_len,
-        copies=_policies(cfg) if name == "rollout" and engine.lower() == "hf" else 1,
+        copies=_num_policies(cfg) if name == "rollout" and engine.lower() == "hf" else 1,
         section=name,
     )
     bucket_bytes = min(float(serving.itemsize * serving.size.parameters), float(NUM_BUCKETS * BUCKET_BYTES))
@@ -528,16 +528,16 @@ def _serving(
 # -- scoring groups ------------------------------------------------------------------------------------------------------
 
 
-def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
+def _scoring_account(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
     if name == JUDGE:
         judge = cfg.judge
         max_tokens = (judge.max_prompt_tokens, judge.max_new_tokens)
-        return _serving(cfg, name, judge.model, judge, judge.rollout_backend, ranks, max_tokens, build)
+        return _serving_account(cfg, name, judge.model, judge, judge.rollout_backend, ranks, max_tokens, build)
     group = scoring_groups(cfg).get(name)
     if group is None or not group.model.model_path:
         raise UnknownModelError(f"{name} has no model that the configuration names")
     if group.scorer == ENGINE:
-        return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, max_lengths(cfg), build)
+        return _serving_account(cfg, name, group.model, cfg.teacher, "vllm", ranks, max_lengths(cfg), build)
     return _frozen_account(
         cfg, name, group.model, group.max_tokens, ranks, logits="logprobs" in group.scorer, build=build
     )

@@ -144,7 +144,7 @@ def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
 
 
 #: Bytes of vLLM besides weights and cache: activations of the largest batch, and CUDA graphs.
-_GRAPHS = 2.5 * (1 << 30)
+_VLLM_OTHER_BYTES = 2.5 * (1 << 30)
 #: Growth factor of the KV cache of engine `hf`, and block size and extra columns of it (`batch_invariance.KVCache`).
 _GROWTH, _BLOCK, _EXTRA_COLUMNS = 1.5, 32, 64
 #: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
@@ -222,23 +222,28 @@ class Serving:
 
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
-        common_terms = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
+        common_terms = (
+            *terms(weights=self.weights),
+            *self._cache_terms(),
+            *self._forward_terms(),
+            process(self.accelerated),
+        )
         layer_bytes = self.itemsize * sum(self.size.layer_parameters) / self.tensor
         arriving_bytes = max(layer_bytes if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
         return Moment(_GENERATION, common_terms), Moment(
             _UPDATE, (*common_terms, *terms(arriving_weights=arriving_bytes))
         )
 
-    def _passing(self) -> tuple[MemoryTerm, ...]:
+    def _forward_terms(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm" and self.accelerated:
-            return (MemoryTerm("activations and graphs", _GRAPHS),)
+            return (MemoryTerm("activations and graphs", _VLLM_OTHER_BYTES),)
         layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
         return terms(
             activations=min(self.sequences, 8) * self.prompt * layers.layer_peak(),
             logits=3.0 * 4.0 * self.sequences * self.size.vocabulary,
         )
 
-    def _cache(self) -> tuple[MemoryTerm, ...]:
+    def _cache_terms(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm":
             return (MemoryTerm("KV cache", self.cache_bytes(), self.describe_cache()),)
         columns = -(-(self.length * _GROWTH + _EXTRA_COLUMNS) // _BLOCK) * _BLOCK
@@ -262,7 +267,7 @@ class Serving:
 
     def cache_budget(self) -> float:
         """Returns the bytes that vLLM's fraction of the accelerator leaves for the cache."""
-        return self.utilization * (self.capacity or 0.0) - self.weights - _GRAPHS
+        return self.utilization * (self.capacity or 0.0) - self.weights - _VLLM_OTHER_BYTES
 
     def num_fitting(self) -> int:
         """Returns the number of sequences of the run's maximum length that fit into the cache."""
@@ -283,7 +288,7 @@ class Serving:
         return (
             f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine "
             f"{gib(self.utilization * self.capacity)} of an accelerator; it needs {gib(self.weights)} for weights, "
-            f"{gib(_GRAPHS)} for activations and graphs, "
+            f"{gib(_VLLM_OTHER_BYTES)} for activations and graphs, "
             f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; "
             f"the term that does not fit: {shortage}",
         )
@@ -429,7 +434,7 @@ class Training:
             gradient_of_the_head=gradient_bytes * self.size.embedding / layers.tensor,
         )
 
-    def _model(self) -> tuple[MemoryTerm, ...]:
+    def _model_terms(self) -> tuple[MemoryTerm, ...]:
         """Returns the terms of the rank's weights, optimizer and frozen models."""
         fraction = self.rank_fraction()
         return terms(
@@ -444,15 +449,19 @@ class Training:
 
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
-        terms_by_moment = {"local": self._local, "fsdp": self._fsdp, "deepspeed": self._deepspeed}[self.backend]()
+        build_terms = {
+            "local": self._local_moments,
+            "fsdp": self._fsdp_moments,
+            "deepspeed": self._deepspeed_moments,
+        }[self.backend]
         return tuple(
-            Moment(name, (*moment_terms, process(self.accelerated))) for name, moment_terms in terms_by_moment.items()
+            Moment(name, (*moment_terms, process(self.accelerated))) for name, moment_terms in build_terms().items()
         )
 
-    def _local(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _local_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, trained_bytes = self.size, 4.0 * self.num_trained
         base = (
-            *self._model(),
+            *self._model_terms(),
             *terms(
                 gradients=trained_bytes, weights_to_compute_with=self.itemsize * self.num_trained * self.mixed_precision
             ),
@@ -470,9 +479,9 @@ class Training:
             STEP: (*base, *terms(optimizer_temporaries=0.0 if self.accelerated else trained_bytes)),
         }
 
-    def _fsdp(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _fsdp_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, sizes, element_bytes = self.size, self.sizes, self.itemsize
-        step_terms = (*self._model(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
+        step_terms = (*self._model_terms(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
         if self.offload and self.accelerated:
             step_terms = terms(other_models=self.other_models_bytes)
         expert_parameters, dense_parameters = size.layer_parameters
@@ -525,7 +534,7 @@ class Training:
             STEP: step_terms,
         }
 
-    def _deepspeed(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _deepspeed_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         size, element_bytes, num_trained, is_stage_3 = self.size, self.itemsize, self.num_trained, self.stage == 3
         fraction = 1.0 / self.ranks if is_stage_3 else 1.0
         is_offloaded = self.offload and self.accelerated

@@ -47,10 +47,10 @@ def tables(config: str) -> str:
         config: Configuration of task type `reasoning`.
     """
     cfg = typed(GrpoConfig, load_config(config, training=False))
-    return "\n\n".join((_training(cfg), _serving(cfg)))
+    return "\n\n".join((_training_table(cfg), _serving_table(cfg)))
 
 
-def _training(cfg: GrpoConfig) -> str:
+def _training_table(cfg: GrpoConfig) -> str:
     base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, capacity=ROOM))
     rows = [
         "| model | cards | divided by | most, GiB | when | largest term, GiB | micro-batch up to |",
@@ -60,7 +60,7 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             num_accelerators = nodes * PER_NODE
-            division_and_fit = _describe_changes(
+            division_and_fit = _nearest_division(
                 dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True)
             )
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
@@ -68,7 +68,7 @@ def _training(cfg: GrpoConfig) -> str:
     return "\n".join(rows)
 
 
-def _describe_changes(plain: Training) -> tuple[Training, bool]:
+def _nearest_division(plain: Training) -> tuple[Training, bool]:
     """Returns the nearest division that fits, or the division with the lowest peak; and whether the result fits."""
     divisions_that_fit = [
         (distance, division) for distance, division in divisions(plain) if peak_bytes(division) <= _USABLE
@@ -88,7 +88,7 @@ def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
     yield f"{largest_tokens(training, _USABLE)} tokens" if is_fitting else "—"
 
 
-def _serving(cfg: GrpoConfig) -> str:
+def _serving_table(cfg: GrpoConfig) -> str:
     rows = [
         "| model | ranks of an engine | weights, GiB | KV cache, GiB | sequences of full length |",
         "|" + "---|" * 5,

@@ -229,15 +229,17 @@ def size_of(
     if text_config.get("model_type") in FAMILIES:
         shapes = dict(_shapes(text_config))
         # For mixtures, peft treats all linear layers except attention as experts.
-        last_parts = _ATTENTION if _experts(text_config) else LINEAR
+        last_parts = _ATTENTION if _num_experts(text_config) else LINEAR
         layers = (name.removesuffix(".weight") for name in shapes)
-        return _sized(text_config, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
+        return _build_size(
+            text_config, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts)
+        )
     if not build:
         raise UnknownModelError(
             f"{path}: models of type {text_config.get('model_type')} are looked at by rlhpc plan alone"
         )
     defaults, shapes, linear = _build_on_meta(path, config)
-    return _sized({**text_config, **defaults}, shapes, linear)
+    return _build_size({**text_config, **defaults}, shapes, linear)
 
 
 def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -250,7 +252,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
         raise UnknownModelError("no model is named")
     if path == f"{PREFIX}tiny":
         try:
-            return _tiny(**{str(key): setting for key, setting in (kwargs or {}).items()})
+            return _tiny_config(**{str(key): setting for key, setting in (kwargs or {}).items()})
         except TypeError as error:  # the message names the accepted arguments
             raise UnknownModelError(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
@@ -270,7 +272,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
     )
 
 
-def _tiny(
+def _tiny_config(
     vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
 ) -> dict[str, Any]:
     """Returns the configuration of a built-in tiny model, as written by `make_tiny_model`."""
@@ -287,10 +289,10 @@ def _tiny(
     }
 
 
-def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
+def _build_size(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
     num_heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
     hidden_size = int(c.get("hidden_size") or c.get("n_embd") or 0)
-    experts = _experts(c)
+    experts = _num_experts(c)
     intermediate_size = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden_size)
     context_length = c.get("max_position_embeddings") or c.get("n_positions")
     latent_size = int(c.get("kv_lora_rank") or 0)
@@ -362,7 +364,7 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (int(c["vocab_size"]), hidden_size)
 
 
-def _experts(c: Mapping[str, Any]) -> int:
+def _num_experts(c: Mapping[str, Any]) -> int:
     """Returns the number of experts per layer; 0 for families without experts, for any contents of the configuration."""
     if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
         return 0
@@ -376,7 +378,7 @@ def _expert_width(c: Mapping[str, Any]) -> int:
 
 
 def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden_size, experts = int(c["hidden_size"]), _experts(c)
+    hidden_size, experts = int(c["hidden_size"]), _num_experts(c)
     step = int(c.get("decoder_sparse_step") or 1)
     is_dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
     if is_dense:

@@ -23,7 +23,7 @@ STALENESS, OFFLOAD = "algorithm.max_staleness", "actor.offload_in_rollout"
 MICRO, BATCH = "actor.max_tokens_per_micro_batch", "rollout.max_batch_size"
 TENSOR = "rollout.parallel.tensor"
 #: Default number of concurrent sequences of an engine.
-_AT_A_TIME = 64
+_DEFAULT_SEQUENCES = 64
 
 
 def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
@@ -59,7 +59,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
             if prompts % n == 0 and minibatch % n == 0
         },
         divides={**{phase.group: prompts for phase in scoring_phases}, "actor": prompts},
-        pieces=responses / (cfg.rollout.max_batch_size or _AT_A_TIME),
+        pieces=responses / (cfg.rollout.max_batch_size or _DEFAULT_SEQUENCES),
     )
 
 
