@@ -1,1 +1,1 @@
-"""Report pages of language runs: metrics of evaluations, samples and curves."""
+"""Report pages of language runs: evaluation metrics, samples and curves."""

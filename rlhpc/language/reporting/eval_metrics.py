@@ -1,11 +1,11 @@
 """Evaluation metrics of language models: accuracy, pass@k and majority vote, each with a 95 % interval.
 
-Everything is computed from rows, one per sample, as in `<suite>.samples.jsonl`:
+All metrics are computed from rows, one per sample, as in `<suite>.samples.jsonl`:
 
     {"id", "sample", "level", "right", "vote", "reward", "terms", "tokens", "finished", "failed", …}
 
-Samples of one problem are not independent. So every quantity is first computed per problem, and its interval is over
-problems: Wilson's if all of them are 0 or 1, otherwise a bootstrap that resamples problems.
+Samples of a problem are not independent. So every metric is first computed per problem, and its interval is over problems:
+Wilson's interval if all values are 0 or 1, otherwise a bootstrap that resamples problems.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Row = Mapping[str, Any]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Returns the probability that k of a problem's n samples, drawn without replacement, include a right one.
+    """Returns the probability that k samples, drawn without replacement from a problem's n samples, include a right sample.
 
     1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
     """
@@ -42,10 +42,10 @@ def ks(samples: int) -> list[int]:
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
-    """Returns the share of right samples among those with a problem's most frequent answer, or the mean over tied answers.
+    """Returns the share of right samples among the samples with a problem's most frequent answer. Tied answers are averaged.
 
     Args:
-        votes: Normalized answers; "" is no answer and does not vote.
+        votes: Normalized answers; samples with "" do not vote.
         right: Whether each sample is right.
     """
     vote_counts = Counter(vote for vote in votes if vote)
@@ -58,20 +58,20 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
 
 
 def _group_by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
-    """Groups rows by problem; sorts problems by id, and their rows by sample."""
+    """Groups rows by problem; sorts problems by id, and the rows of a problem by sample."""
     ordered = sorted(rows, key=itemgetter("id", "sample"))
     return [list(problem) for _, problem in groupby(ordered, itemgetter("id"))]
 
 
 def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
-    """Returns the summary of an evaluation's answers for its JSON file.
+    """Summarizes the answers of an evaluation for its JSON file.
 
     Returns:
-        n (problems), samples (of each), accuracy, pass_at_k, majority (null if no sample has a `vote`), reward_mean,
-        reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` for each mean.
+        n (number of problems), samples (per problem), accuracy, pass_at_k, majority (null if no sample has a `vote`),
+        reward_mean, reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` for each mean.
 
     Raises:
-        ValueError: There are no rows, or problems have different numbers of samples.
+        ValueError: `rows` is empty, or problems have different numbers of samples.
     """
     problems = _group_by_problem(rows)
     sample_counts = {len(problem) for problem in problems}
@@ -126,7 +126,7 @@ def _scores(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
 
 
 def _levels(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
-    """Returns the scores of each level, for suites with levels; numbers in order, then words."""
+    """Returns the scores of each level in order of `level_order`; {} for suites without levels."""
     groups: dict[str, list[Sequence[_Row]]] = {}
     for problem in problems:
         groups.setdefault(str(problem[0]["level"]), []).append(problem)
@@ -136,7 +136,7 @@ def _levels(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
 
 
 def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
-    """Sorts "level 2" before "level 10"."""
+    """Returns a sort key that orders numbers within names by value: "level 2" before "level 10"."""
     return [
         (int(level_part), "") if level_part.isdecimal() else (-1, level_part)
         for level_part in re.split(r"(\d+)", level)
@@ -152,17 +152,17 @@ def _share(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
     return sum(float(value(row)) for row in problem) / len(problem)
 
 
-#: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
+#: Row of an evaluation: `rewards` of the responses, `target` (margin or label), `level`, and the text of the `prompt`.
 _PreferenceRow = dict[str, Any]
 #: Number of bins of the probabilities from 1/2 to 1 for calibration.
 _BINS = 10
 
 
 def summarize_preferences(rows: Sequence[_PreferenceRow], form: str) -> dict[str, Any]:
-    """Returns the summary of preference rows.
+    """Summarizes the rewards of preference rows.
 
     Args:
-        rows: Each has `rewards`, `target`, `level` and `prompt`.
+        rows: Rows with `rewards`, `target`, `level` and `prompt`.
         form: "pairs" or "labels".
 
     Returns:
@@ -173,14 +173,14 @@ def summarize_preferences(rows: Sequence[_PreferenceRow], form: str) -> dict[str
 
 
 def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
-    """Returns the summary of pairs; see `summarize_preferences`. A pair with equal rewards counts as wrong."""
+    """Summarizes the rewards of pairs; see `summarize_preferences`. A pair with equal rewards counts as wrong."""
     rewards = np.asarray([row["rewards"] for row in rows], np.float64)
     margins = rewards[:, 0] - rewards[:, 1]
     is_right = margins > 0
     error, bins = calibration(margins)
     prompt_keys = [
         row.get("prompt", row_index) for row_index, row in enumerate(rows)
-    ]  # pairs of one prompt often share a response
+    ]  # pairs of the same prompt are not independent, because they often share a response
     levels: dict[str, list[int]] = {}
     for row_index, row in enumerate(rows):
         levels.setdefault(str(row["level"]), []).append(row_index)
@@ -211,15 +211,15 @@ def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
 def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
     """Returns the expected calibration error of σ(r_chosen − r_rejected) (Guo et al. 2017).
 
-    By the rewards, the more likely response of each pair has a probability p ≥ 1/2. Among pairs with similar p, it
-    should be the preferred one in a share p of them.
+    The rewards give the response with the higher reward a probability p ≥ 1/2 of being the preferred response. With
+    calibrated rewards, this response is preferred in a share p of the pairs with similar p.
 
     Args:
         margins: `[P]`: r_chosen − r_rejected.
 
     Returns:
-        Mean over all pairs of |share − p|, by tenths of the range from 1/2 to 1; and for each tenth with pairs n, said
-        (mean p) and was (share).
+        The mean of |share − p| over all pairs, with p and share averaged over each tenth of the range from 1/2 to 1; and n,
+        said (mean p) and was (share) of each tenth with pairs.
     """
     probabilities = 1 / (1 + np.exp(-np.abs(margins)))
     outcomes = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
@@ -240,8 +240,8 @@ def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
 
 
 def labels_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
-    """Returns the summary of labelled rows; see `summarize_preferences`. r2 and spearman are None if all labels, or all
-    rewards, are equal.
+    """Summarizes the rewards of labelled rows; see `summarize_preferences`. `r2` is None if all labels are equal, `spearman`
+    also if all rewards are equal.
     """
     rewards = np.asarray([row["rewards"][0] for row in rows], np.float64)
     labels = np.asarray([row["target"] for row in rows], np.float64)
@@ -263,7 +263,7 @@ def labels_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
 
 
 def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
-    """Returns, for each response, the share of responses with another label that the rewards order correctly; ties are
+    """Returns for each response the share of differently labelled responses that the rewards order correctly; ties count as
     wrong.
     """
     agreement_shares = []
@@ -276,7 +276,7 @@ def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Returns the rank correlation, with mean ranks of ties; None if either does not vary."""
+    """Returns the rank correlation of two variables, with mean ranks of ties; None if a variable is constant."""
     ranks = [_ranks(observations) for observations in (first, second)]
     if any(np.ptp(rank_values) == 0 for rank_values in ranks):
         return None
@@ -291,7 +291,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Formats an evaluation as a line."""
+    """Formats the evaluation of a reward model as a line."""
     interval_part = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
     line = f"accuracy {result['accuracy']:.1%}{interval_part} on {result['n']} {result['unit']}"
     if result["unit"] == "pairs":

@@ -1,4 +1,4 @@
-"""Report of a language model's run: curves, evaluations and key figures."""
+"""Report of a language run: curves, evaluations and key figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlhpc.runtime.text import in_parentheses, interval_text
 
 Evaluation = Mapping[str, Any]
 
-#: Metrics that are drawn first, if the task type has them; and the others.
+#: Main metrics, which are drawn first if the task type has them.
 _FIRST = [
     Metric("reward", "train/reward", "Reward", "mean reward"),
     Metric("accuracy", "train/accuracy", "Accuracy on training prompts", "share of right samples"),
@@ -66,8 +66,7 @@ _RATES = {"rollout": "time/tokens_per_s", "training": "time/train_tokens_per_s"}
 
 
 def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
-    """Draws reward and accuracy (for demonstrations: loss), then all other logged metrics: known ones with their
-    titles, then unknown ones.
+    """Draws the main metrics of the task type, then the diagnostics, then other logged metrics under their names.
 
     Args:
         rows: Metrics of the run.
@@ -95,7 +94,7 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
-    """Draws tokens per second, the work of the stages (which overlaps), and the stacked phases of a step."""
+    """Draws tokens per second, the times of the stages (which overlap), and the stacked phases of a step."""
     lines = [
         Line(label, *series(rows, name), color=color, smooth=True)
         for color, (label, name) in enumerate(_RATES.items(), start=4)
@@ -114,9 +113,9 @@ def time_curves(rows: Rows) -> dict[str, str]:
 
 
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns every readable eval/global_step_<N>/<suite>.json with an accuracy, by suite and step.
+    """Returns the contents of all readable eval/global_step_<N>/<suite>.json with an accuracy, by suite and step.
 
-    Each has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 %).
+    Each result has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 % interval).
     """
     evaluations = [evaluation for evaluation in typed_results(paths, "accuracy") if "n" in evaluation]
     for evaluation in evaluations:
@@ -141,10 +140,12 @@ def evaluation_curve(paths: RunPaths, rows: Rows, evaluations: Sequence[Evaluati
 
 
 def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
-    """Draws pass@k over k of each suite's first and last checkpoint; None if no suite has several samples."""
+    """Draws pass@k over k for the first and the last checkpoint of each suite; None if no suite has several samples."""
     lines: list[Line] = []
-    for suite, suite_results in by_suite(evaluations).items():
-        curve_results = [curve_result for curve_result in suite_results if len(curve_result.get("pass_at_k") or {}) > 1]
+    for suite, results_of_suite in by_suite(evaluations).items():
+        curve_results = [
+            curve_result for curve_result in results_of_suite if len(curve_result.get("pass_at_k") or {}) > 1
+        ]
         for curve_result in curve_results[:1] + curve_results[1:][-1:]:
             interval_ends = curve_result.get("pass_at_k_ci95") or {}
             points = sorted(
@@ -169,8 +170,8 @@ def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str,
 def parts(
     paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
 ) -> Parts:
-    """Returns the parts of the page, see `Reporting.parts`; also writes samples.html and episodes.html if evaluations have
-    samples.
+    """Returns the parts of the page (`Reporting.parts`); with `linked`, also writes samples.html and episodes.html if
+    evaluations have samples.
 
     Args:
         paths: Paths of the run.
@@ -202,7 +203,7 @@ def parts(
 
 
 def data_name(paths: RunPaths) -> str:
-    """Returns model and data of the run, for its subtitle."""
+    """Returns the names of the run's model and data for the subtitle; "" if the configuration cannot be read."""
     try:
         cfg = read_yaml(paths.config.read_bytes())
         train_section, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
@@ -213,7 +214,7 @@ def data_name(paths: RunPaths) -> str:
 
 
 def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
-    """Renders the cards at the top of the page, with the evaluations of one suite."""
+    """Renders the cards at the top of the page: best and last evaluation of a suite, and figures of the run."""
     best_evaluation = max(evaluations, key=lambda result: result["accuracy"], default=None)
     last_evaluation = evaluations[-1] if evaluations else None
 

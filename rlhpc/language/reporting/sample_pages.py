@@ -1,8 +1,8 @@
-"""Sample pages: report/samples.html with the model's responses side by side for each checkpoint, and
-report/episodes.html. Each is a self-contained file.
+"""Sample pages of a run: report/samples.html with the responses of all checkpoints side by side, and report/episodes.html.
+Each page is a self-contained file.
 
-Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks have no
-effect after it.
+Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks have no effect
+on the text that follows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlhpc.runtime.files import is_count, is_number, open_file, read_file, read_
 from rlhpc.runtime.text import interval_text
 
 _PROBLEMS = 24
-"""Problems of a suite that are shown in full."""
+"""Maximum number of problems of a suite that are shown in full."""
 _CHECKPOINTS = 6
-"""Checkpoints that stand side by side."""
+"""Maximum number of checkpoints side by side."""
 _MAP_COLUMNS = 240
 _FOLD_CHARACTERS, _MAX_SAMPLE_CHARACTERS, _MAX_MORE_SAMPLES = 600, 8000, 7
 
@@ -54,7 +54,7 @@ height:32px;box-sizing:border-box;min-width:0;max-width:100%}
 .answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
 """
 
-#: Shows the problems with a sample that matches the form's fields; the form is visible only if scripts run.
+#: Script that shows the problems with a sample that matches the form's fields; the form is visible only if scripts run.
 FILTER = """
 for (const form of document.querySelectorAll("form.filter")) {
   const problems = [...form.parentElement.querySelectorAll("article.problem")];
@@ -91,7 +91,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-#: Checks of required and of optional fields of a row.
+#: Checks of the required and the optional fields of a row.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "id": lambda value: isinstance(value, str) or is_count(value),
     "sample": is_count,
@@ -109,8 +109,15 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A suite's samples at one checkpoint. `share` of right samples by problem; `selected_rows`: the rows of the
-    selected problems.
+    """Samples of a suite at one checkpoint.
+
+    Attributes:
+        step: Step of the checkpoint.
+        result: Contents of the evaluation's JSON file.
+        path: Path of the samples file.
+        share: Share of right samples, by problem.
+        level: Level, by problem.
+        selected_rows: Rows of the selected problems.
     """
 
     step: int
@@ -122,12 +129,12 @@ class _Column:
 
 
 def samples_path(result: Path) -> Path:
-    """Returns the path of the samples of an evaluation's JSON file: `<suite>.samples.jsonl` in the same folder."""
+    """Returns the path of the samples that belong to an evaluation's JSON file: `<suite>.samples.jsonl` in its folder."""
     return result.with_name(f"{result.stem}.samples.jsonl")
 
 
 def read_samples(path: Path) -> Iterator[_Row]:
-    """Yields the rows of a samples file; omits invalid lines, and fields of a wrong type.
+    """Yields the rows of a samples file; omits invalid lines, and optional fields of a wrong type.
 
     Raises:
         OSError: The file cannot be read.
@@ -152,7 +159,7 @@ def samples_page(paths: RunPaths) -> Path:
 
 
 def write_samples_page(paths: RunPaths) -> Path | None:
-    """Writes the page of a run's generations; returns None if no evaluation has samples.
+    """Writes the page of a run's samples; returns its path, or None if no evaluation has samples.
 
     Raises:
         RlhpcError: The page cannot be written.
@@ -186,7 +193,7 @@ def _ways(suites: Sequence[str]) -> str:
 
 
 def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
-    """Returns (step, JSON file, content) by suite, with ascending steps, of evaluations with a samples file."""
+    """Returns the evaluations with a samples file by suite, as (step, JSON file, content) with ascending steps."""
     results_by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
         try:
@@ -200,7 +207,7 @@ def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Ma
 
 
 def spread(count: int, limit: int) -> list[int]:
-    """Returns at most `limit` of `range(count)`, evenly spaced, including first and last."""
+    """Returns at most `limit` evenly spaced numbers of `range(count)`, including the first and the last."""
     if count <= limit:
         return list(range(count))
     if limit == 1:
@@ -209,7 +216,7 @@ def spread(count: int, limit: int) -> list[int]:
 
 
 def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
-    """Reads every file twice: first the scores, then the texts of the selected problems."""
+    """Reads the samples of a suite's evaluations, each file twice: scores first, then rows of the selected problems."""
     columns = []
     for step, path, evaluation in results:
         column = _Column(step, evaluation, samples_path(path))
@@ -247,7 +254,7 @@ def _lines(path: Path) -> int:
 
 
 def _order_problems(columns: Sequence[_Column]) -> list[Any]:
-    """Returns the problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all
+    """Returns the ids of the last checkpoint's problems, ordered by level and id, so that evenly spaced problems cover all
     levels.
     """
     last_column = columns[-1]
@@ -278,7 +285,7 @@ def _suite(columns: Sequence[_Column]) -> str:
 
 
 def _filter_form() -> str:
-    """Renders the fields that filter the problems of a suite; hidden if no scripts run."""
+    """Renders the form that filters the problems of a suite; the form is hidden if no scripts run."""
     choices = {
         "any": "any",
         "right": "one is right",
@@ -300,8 +307,8 @@ def _filter_form() -> str:
 
 
 def _changes(columns: Sequence[_Column]) -> str:
-    """Renders accuracy by checkpoint, pass@k for several samples, and the numbers of problems won and lost against the
-    previous checkpoint.
+    """Renders a table of checkpoints: accuracy, pass@k for several samples, and the numbers of problems with a higher and a
+    lower share of right samples than at the previous checkpoint.
     """
     rows: list[list[Cell]] = []
     evaluations = [with_pass_at(column.result) for column in columns]
@@ -329,7 +336,7 @@ def _changes(columns: Sequence[_Column]) -> str:
 
 
 def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
-    """Renders one row per checkpoint and one column per problem; a more opaque cell has more right samples."""
+    """Renders a map of all problems: rows are checkpoints, columns problems, and opacity is the share of right samples."""
     map_problems = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
     margin, height = 78, 17
     width = max(4, min(22, 1080 // len(map_problems)))
@@ -374,7 +381,7 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
     cells = []
     for column in columns:
         rows = sorted(column.selected_rows.get(key, []), key=lambda row: row["sample"])
-        # A suite that was changed between two evaluations has another prompt under the same number.
+        # If the suite was changed between two evaluations, the same id may belong to another prompt.
         same_prompt = bool(rows) and rows[0]["prompt"] == first_sample["prompt"]
         cells.append(
             _answer(column.step, rows)
@@ -420,7 +427,7 @@ def _sample(row: _Row) -> str:
 
 
 def _text(text: str) -> str:
-    """Renders untrusted text; folds a long text, and cuts a very long one."""
+    """Renders untrusted text; folds long texts, and truncates very long texts."""
     visible_text = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
     html = f'<pre class="said" dir="auto">{escape(visible_text) or "<i>nothing</i>"}</pre>'
     if folded_text := text[len(visible_text) : _MAX_SAMPLE_CHARACTERS]:
@@ -440,11 +447,12 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
     """Compares two evaluations of one suite, sample by sample: two engines with one model, or two models.
 
     Args:
-        first, second: Their JSON files, with the samples in the same folders.
+        first, second: JSON files of the evaluations, with the samples in the same folders.
 
     Returns:
-        n (common samples), same_text, same_right (shares), accuracy of both, difference (second − first, over problems)
-        with its paired 95 % interval, and `examples`: the first five with different texts.
+        n (common samples), same_text and same_right (shares), accuracy (of both evaluations), difference (second − first,
+        mean over problems), difference_ci95 (paired 95 % interval), and examples (the first five samples with different
+        texts).
 
     Raises:
         ConfigError: A file cannot be read, or the evaluations have no problem in common.
@@ -464,7 +472,7 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
                 {"id": key[0], "sample": key[1], "first": first_row["response"], "second": second_row["response"]}
             )
     differences = [sum(problem_differences) / len(problem_differences) for problem_differences in problems.values()]
-    # From -1 to 1. If no problem differs, the interval is the bound of the share that might.
+    # Differences are from -1 to 1. If no problem differs, the interval is the upper bound of the share that may differ.
     bound = wilson(0, len(differences))[1]
     interval_shares = share_interval([(difference + 1) / 2 for difference in differences])
     interval_ends = [2 * end - 1 for end in interval_shares] if any(differences) else [-bound, bound]
@@ -493,7 +501,7 @@ def _by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
 
 
 _EPISODES = 24
-"""Episodes of a suite that are shown."""
+"""Maximum number of episodes of a suite on the page."""
 _MAX_CHARACTERS = 4000
 _EPISODE_CSS = """
 .note{color:var(--muted);margin:0 0 14px}
@@ -518,8 +526,8 @@ def episodes_page(paths: RunPaths) -> Path:
 
 
 def write_episodes_page(paths: RunPaths) -> Path | None:
-    """Writes the page of a run's episodes, from each suite's last evaluation; returns None if no episode has several
-    turns.
+    """Writes the page of a run's episodes from each suite's last evaluation; returns its path, or None if the evaluations have
+    no transcripts of episodes.
 
     Raises:
         RlhpcError: The page cannot be written.
@@ -548,7 +556,7 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
 
 
 def _is_episode(samples: Any) -> bool:
-    """Returns whether these are samples in the format of `transcript`, since the file may come from elsewhere."""
+    """Returns whether a value has the format of `transcript`; other programs may have written the file."""
     return (
         isinstance(samples, list)
         and bool(samples)
@@ -602,7 +610,7 @@ def _part(part: Any) -> str:
 
 
 def _token(text: str, logprob: float) -> str:
-    """Renders a token; a less likely token has a more opaque colour."""
+    """Renders a token with its log-prob; a less likely token has a more opaque background."""
     surprise_percent = round(100 * (1 - math.exp(min(0.0, logprob))))
     style = (
         f' style="background:color-mix(in srgb,var(--c3) {surprise_percent}%,transparent)"'

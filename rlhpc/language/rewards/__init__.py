@@ -1,4 +1,4 @@
-"""Rewards of texts: reward functions by name, and the pool of processes that computes them."""
+"""Reward functions of responses, and the pool of processes that computes rewards."""
 
 from rlhpc.language.rewards.base import Reward, Sample
 from rlhpc.language.rewards.pool import RewardPool, Scored, Term, make_reward

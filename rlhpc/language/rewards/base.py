@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Sample:
-    """Response to be scored.
+    """Response of the model with its problem, as input of a reward function.
 
     Attributes:
         prompt: The last user message.
@@ -17,7 +17,7 @@ class Sample:
         answer: The reference answer, as text.
         meta: Metadata of the problem in its dataset.
         tokens: Length of the response.
-        finished: False if it was truncated at the length limit.
+        finished: False if the response was truncated at the length limit.
         messages: Conversation before the response, in the form of chat templates.
         tools: Definitions of the tools in the prompt.
     """
@@ -33,7 +33,7 @@ class Sample:
 
 
 class Reward(Protocol):
-    """Reward function of one sample. It may raise, hang or die: the pool that calls it gives such a sample `reward.failed`."""
+    """Reward function of a sample. If it raises, hangs or crashes, the reward pool gives the sample `reward.failed`."""
 
     def __call__(self, sample: Sample) -> float: ...
 
@@ -43,9 +43,9 @@ class Reward(Protocol):
 
 @runtime_checkable
 class SaysInline(Protocol):
-    """Reward that declares whether it is so cheap and harmless that it needs no separate process.
+    """Reward that declares whether it is cheap and safe enough to run without a separate process.
 
-    `inline` is a bool, or a function of the reward's arguments that returns one.
+    `inline` is a bool, or a function that returns a bool for the reward's arguments.
     """
 
     inline: bool | Callable[..., bool]
@@ -53,11 +53,11 @@ class SaysInline(Protocol):
 
 @runtime_checkable
 class ChecksProblems(Protocol):
-    """Reward that can check, without a response, whether it can score a problem."""
+    """Reward that can check before the start of a run whether it can score a problem."""
 
     @staticmethod
     def check_problem(meta: Mapping[str, Any]) -> None:
-        """Rejects a problem that it cannot score.
+        """Rejects a problem that the reward cannot score.
 
         Raises:
             ValueError: The problem cannot be scored; the message gives the reason.
@@ -66,20 +66,20 @@ class ChecksProblems(Protocol):
 
 @runtime_checkable
 class Comparing(Protocol):
-    """Reward that compares with the reference answer, so that it cannot score a problem without one."""
+    """Reward that declares whether it needs the reference answer of a problem."""
 
     needs_answer: bool
 
 
 @runtime_checkable
 class MemoryBound(Protocol):
-    """Reward whose judge process is limited to this amount of memory (MiB)."""
+    """Reward with a memory limit for its process, in MiB."""
 
     memory_mb: int
 
 
 @runtime_checkable
 class Preloading(Protocol):
-    """Reward whose judge processes import these modules before they are forked."""
+    """Reward with modules that the pool's server imports before it forks the reward processes."""
 
     preload: Sequence[str]

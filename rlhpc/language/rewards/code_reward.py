@@ -1,4 +1,4 @@
-"""Code reward: runs a program against its problem's tests in a sandbox."""
+"""Code reward: share of a problem's tests that a program passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _MAX_PROBLEMS = 256
 
 @former_members(whole="run_unfenced")
 class CodeReward:
-    """Reward of the last Python block of a response, which runs against the problem's tests in a sandbox.
+    """Reward of the program in the last Python block of a response, which runs with the problem's tests in a sandbox.
 
     The tests are in `meta["tests"]`, or in the column of a published set (`problem_formats.COLUMNS`). A test is one of:
 
     - statements with `assert`, a function `check(candidate)`, pytest functions, unittest classes, doctests. Assertions on
-      calls are evaluated outside: only the values of the calls leave the sandbox, and comparisons, `not`, `and`,
-      `abs(a - b) < c`, `math.isclose`, `isinstance`, `all` and the like are applied to them here, as builtin values. Expected
-      values never enter the sandbox, nor do names that the tests bind to values, unless they are arguments of the
-      program. Loops over values known in advance are unrolled. So an object that claims to equal everything, a redefined
-      `abs`, or a program that ends early and prints success gains nothing. Tests that cannot be split (other loops, `try`,
-      helpers of the setup that compare) run inside, in the program's process, in a separate run; a malicious program can
-      deceive those.
-    - `{"input": text, "output": text}`: the program runs with the input on stdin, and its output is compared outside,
-      up to white space at line ends.
-    - `{"call": expression, "output": value}`: as the first.
+      calls are evaluated outside the sandbox: only the values of the calls leave the sandbox, as builtin values, and
+      comparisons, `not`, `and`, `abs(a - b) < c`, `math.isclose`, `isinstance`, `all` and similar functions are applied to
+      these values outside. Expected values, and names that the tests bind to values, never enter the sandbox, unless they are
+      arguments of the program. Loops over values known in advance are unrolled. So an object that claims to equal everything,
+      a redefined `abs`, or a program that ends early and prints success gains nothing. Tests that cannot be split (other
+      loops, `try`, helpers of the setup that compare) run in the program's process in the sandbox, in a separate run. A
+      malicious program can deceive these tests.
+    - `{"input": text, "output": text}`: the program runs with the input on stdin, and its output is compared outside the
+      sandbox, except for white space at line ends.
+    - `{"call": expression, "output": value}`: the value of the call is compared outside the sandbox.
 
-    `meta["setup"]` has statements to run before the tests, `meta["entry_point"]` the name that a `check(candidate)`
-    function among the tests is called with. A problem whose tests test nothing is an error (`check_problem`); so is one whose
-    tests an empty program passes.
+    `meta["setup"]` has statements to run before the tests. `meta["entry_point"]` is the name of the function that is passed to
+    a test's `check(candidate)`. Problems with tests that test nothing are errors (`check_problem`), and so are problems with
+    tests that an empty program passes.
 
     Args:
-        partial: The reward is the fraction of the tests that pass, rather than 1 for all of them and 0 otherwise.
-        run_unfenced: A response without a block is run as a program unchanged.
-        timeout_s: Wall time of all tests of a sample; must be below `reward.timeout_s`.
+        partial: Whether the reward is the fraction of passed tests, rather than 1 if all tests pass and 0 otherwise.
+        run_unfenced: Whether a response without a block is run as a program.
+        timeout_s: Maximum time in seconds of all tests of a sample; must be below `reward.timeout_s`.
         sandbox: Arguments of the `Sandbox`.
     """
 
@@ -70,7 +70,7 @@ class CodeReward:
 
     @staticmethod
     def check_problem(meta: Mapping[str, Any]) -> None:
-        """Rejects a problem whose tests cannot be read, or test nothing. No program is run.
+        """Rejects a problem with tests that cannot be read or that test nothing. Runs no program.
 
         Raises:
             ValueError: The tests are rejected; the message gives the reason.
@@ -90,7 +90,7 @@ class CodeReward:
         depends_on_program = self._depends_on_program(problem)
         if not self._partial:
             return float(all(test_passed))
-        # A test that an empty program passes, too, such as that an argument is unchanged, counts only if it fails.
+        # A test that an empty program passes, such as a test that an argument is unchanged, counts only if it fails.
         counted_results = [
             passed
             for passed, is_dependent in zip(test_passed, depends_on_program, strict=True)
@@ -99,7 +99,7 @@ class CodeReward:
         return sum(counted_results) / len(counted_results)
 
     def _problem(self, meta: Mapping[str, Any]) -> _Problem:
-        """Returns the problem, which is parsed once for all its samples."""
+        """Returns the parsed problem from the cache, or parses it."""
         columns = (*COLUMNS, "setup", "test_setup_code", "test_imports", "entry_point", "metadata")
         key = repr([meta.get(name) for name in columns])
         if key not in self._problems:
@@ -109,8 +109,8 @@ class CodeReward:
         return self._problems[key]
 
     def _passed(self, problem: _Problem, program: str, timeout_s: float, *, run_all: bool) -> list[bool]:
-        """Runs a program against all tests. Without `run_all`, tests after a failure do not run and count as
-        failed.
+        """Runs a program with all tests; returns whether each test passed. Without `run_all`, tests after a failure do not run
+        and count as failed.
         """
         deadline, test_passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
         if plan.claims:
@@ -130,10 +130,10 @@ class CodeReward:
         return test_passed
 
     def _depends_on_program(self, problem: _Problem) -> list[bool]:
-        """Returns the tests that an empty program fails; it runs before the first reward of a problem.
+        """Returns whether each test fails for an empty program. The empty program runs once per problem.
 
         Raises:
-            ValueError: All tests pass without a program, or with functions that return None.
+            ValueError: An empty program, or a program with functions that return None, passes all tests.
         """
         if problem.refusal is None:
             stub_passed = self._passed(problem, "", self._timeout_s, run_all=True)
@@ -158,8 +158,8 @@ class _Problem:
     """Parsed tests of a problem.
 
     Attributes:
-        streams: Tests of the program's output.
-        plan: The other tests.
+        streams: Tests of the program's output on stdout.
+        plan: Plan of all other tests.
         dependent: Whether an empty program fails each test.
         refusal: Reason why the tests are rejected, "" if they are valid, None before an empty program has run.
     """
@@ -177,10 +177,10 @@ def _prints_only(test: str | Mapping[str, Any]) -> TypeGuard[Mapping[str, Any]]:
 
 
 def last_block(response: str) -> str | None:
-    """Returns the last closed block that is marked as Python, or else the last without a mark.
+    """Returns the last closed code block that is marked as Python, or the last block without a language if none is marked so.
 
-    Fences are those of CommonMark: three or more backticks or tildes, closed by at least as many of the same; in list items
-    and quotes the indentation of the fence is removed from its lines.
+    Fences are as in CommonMark: three or more backticks or tildes, closed by at least as many of the same character. In list
+    items and quotes, the indentation of the fence is removed from the block's lines.
     """
     blocks: list[tuple[str, str]] = []
     opening_fence: re.Match[str] | None = None
@@ -208,7 +208,7 @@ def last_block(response: str) -> str | None:
 
 
 def _mark(info: str) -> str:
-    """Returns the language of a fence: `python` of `python title=x`, `{.python .numberLines}` and `python3.11`."""
+    """Returns the language of a fence: `python` for `python title=x`, `{.python .numberLines}` and `python3.11`."""
     info_words = re.findall(r"[a-z]+3?", info.lower())
     return info_words[0] if info_words else ""
 

@@ -1,4 +1,4 @@
-"""Plan of a problem's tests: what runs with the program in the sandbox, and which claims are evaluated outside."""
+"""Plan of a problem's tests: steps that run with the program in the sandbox, and claims that are evaluated outside."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ class TestPlan:
     """Plan of a problem's tests: steps to run with a program, and claims about their results.
 
     Attributes:
-        steps: For the first run, in order: `value` (an expression whose value is returned), `raises` (statements whose
-            exception is returned) and `do` (statements).
-        scripts: For a second run: `do` as before, and `script`, statements that test the program in the sandbox. They contain
-            the expected values, so they run in a different process from the steps.
-        claims: For each assertion, a function that evaluates it from the answers to `steps`.
+        steps: Steps of the first run, in order. Kinds of steps: `value` returns the value of an expression, `raises` returns
+            the exception of statements, and `do` runs statements.
+        scripts: Steps of the second run: `do` steps, and `script` steps with statements that test the program in the sandbox.
+            Scripts contain the expected values, so they run in a different process from `steps`.
+        claims: Functions that evaluate the assertions from the answers to `steps`.
         verdicts: Indices into `scripts` that have to pass.
         setup: Statements to run before the steps.
-        values: Values of names that the tests have bound so far, if they are known here.
-        strict: Whether the program has to define a builtin function's name for the tests of that function to count.
+        values: Values of the names that the tests have bound so far, as far as they are known outside the sandbox.
+        meanings: Qualified names to which the names in the tests refer; "" for names that the tests bind.
+        definitions: Functions and classes of the tests that have not been added to the steps.
+        prepared: Indices of the steps that prepare the tests that follow.
+        strict: A list with one bool: whether tests of a builtin function count only if the program defines its name.
     """
 
     steps: list[dict[str, str]] = field(default_factory=list)
@@ -42,7 +45,7 @@ class TestPlan:
         self.prepared = steps
 
     def copy(self) -> TestPlan:
-        """Returns a plan that can be extended and discarded."""
+        """Returns a copy of the plan, which can be extended and discarded."""
         return TestPlan(
             list(self.steps), list(self.scripts), list(self.claims), list(self.verdicts), self.setup, dict(self.values),
             dict(self.meanings), dict(self.definitions), list(self.prepared), self.strict,
@@ -50,7 +53,7 @@ class TestPlan:
 
 
 def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """Returns the meanings of names that the tests' statements bind: `math.isclose` for an import of it, else ""."""
+    """Returns the meanings of the names that statements bind: the qualified name of an import, and "" for other names."""
     meanings: dict[str, str] = {}
     for statement in body:
         if isinstance(statement, ast.ImportFrom):
@@ -70,7 +73,7 @@ def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def add_step(plan: TestPlan, kind: str, source: str) -> int:
-    """Adds a step to both runs, if it is one of statements (`do`), else to the first; returns its index."""
+    """Adds a step to the first run, and a `do` step to the second run, too; returns its index in the first run."""
     plan.steps.append({"kind": kind, "source": source})
     if kind == "do":
         plan.scripts.append({"kind": kind, "source": source})
@@ -83,6 +86,6 @@ def has_check(body: Sequence[ast.stmt]) -> bool:
 
 
 def calls(body: Sequence[ast.stmt], name: str) -> bool:
-    """Returns whether statements outside functions call a function of this name."""
+    """Returns whether statements outside functions call the function of a name."""
     nodes = (n for statement in body if not isinstance(statement, ast.FunctionDef) for n in ast.walk(statement))
     return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes)

@@ -1,10 +1,10 @@
-"""Static analysis of a program's tests: separates expressions that run with the program in the sandbox from those that are
-computed outside.
+"""Static analysis of a program's tests: split into expressions that run with the program in the sandbox, and expressions that
+are computed outside.
 
-For `assert abs(root(2.0) - 1.41) < 1e-6`, the sandbox computes only `root(2.0)` and returns its value. The subtraction,
-`abs` and the comparison are computed outside, on builtin values. So a program that redefines `abs` or `bool`, or returns an
-object with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind to values
-are also evaluated outside; the sandbox binds them only if they are passed to the program.
+For `assert abs(root(2.0) - 1.41) < 1e-6`, the sandbox computes only `root(2.0)` and returns its value. The subtraction, `abs`
+and the comparison are computed outside, on builtin values. So a program that redefines `abs` or `bool`, or returns an object
+with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind to values are also
+evaluated outside. The sandbox binds such a name only if the program receives its value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Reader:
-    """Parser of one test; adds the test's steps and claims to `plan`.
+    """Parser of a test that adds the test's steps and claims to `plan`.
 
     Attributes:
         judged: Number of assertions that depend on the program.
@@ -99,8 +99,8 @@ class Reader:
         self._step_numbers.append(add_step(self.plan, "do", source))
 
     def _insert_values(self, node: Any, simple: bool = True) -> Any:
-        """Returns a copy of a node in which known expressions are replaced by their values; binds names in the sandbox if
-        the program may change or keep their objects.
+        """Returns a copy of a node with known expressions replaced by their values. Binds a name in the sandbox instead if the
+        program may change or keep the name's object.
         """
         node = (
             ast.parse(ast.unparse(node), mode="eval").body
@@ -121,7 +121,7 @@ class Reader:
         return node
 
     def _bind_inside(self, name: str) -> None:
-        """Binds a name in the sandbox, because the program receives its object and may change it."""
+        """Binds a name in the sandbox, because the program receives the name's object and may change it."""
         if name not in self.plan.values:
             return
         known_value = self.plan.values.pop(name)
@@ -144,7 +144,7 @@ class Reader:
             self._add_statement(definition)
 
     def bind(self, statement: ast.Assign) -> bool:
-        """Binds the names of an assignment outside the sandbox; returns False if the value is not known there."""
+        """Binds the names of an assignment outside the sandbox; returns False if the value depends on the program."""
         try:
             constant_value = self.constant_value(statement.value)
             if isinstance(constant_value, (zip, enumerate)):
@@ -160,7 +160,7 @@ class Reader:
         self.plan.values[name], self.plan.meanings[name] = value, ""
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
-        """Parses a function's body in place of its call; renames the function's local variables."""
+        """Parses the body of a called function with renamed local variables, in place of the call."""
         parameters = function.args
         if len(parameters.args) != len(arguments) or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
             raise Unclear
@@ -217,7 +217,7 @@ class Reader:
             self._add_statement(statement)
 
     def _asserting_call(self, call: ast.expr) -> bool:
-        """Inlines a call of a test's function that contains assertions; returns False for other expressions.
+        """Inlines a call of a test's function with assertions; returns False for other expressions.
 
         Raises:
             Unclear: The call cannot be inlined.
@@ -240,7 +240,7 @@ class Reader:
         return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
 
     def _raises(self, statement: ast.With) -> None:
-        """Parses `with pytest.raises(...)`: the sandbox returns the exception, and its classes are compared outside."""
+        """Parses `with pytest.raises(...)`. The sandbox returns the exception; its classes are compared outside."""
         call = statement.items[0].context_expr
         assert isinstance(call, ast.Call)
         match_values = [
@@ -284,7 +284,7 @@ class Reader:
 
         Args:
             node: The expression.
-            build: Function that builds the expression's term; None for `_term`.
+            build: Function that builds the term of the expression; by default `_term`.
         """
         previous_trial, previous_rounds, self._trial = self._trial, self._rounds, True
         try:
@@ -324,7 +324,7 @@ class Reader:
             if not outside.holds(term, []):
                 self.plan.claims.append(term)
             return
-        # The program may define a function with the name of a builtin one, or import a name of a module.
+        # The program may define a function with a builtin function's name, or import a name of a module.
         step_number = add_step(self.plan, "value", f"any(name in globals() for name in {unknown_names!r})")
         self._all_inside = True
         try:
@@ -342,8 +342,8 @@ class Reader:
         self.possible += 1
 
     def _term(self, node: ast.expr) -> Term:
-        """Returns a function that computes an expression outside the sandbox, from the values that the sandbox returns for
-        its leaves.
+        """Returns a function that computes an expression outside the sandbox from the values of its leaves, which the sandbox
+        returns.
         """
         is_literal, value = parse_literal(node)
         if is_literal:
@@ -417,7 +417,7 @@ class Reader:
         return lambda answers: constant
 
     def _leaf(self, node: ast.expr) -> Term:
-        # The leaf may need values that are known only outside the sandbox.
+        # The sandbox cannot compute a leaf with values that are known only outside.
         if self._trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
         self._leaves += 1
@@ -428,7 +428,7 @@ class Reader:
         return lambda answers: outside.value_of(answers, step_number)
 
     def _text(self, node: ast.expr) -> Term:
-        """Returns a function that computes a part of an f-string."""
+        """Returns a term for a part of an f-string."""
         if not isinstance(node, ast.FormattedValue):
             return self._term(node)
         convert = {-1: None, 115: str, 114: repr, 97: ascii}[node.conversion]
@@ -448,7 +448,7 @@ class Reader:
         return lambda answers: slice(*[slice_term(answers) for slice_term in slice_terms])
 
     def _key(self, node: ast.expr) -> Term:
-        """Returns a term whose value is the `key` function of a sort."""
+        """Returns a term that computes the `key` function of a sort."""
         if not isinstance(node, ast.Lambda):
             function = outside.FUNCTIONS[self._meaning(node)][0]
             return lambda answers: function
@@ -482,7 +482,7 @@ class Reader:
         return node.func.attr in method_names and all(self._is_known(argument) for argument in node.args)
 
     def _is_leaf(self, node: ast.expr) -> bool:
-        """Returns whether the sandbox computes an expression as a whole."""
+        """Returns whether the sandbox computes a complete expression."""
         if parse_literal(node)[0]:
             return False
         match node:
@@ -544,7 +544,7 @@ class Reader:
             term = self._term(element)
             return lambda answers: [term(answers)]
         first_generator, other_generators = generators[0], generators[1:]
-        try:  # unrolled, so that each round may call the program
+        try:  # the loop is unrolled, so that each round may call the program
             elements = items(first_generator.iter, self.constant_value)
         except Unclear:
             elements = None
@@ -604,7 +604,7 @@ class Reader:
         return function
 
     def _meaning(self, node: ast.expr) -> str:
-        """Returns the qualified name to which an expression refers; "" if the program or the setup defines it."""
+        """Returns the qualified name to which an expression refers; "" if program, setup or tests define it."""
         if self._all_inside:
             return ""
         if isinstance(node, ast.Name):
@@ -615,7 +615,7 @@ class Reader:
 
 
 class _ValueInserter(ast.NodeTransformer):
-    """Transformer that replaces the known parts of an expression for the sandbox by their values.
+    """Transformer that replaces the known parts of an expression by their values, for the sandbox.
 
     Attributes:
         needed: Names that must be bound in the sandbox, because the program receives the objects themselves.
@@ -626,7 +626,7 @@ class _ValueInserter(ast.NodeTransformer):
         self.needed: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
-        """Replaces an expression by its value if all its parts are known; replaces a name only if its value is a constant."""
+        """Replaces an expression by its value if all its parts are known. Replaces a name only by a constant."""
         if not isinstance(node, ast.expr):
             return self.generic_visit(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}

@@ -1,4 +1,4 @@
-"""Evaluation of assertions outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
+"""Evaluation of assertions outside the sandbox, by arithmetic, comparisons and builtin functions on builtin values.
 
 The program under test chooses the operands, so the cost of every operation is bounded.
 """
@@ -23,14 +23,14 @@ from typing import Any
 _DEEPEST = 64
 _LARGEST_EXPONENT = 10_000
 _MOST_ALIKE = 32
-"""Maximum number of set members with the same hash; a program could add more to slow the comparison down."""
+"""Maximum number of set members with the same hash. A malicious program could return more to slow down comparisons."""
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """Decodes a value from the harness's encoding.
+    """Decodes a value that the sandbox's harness has encoded.
 
     Raises:
-        ValueError: The value does not have the harness's encoding; a program may have written it.
+        ValueError: The encoding is invalid, because a program wrote it.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
@@ -54,7 +54,7 @@ def _decode_dict(content: Any, decode_element: Callable[[Any], Any]) -> dict[Any
 def _decode_decimal(content: Any, _: Callable[[Any], Any]) -> Decimal:
     decimal = Decimal(content)
     if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
-        raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would create all digits
+        raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding would create all digits
     return decimal
 
 
@@ -66,7 +66,7 @@ def _decode_moment(content: Any, _: Callable[[Any], Any]) -> Any:
 
 
 def _spread(members: list[Hashable]) -> Iterable[Hashable]:
-    """Checks that too many members do not share a hash, which would make hashing take quadratic time; returns them.
+    """Refuses too many members with the same hash, for which hashing takes quadratic time; returns the members.
 
     Raises:
         ValueError: More than `_MOST_ALIKE` members share a hash.
@@ -123,7 +123,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 
 
 class Approximation:
-    """Number, or container of numbers, that equals values near it, like `pytest.approx`."""
+    """Number or container of numbers that is equal to close values, like `pytest.approx`."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -202,7 +202,7 @@ KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dict": (dict, (ANY,)),
     "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
 }  # fmt: skip
-"""Functions that are computed outside the sandbox if all arguments come from the tests and none from the program."""
+"""Functions that are computed outside the sandbox if all arguments come from the tests."""
 KNOWN_METHODS: dict[type, tuple[str, ...]] = {
     dict: ("items", "keys", "values", "get", "copy"), list: ("copy", "index", "count"), tuple: ("index", "count"),
     str: ("upper", "lower", "strip", "split", "splitlines", "join", "replace", "title", "capitalize", "startswith", "endswith",
@@ -212,10 +212,8 @@ KNOWN_METHODS: dict[type, tuple[str, ...]] = {
 """Read-only methods of the tests' values, by type."""
 CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
                 "max", "collections.Counter"}  # fmt: skip
-"""Conversions of a program's value that may run in the sandbox. Their result must equal the expected value, so a program
-that manipulates a conversion gains no more than by returning that value.
-
-They convert values that cannot leave the sandbox, such as a deque.
+"""Functions that may convert a program's value in the sandbox, because a value such as a deque cannot leave the sandbox. The
+result must equal the expected value. So a program that manipulates a conversion gains no more than by returning that value.
 """
 CONSTANTS: dict[str, Any] = {**TYPES, "math.pi": math.pi, "math.e": math.e, "math.inf": math.inf, "math.nan": math.nan}
 
@@ -229,12 +227,13 @@ def holds(claim: Term, answers: Sequence[Answer]) -> bool:
 
 
 def value_of(answers: Sequence[Answer], number: int) -> Any:
+    """Returns the decoded value of step `number`."""
     return decode(answers[number]["value"])
 
 
 def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
-    """Returns whether step `number` ended with one of the named exceptions and a message that matches `pattern`. A NameError
-    counts only if it is named, because it usually means that the program lacks a definition.
+    """Returns whether step `number` raised one of the named exceptions with a message that matches `pattern`. A NameError
+    counts only if `names` contains it, because it usually means that the program lacks a definition.
     """
     error_text, classes = value_of(answers, number)
     if "NameError" in classes and "NameError" not in names:
@@ -244,13 +243,13 @@ def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pat
 
 
 def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
-    """Calls a method of `KNOWN_METHODS` and returns its result, dict views as lists."""
+    """Calls a method of `KNOWN_METHODS`; returns its result, with views of dicts as lists."""
     return_value = getattr(receiver, name)(*arguments)
     return list(return_value) if isinstance(receiver, dict) and name in ("items", "keys", "values") else return_value
 
 
 def as_json(value: Any) -> Any:
-    """Converts a value to the form of parsed JSON: tuples become lists, and dict keys become texts."""
+    """Converts a value to the form of parsed JSON: tuples to lists, and keys of dicts to texts."""
     if isinstance(value, (list, tuple)):
         return [as_json(element) for element in value]
     if isinstance(value, dict):
@@ -259,6 +258,7 @@ def as_json(value: Any) -> Any:
 
 
 def require_steps(done: Sequence[int], claim: Term) -> Term:
+    """Returns a term that holds if a claim holds and the steps `done` have passed."""
     return lambda answers: all("passed" in answers[step_number] for step_number in done) and claim(answers)
 
 
@@ -277,6 +277,8 @@ def evaluate_bool_op(parts: Sequence[Term], *, stops: bool) -> Term:
 
 
 def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
+    """Returns a term that evaluates a chain of comparisons, such as `a < b <= c`."""
+
     def value(answers: Sequence[Answer]) -> bool:
         left_value = terms[0](answers)
         for operator_type, term in zip(kinds, terms[1:], strict=True):
@@ -317,6 +319,7 @@ def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
 
 
 def call_function(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Calls a function outside the sandbox; refuses `type` with several arguments, which would create a class."""
     if function is type and len(arguments) != 1:
         raise TypeError("type() of one value")
     return function(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""Math reward: compares an answer with the reference, as a number or as an expression."""
+"""Math reward: comparison of an answer with the reference, as a number or as an expression."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rlhpc.runtime.plugins import required
 _NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _TEX_BRACE = re.compile(
     r"\\.|[{}]", re.DOTALL
-)  # a backslash escapes the next character, so "\\\\}" is the end of a row and a brace
+)  # a backslash escapes the next character, so "\\\\}" is a line break and a brace
 
 
 def squeeze(text: str) -> str:
-    """Returns the text without white space at its ends, and with one space for each run of white space."""
+    """Replaces each run of white space by one space, and strips white space from both ends."""
     return " ".join(text.split())
 
 
 def boxed(text: str) -> str | None:
-    """Returns the content of the last `\\boxed{...}`; nested braces are counted."""
+    """Returns the content of the last `\\boxed{...}`, which may contain nested braces."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -44,7 +44,7 @@ def boxed(text: str) -> str | None:
 
 
 def hashed(text: str) -> str | None:
-    """Returns the text after the last `####` on its line."""
+    """Returns the rest of the line after the last `####`."""
     _, separator, suffix = text.rpartition("####")
     answer = suffix.split("\n", 1)[0].strip() if separator else ""
     return answer or None
@@ -58,7 +58,7 @@ def tagged(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number."""
+    """Returns the last number of a text."""
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
@@ -83,7 +83,7 @@ def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
 
 
 def extract(text: str, ways: Sequence[str]) -> str | None:
-    """Returns the result of the first extraction method that finds an answer."""
+    """Returns the answer of the first extraction method that finds one; None if no method does."""
     return next((answer for way in ways if (answer := _WAYS[way](text)) is not None), None)
 
 
@@ -95,7 +95,7 @@ _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;:! ]\d{3})+(?!\d)")  # 1\,000
 _THIN_SPACE = re.compile(r"\\[,;:! ]")
 _EXPONENT = re.compile(
     r"([-+]?(?:\d+\.?\d*|\.\d+))e([-+]?\d{1,3})"
-)  # e is Euler's number in math-verify, E a power of ten
+)  # math-verify reads e as Euler's number, and E as a power of ten
 _MIXED = re.compile(r"([-+]?\d+)\s+(\d+)/(\d+)")  # 3 1/2
 _CURRENCY = re.compile(r"(.*[\d}])\s*\b(dollars?|euros?|yen|yuan)", re.IGNORECASE | re.DOTALL)
 
@@ -107,7 +107,7 @@ _FRACTION = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 
 
 def to_latex(answer: str) -> str:
-    """Returns an answer in LaTeX for math-verify, without the `$` and the full stop around it."""
+    """Converts an answer to LaTeX for math-verify; removes surrounding `$` and a final full stop."""
     ascii_text = " ".join(
         "".join(_ascii(character) for character in answer).split()
     )  # a line end in a matrix is white space
@@ -125,11 +125,11 @@ def to_latex(answer: str) -> str:
 
 
 def _parse_word(latex: str) -> str | None:
-    """Returns a word, with or without `\\text{}` around it; None for other texts. math-verify reads some words as
-    expressions.
+    """Returns the word of an answer that is a single word, also within `\\text{}`; None for other texts. math-verify reads some
+    words as expressions.
 
     Args:
-        latex: From `to_latex`.
+        latex: Result of `to_latex`.
     """
     match = _WORD.fullmatch(latex)
     return (match[1] or match[2]) if match else None
@@ -138,10 +138,10 @@ def _parse_word(latex: str) -> str | None:
 def parse_number(latex: str) -> Fraction | None:
     """Returns the value of a plain number: an integer, a decimal, a ratio, a fraction or a mixed number.
 
-    math-verify reads each of these as the same value. None for other texts, and for those that only math-verify can decide.
+    math-verify reads these numbers as the same values. Returns None for other texts, which math-verify has to parse.
 
     Args:
-        latex: From `to_latex`.
+        latex: Result of `to_latex`.
     """
     if len(latex) > _MAX_CHARACTERS:
         return None
@@ -162,9 +162,9 @@ def parse_number(latex: str) -> Fraction | None:
 
 
 def normalize_answer(answer: str) -> str:
-    """Returns the key by which a majority counts equal answers: 1,200.0 and $1200$; 1/2 and 0.5; Paris. and paris.
+    """Returns a key for the majority vote. 1,200.0 and $1200$ have the same key, and so have 1/2 and 0.5, Paris. and paris.
 
-    Answers with one key are equal to the reward `math`; equal answers may have several keys.
+    Answers with the same key are equal for the reward `math`, but equal answers may have different keys.
     """
     latex = to_latex(answer)
     percent_match = _PERCENT.fullmatch(latex)
@@ -184,16 +184,17 @@ def _ascii(character: str) -> str:
 
 
 class MathReward:
-    """Reward of 1 if the answer equals the reference, else 0: numbers by value, expressions by algebra (math-verify).
+    """Reward of 1 if the answer equals the reference, and 0 otherwise. Numbers are compared by value, and expressions by
+    algebra (math-verify).
 
-    The answer is the last `\\boxed{...}`, else the text after the last `####`; a reference that is a worked
-    solution with one of these, as in GSM8K and MATH, is read the same way.
+    The answer is the last `\\boxed{...}`, or the text after the last `####` if there is no box. A reference that is a worked
+    solution, as in GSM8K and MATH, is read the same way.
 
     Args:
-        extract: Extraction methods, in this order: `boxed`, `####`, `tag` (`<answer>…</answer>`),
-            `last_number`, `whole`.
-        last_number: Takes the last number of a response if no other method finds an answer. Lenient: it rewards answers
-            that a reader has to guess.
+        extract: Extraction methods in the order of their use: `boxed`, `####`, `tag` (`<answer>…</answer>`), `last_number`,
+            `whole`.
+        last_number: Whether the last number of a response is its answer if no other method finds an answer. This is lenient:
+            it rewards responses that do not mark their answer.
     """
 
     needs_answer = True
@@ -202,7 +203,7 @@ class MathReward:
 
     def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
         required("math_verify", "reward 'math' needs math-verify")
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which the pool enforces
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about timeouts, which the pool enforces
         self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
 
     def __call__(self, sample: Sample) -> float:
@@ -216,7 +217,7 @@ class MathReward:
 def equal(reference: str, answer: str) -> bool:
     """Returns whether two answers are the same number, expression, set, interval, matrix or text, according to math-verify.
 
-    Identical texts, plain numbers of one value and identical words need no parser; every other pair is parsed.
+    Identical texts, plain numbers with the same value and identical words need no parser; math-verify parses other pairs.
     """
     if len(answer) > _MAX_CHARACTERS:
         return False
@@ -225,7 +226,7 @@ def equal(reference: str, answer: str) -> bool:
         parsed_reference = parse(reference)
         if parsed_reference is not None and parsed_reference == parse(answer):
             return True
-    # The caller's deadline bounds the time; the library's alarms would need the main thread.
+    # The pool limits the time. The timeouts of math-verify would require the main thread.
     library = importlib.import_module("math_verify")
     return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))
 

@@ -1,4 +1,4 @@
-"""Reward pool: scores many samples concurrently, in processes that can be killed."""
+"""Reward pool: concurrent scoring of samples in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
-"""Time limit for a judge process to build its rewards, in seconds."""
+"""Maximum time in seconds in which a judge process builds its rewards."""
 _MOST_FAILED_STARTS = 3
 _SERVER = "from rlhpc.language.rewards.pool_server import main; main()"
 
@@ -44,8 +44,8 @@ class Scored:
     Attributes:
         total: Weighted sum of the terms; `reward.failed` if a term failed.
         terms: Unweighted values of the terms by name; `reward.failed` for a term that failed.
-        failed: Whether a judge raised, hung or died.
-        reason: Reason for the failure.
+        failed: Whether a reward function raised or hung, or its process died.
+        reason: Reason for the failure; "" without a failure.
     """
 
     total: float
@@ -56,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Term:
-    """Term of the reward. `factory` is a reward class or a function of a sample."""
+    """Term of the reward. `factory` is a reward class, or a function of a sample."""
 
     name: str
     factory: Callable[..., Any]
@@ -80,13 +80,13 @@ class _Judge:
 
 
 class RewardPool:
-    """Pool that scores samples by a weighted sum of rewards. Not thread-safe: one thread calls it.
+    """Pool of processes that score samples by a weighted sum of rewards. The pool is not thread-safe.
 
     Args:
-        terms: The terms of the sum.
-        timeout_s: Time limit for scoring one sample, in seconds.
-        failed: Total score of a sample whose judge raised, hung or died.
-        processes: Number of judge processes; each scores one sample at a time. Not used if all terms are inline.
+        terms: Terms of the sum.
+        timeout_s: Maximum time in seconds in which a sample is scored.
+        failed: Total score of a sample if a reward function raised or hung, or its process died.
+        processes: Number of judge processes; each scores one sample at a time. Ignored if all terms are inline.
 
     Raises:
         ConfigError: A reward cannot be built.
@@ -139,10 +139,10 @@ class RewardPool:
             self._finish(self._ticket, {}, "")
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Scored]]:
-        """Returns the new scores as (sample id, score), in any order; replaces judges that exceed their time limit.
+        """Returns new scores as (sample id, score), in any order; replaces judge processes that exceed the time limit.
 
         Args:
-            timeout_s: Maximum wait for the first score, in seconds; 0 to return at once.
+            timeout_s: Maximum time in seconds to wait for the first score; 0 to return at once.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -180,12 +180,12 @@ class RewardPool:
         self._done.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts since the last call: `scored`, `failed`, and of these `timeouts`, `died` and `raised`."""
+        """Returns counts since the last call: `scored`, `failed`, and the failures `timeouts`, `died` and `raised`."""
         counts, self._counts = self._counts, collections.Counter()
         return {name: float(counts[name]) for name in ("scored", "failed", "timeouts", "died", "raised")}
 
     def close(self) -> None:
-        """Ends the judges and waits for them to exit."""
+        """Ends the judge processes and their server."""
         self.drain()
         self._end_server(10.0)
         self._selector.close()
@@ -234,13 +234,13 @@ class RewardPool:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # a killed server has not removed it
+        shutil.rmtree(self._folder, ignore_errors=True)  # a killed server has not removed its folder
 
     def _start_judge(self) -> None:
         assert self._control is not None
         self._number += 1
         pool_end, judge_end = socket.socketpair()
-        pool_end.settimeout(5.0)  # a judge that stops in the middle of a message counts as dead
+        pool_end.settimeout(5.0)  # a judge that stops within a message counts as dead
         judge_process = _Judge(self._number, pool_end, time.monotonic() + _START_S)
         try:
             pickle_stream.send(self._control, {"op": "start", "judge": judge_process.number})
@@ -255,7 +255,7 @@ class RewardPool:
         self._selector.register(pool_end, selectors.EVENT_READ, judge_process)
 
     def _restart(self) -> None:
-        """Restarts the server after it was killed; its judges have ended with it."""
+        """Restarts a server that was killed. The judges of the killed server have ended, too."""
         self._failed_starts += 1
         if self._failed_starts > _MOST_FAILED_STARTS:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
@@ -326,7 +326,7 @@ class RewardPool:
                     pickle_stream.send(judge_process.socket, (ticket, self._waiting[ticket][1]))
                 except OSError:
                     self._queue.appendleft(ticket)
-                    break  # it has ended; the next read of its socket shows that
+                    break  # the judge has ended, which the next read of its socket detects
                 judge_process.ticket, judge_process.deadline = ticket, time.monotonic() + self.timeout_s
 
     # -- verdicts
@@ -355,7 +355,7 @@ class RewardPool:
         self._done.append((sample_id, Scored(total_score, terms, bool(errors), errors)))
 
     def _log_failure(self, reason: str) -> None:
-        """Logs the first failures, then each thousandth."""
+        """Logs the first three failures, then each thousandth failure."""
         self._num_failures += 1
         if self._num_failures <= 3 or self._num_failures % 1000 == 0:
             log.warning("a sample could not be judged (number %d of these): %s", self._num_failures, reason)
@@ -369,7 +369,7 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
         terms: Terms to compute; None for all terms of the section.
 
     Raises:
-        ConfigError: There are no terms, or one is unknown or cannot be built.
+        ConfigError: There are no terms, or a term is unknown or cannot be built.
     """
     return RewardPool(find_terms(cfg, terms), timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
 

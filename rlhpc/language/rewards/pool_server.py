@@ -1,8 +1,8 @@
-"""Judge processes of the reward pool: one server, which imports the rewards' modules, and the judges that it forks.
+"""Judge processes of the reward pool: a server that imports the modules of the rewards, and judges that the server forks.
 
-The server only imports and forks, so a judge that hung or died is replaced in milliseconds. Judges are killed with all
-their child processes, including daemons. When the pool's process ends, for whatever reason, the server reads end-of-file from
-its socket, and ends all processes.
+The server only imports and forks, so a judge that hung or died is replaced in milliseconds. Judges are killed with all their
+child processes, including daemons. When the pool's process ends for any reason, the server reads end-of-file from its socket
+and ends all processes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
-"""Name of each reward, its class or function, and its arguments."""
+"""Rewards as (name, class or function, arguments)."""
 
 
 def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
-    """Returns the values of the rewards that succeed, and the errors of the others; "" without errors."""
+    """Scores a sample; returns the values of the rewards that succeed, and the errors of the other rewards as text."""
     term_values, errors = {}, []
     for name, reward in rewards.items():
         try:
@@ -49,7 +49,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
 
 
 def _work(spec: Spec, connection: socket.socket) -> None:
-    """Runs a judge: builds the rewards, then scores one sample after the other."""
+    """Runs a judge process: builds the rewards, then scores samples one by one."""
     limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
     if all(limits):
         memory_limit = max(limits) << 20
@@ -67,13 +67,13 @@ def _work(spec: Spec, connection: socket.socket) -> None:
 
 
 class JudgeServer:
-    """Server of `start` and `kill` requests of one pool over `control`."""
+    """Server that forks and kills judge processes at the request of a pool, which arrives on the socket `control`."""
 
     def __init__(self, control: socket.socket, spec: Spec, folder: Path) -> None:
         self.control = control
         self.spec = spec
         self.folder = folder
-        self.judges: dict[int, int] = {}  # number by process
+        self.judges: dict[int, int] = {}  # number of each judge, by process id
 
     def serve(self) -> None:
         """Runs until the pool is closed or its process has ended."""
@@ -142,7 +142,7 @@ class JudgeServer:
                 shutil.rmtree(self.folder / str(judge_number), ignore_errors=True)
         for pid in _children(os.getpid()):
             if pid not in self.judges:
-                _kill_tree(pid)  # left behind by a dead judge
+                _kill_tree(pid)  # child process of a dead judge
 
 
 def _children(pid: int) -> list[int]:
@@ -153,7 +153,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_tree(pid: int, itself: bool = True) -> None:
-    """Kills a process and its descendants. It is suspended first, so that it starts no more of them."""
+    """Kills a process and its descendants. Suspends the process first, so that it starts no further descendants."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -175,9 +175,8 @@ def _kill_tree(pid: int, itself: bool = True) -> None:
 
 
 def main() -> None:
-    """Runs the server. Its arguments are a descriptor, the pool's process, and the folder of the judges' files.
-
-    The specification of the rewards is the first message on the socket.
+    """Runs the server. The command line arguments are the socket's descriptor, the process id of the pool, and the folder of
+    the judges' files. The first message on the socket specifies the rewards (`Spec`).
     """
     fd, pool_pid, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(pool_pid)  # while a user's module is imported, the socket is not read
@@ -198,6 +197,6 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    outlive_parent()  # from here on end-of-file ends the server, also if the pool's thread ends before its process
+    outlive_parent()  # from now on end-of-file ends the server, not the end of the thread that started it
     pickle_stream.send(control, {"ready": os.getpid()})
     JudgeServer(control, spec, Path(folder)).serve()

@@ -1,8 +1,8 @@
-"""Published formats of a problem's tests, converted to plain assertions.
+"""Conversion of the tests in published problem sets to plain assertions.
 
-Columns: HumanEval and BigCodeBench (`test`), MBPP (`test_list`), APPS, TACO and PRIME (`input_output`), LiveCodeBench
-(`public_test_cases`), KodCode (`test`), and `tests`, which holds any of them. Statements: pytest functions, unittest
-classes, `check(candidate)`, doctests, main guards.
+The tests may be in the columns of HumanEval, BigCodeBench and KodCode (`test`), MBPP (`test_list`), APPS, TACO and PRIME
+(`input_output`) and LiveCodeBench (`public_test_cases`), or in the column `tests` in any of these forms. Statements may be
+pytest functions, unittest classes, `check(candidate)`, doctests, and main guards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Test = str | Mapping[str, Any]
 
 
 def tests_of(meta: Mapping[str, Any]) -> list[Test]:
-    """Returns the tests of a problem, each as Python statements, `{"call", "output"}` or `{"input", "output"}`.
+    """Returns the tests of a problem as Python statements, `{"call", "output"}` or `{"input", "output"}`.
 
     Raises:
         ValueError: The problem has no tests, or their format is not supported.
@@ -48,7 +48,7 @@ def setup_of(meta: Mapping[str, Any]) -> str:
 
 
 def entry_of(meta: Mapping[str, Any]) -> str:
-    """Returns the expression for the function that the tests call; "" if the problem does not name it."""
+    """Returns the expression of the function that the tests call; "" if the problem does not name the function."""
     if meta.get("entry_point"):
         return str(meta["entry_point"])
     metadata = meta.get("metadata")
@@ -174,7 +174,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _runs_tests(statement: ast.stmt) -> bool:
-    """Returns whether a statement calls a test runner. It can be dropped: the tests that it would find are called anyway."""
+    """Returns whether a statement calls a test runner. The tests are called anyway, so the statement can be dropped."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
@@ -293,7 +293,7 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
 
 
 def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Returns the tests of a class without base classes, which pytest collects, as functions.
+    """Converts the tests of a pytest class without base classes to functions.
 
     Raises:
         ValueError: The class has no tests, or its tests use `self`.
@@ -328,7 +328,7 @@ _OF_ONE = {
 
 
 def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Returns the tests of a unittest class as functions with plain assertions.
+    """Converts the tests of a unittest class to functions with plain assertions.
 
     Raises:
         Unclear: The class has members other than `setUp` and tests, or a test cannot be converted.
@@ -358,7 +358,7 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         body_copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*setup_statements, *method.body)))
         body = (
             _Unittest().visit(body_copy).body
-        )  # all at once, because a `with self.subTest` becomes several statements
+        )  # the full body, because a `with self.subTest` becomes several statements
         if any(
             isinstance(n, ast.Name) and n.id == "self" for class_statement in body for n in ast.walk(class_statement)
         ):
@@ -369,7 +369,7 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
 
 
 class _Unittest(ast.NodeTransformer):
-    """Transformer of unittest assertions into statements, and of attributes of `self` into names."""
+    """Transformer that converts unittest assertions to statements, and attributes of `self` to names."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         if isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("assert"):
@@ -424,7 +424,7 @@ class _Unittest(ast.NodeTransformer):
 
 
 def require_modules(body: Sequence[ast.stmt]) -> None:
-    """Checks that the modules that tests import are installed; without them every program would fail.
+    """Checks that the modules that tests import are installed. Without a module every program would fail.
 
     Raises:
         ValueError: A module is missing; the message names it.

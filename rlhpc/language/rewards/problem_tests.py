@@ -1,4 +1,4 @@
-"""Test plans of problems: all tests of a problem, split into steps to run with a program and claims about their results."""
+"""Test plans of problems: tests split into steps to run with a program, and claims about the results of the steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PREPARATION = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.Funct
 
 
 def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]) -> TestPlan:
-    """Splits all tests of a problem.
+    """Builds the test plan of a problem.
 
     Args:
-        tests: Statements, or `{"call": expression, "output": value}`.
-        meta: `entry_point` and `setup` are read, and the columns of published sets for them.
+        tests: Tests as statements, or as `{"call": expression, "output": value}`.
+        meta: Metadata of the problem, with `entry_point` and `setup` or the columns of published sets for them.
 
     Raises:
         ValueError: A test is not valid Python, has an unsupported format, or tests nothing.
@@ -48,7 +48,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         problem_formats.require_modules(body)
         _refuse_constant(body, test_number)
         reader = Reader(plan.copy(), entry_point, defined_functions)
-        try:  # A test that cannot be split runs completely in the sandbox: never a part of it.
+        try:  # a test that cannot be split runs completely in the sandbox
             plan, num_judging = reader.read(body), reader.judged
             num_possible += reader.possible
         except (Unclear, RecursionError):
@@ -71,7 +71,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
 
 
 def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
-    """Returns a plan with the values that the setup binds, except those that the setup's definitions use."""
+    """Returns a plan with the values that the setup binds, except values that other statements of the setup use."""
     plan = TestPlan()
     used_names = {
         n.id
@@ -113,7 +113,7 @@ def _why(body: Sequence[ast.stmt]) -> str:
 
 
 def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
-    """Adds a test that runs completely in the sandbox; returns whether it asserts anything."""
+    """Adds a test that runs completely in the sandbox; returns 1, or 0 if the test asserts nothing."""
     plain_statements, functions, classes = problem_formats.test_functions(body)
     source: list[ast.stmt] = [*plain_statements, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
@@ -151,7 +151,7 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
 
 
 def _prepares(statement: ast.stmt) -> bool:
-    """Returns whether a statement may prepare the tests after it."""
+    """Returns whether a statement may prepare later tests."""
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     return is_call or isinstance(statement, _PREPARATION)
 

@@ -1,4 +1,4 @@
-"""Transformations of Python expressions: literals, renaming, and unparsing."""
+"""Analysis and transformation of Python expressions: literals, renaming, assertions and bound names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MOST_ROUNDS = 1000
-"""Maximum number of rounds of an unrolled loop; longer ones run in the sandbox."""
+"""Maximum number of rounds of an unrolled loop; longer loops run in the sandbox."""
 
 
 class Unclear(Exception):
-    """Error of a test, or a part of one, that cannot be decided outside the sandbox."""
+    """Error of a test, or a part of a test, that cannot be evaluated outside the sandbox."""
 
 
 class NameReplacer(ast.NodeTransformer):
@@ -30,6 +30,7 @@ class NameReplacer(ast.NodeTransformer):
 
 
 def parse_literal(node: ast.expr) -> tuple[bool, Any]:
+    """Returns whether an expression is a literal, and the literal's value or None."""
     try:
         return True, ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -37,7 +38,7 @@ def parse_literal(node: ast.expr) -> tuple[bool, Any]:
 
 
 def is_always_true(test: ast.expr) -> bool:
-    """Returns whether an assertion always holds, such as the assertion of a tuple of condition and message."""
+    """Returns whether an assertion always holds, such as the assertion of a tuple (condition, message)."""
     if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
         return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
     return isinstance(test, (ast.GeneratorExp, ast.Lambda))
@@ -65,6 +66,11 @@ def has_return(statement: ast.stmt) -> bool:
 
 
 def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
+    """Returns the elements over which a loop iterates.
+
+    Raises:
+        Unclear: The value is unknown outside the sandbox, or is no container of bounded length.
+    """
     container = evaluate(node)
     if not isinstance(container, (list, tuple, str, range, enumerate, zip)) or (
         isinstance(container, range) and len(container) > MOST_ROUNDS
@@ -74,7 +80,7 @@ def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
 
 
 def assign_expressions(target: ast.expr, value: Any) -> dict[str, ast.expr]:
-    """Returns the value, as an expression, of each name in a loop's target."""
+    """Returns an expression for the value of each name in a loop's target."""
     target_names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     if not all(isinstance(name, ast.Name) for name in target_names):
         raise Unclear
@@ -94,10 +100,16 @@ def assign_expressions(target: ast.expr, value: Any) -> dict[str, ast.expr]:
 
 
 def expression(node: ast.expr) -> ast.expr:
+    """Returns a copy of an expression."""
     return ast.parse(ast.unparse(node), mode="eval").body
 
 
 def to_expression(value: Any) -> ast.expr:
+    """Returns a literal expression for a value.
+
+    Raises:
+        Unclear: The value has no literal.
+    """
     try:
         expression_node = ast.parse(repr(value), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -108,7 +120,7 @@ def to_expression(value: Any) -> ast.expr:
 
 
 def has_assertion(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
-    """Returns whether statements assert anything when they run, including functions that they call."""
+    """Returns whether statements, or functions that they call, contain assertions."""
     pending_nodes, entered_functions = list[ast.AST](body), set[str]()
     while pending_nodes:
         node = pending_nodes.pop()
@@ -128,7 +140,7 @@ def has_assertion(body: Sequence[ast.stmt], functions: Mapping[str, ast.Function
 
 
 def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
-    """Returns the names in the target of an assignment with their values."""
+    """Returns the names in the target of an assignment, with the values that they get."""
     if isinstance(target, ast.Name):
         return [(target.id, value)]
     if (
@@ -145,7 +157,7 @@ def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
 
 
 def mutable_ids(value: Any) -> set[int]:
-    """Returns the identities of all mutable parts of a value."""
+    """Returns the ids (`id`) of all mutable containers in a value."""
     if isinstance(value, (list, set)):
         return {id(value)}.union(*(mutable_ids(element) for element in value))
     if isinstance(value, dict):

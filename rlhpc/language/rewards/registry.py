@@ -1,4 +1,4 @@
-"""Registry of rewards: built in, registered, an entry point of group `rlhpc.text_rewards`, or `module:name`."""
+"""Registry of rewards: built-in names, registered names, entry points of group `rlhpc.text_rewards`, and `module:name`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
-#: Classes whose objects are called with a `Sample`, and functions of one.
+#: Rewards: functions of a `Sample`, or classes with objects that are functions of a `Sample`.
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward", "the name of a term of reward.terms", "rlhpc.text_rewards",
     {
@@ -32,20 +32,20 @@ register_reward = REWARDS.register
 
 
 def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Checks that a reward takes these arguments.
+    """Checks that a reward accepts its configured arguments.
 
     Raises:
-        ConfigError: It does not take them; the message names the arguments that it takes.
+        ConfigError: An argument is not accepted; the message names the accepted arguments.
     """
     num_positional = 0 if isinstance(factory, type) else 1  # the sample
     check_options(factory, kwargs, f"reward.terms[{name}].kwargs", f"reward {name}", num_positional)
 
 
 def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Reward:
-    """Builds a reward: a class is called with `kwargs`; a function gets them in addition to the sample.
+    """Builds a reward: instantiates a class with `kwargs`, or binds `kwargs` to a function of the sample.
 
     Raises:
-        ConfigError: The class does not accept them.
+        ConfigError: The class does not accept the arguments.
     """
     if not isinstance(factory, type):
         return functools.partial(factory, **kwargs) if kwargs else factory
@@ -57,10 +57,10 @@ def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any])
 
 
 def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
-    """Rejects problems that a term of the reward cannot score.
+    """Rejects problems that a reward term cannot score.
 
-    These are programs without tests, and problems without the reference answer that the term compares with. Files are
-    read to their end; of any other source only the first problem is checked.
+    Examples are programming problems without tests, and problems without the reference answer that the term compares with.
+    All problems of files are checked; for any other source only the first problem is checked.
 
     Args:
         terms: Names of rewards (`reward.terms`).

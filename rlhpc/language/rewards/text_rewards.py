@@ -1,4 +1,4 @@
-"""Rewards of the response text alone: equality, format, length; and rewards from agents, task scorers and HTTP services."""
+"""Rewards by equality, format and length of the response, and rewards from agents, task scorers and HTTP services."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _compile(pattern: str, option: str) -> re.Pattern[str]:
 
 
 class ExactReward:
-    """Reward of 1 if the response is the answer, up to white space (and case), else 0.
+    """Reward of 1 if the response equals the reference answer except for white space, and 0 otherwise.
 
     Args:
-        extract: Regular expression whose last match is compared instead of the response: its first group, or the full match
-            if it has no group. Without a match: 0.
-        ignore_case: Whether upper and lower case are equal.
+        extract: Regular expression. Its last match in the response is compared instead of the response: the first group, or
+            the full match if the expression has no group. Without a match the reward is 0.
+        ignore_case: Whether to ignore the difference between upper and lower case.
     """
 
     needs_answer = True
@@ -40,7 +40,7 @@ class ExactReward:
 
     @staticmethod
     def inline(extract: str | None = None, ignore_case: bool = False) -> bool:
-        """Returns whether no pattern is set: matching may take forever on some text, so it needs a killable process."""
+        """Returns whether no pattern is set. Matching may take forever on some texts and needs a process to kill."""
         return extract is None
 
     def __call__(self, sample: Sample) -> float:
@@ -55,12 +55,12 @@ class ExactReward:
 
 
 class FormatReward:
-    """Reward of 1 if the full response matches a regular expression (`.` matches line ends, too), else 0.
+    """Reward of 1 if the full response matches a regular expression, and 0 otherwise. `.` also matches line ends.
 
     Args:
         pattern: The expression, such as `<think>.*</think>\\s*<answer>.*</answer>\\s*`.
-        anywhere: A match of a part is enough.
-        finished: A response that was truncated at the length limit gets 0.
+        anywhere: Whether a match of a part of the response is enough.
+        finished: Whether a response that was truncated at the length limit gets 0.
     """
 
     def __init__(self, pattern: str, anywhere: bool = False, finished: bool = False) -> None:
@@ -79,8 +79,8 @@ class LengthReward:
     """Length penalty: 0 up to `start` tokens, then falling linearly to −1 at `limit` and beyond.
 
     Args:
-        limit: Tokens at which it is −1.
-        start: Tokens up to which it is 0.
+        limit: Number of tokens at which the penalty is −1.
+        start: Number of tokens up to which the penalty is 0.
     """
 
     inline = True
@@ -105,7 +105,7 @@ class AgentReward:
         """Returns the agent's reward.
 
         Raises:
-            RlhpcError: The agent reported none.
+            RlhpcError: The agent reported no reward.
         """
         agent_report = sample.meta.get("agent", {})
         if agent_report.get("reward") is None:
@@ -118,11 +118,11 @@ class AgentReward:
 
 
 class ReasoningGymReward:
-    """Score from 0 to 1 by the task's scorer. For problems of source `reasoning_gym`.
+    """Reward from 0 to 1 by the task's scorer, for problems of source `reasoning_gym`.
 
     Args:
-        extract: Extraction methods, in this order: `tag` (`<answer>…</answer>`), `boxed`, `####`,
-            `last_number`, `whole`.
+        extract: Extraction methods in the order of their use: `tag` (`<answer>…</answer>`), `boxed`, `####`, `last_number`,
+            `whole`.
     """
 
     preload = ("rlhpc.language.data.reasoning_gym",)
@@ -143,18 +143,19 @@ class ReasoningGymReward:
 class HTTPReward:
     """Reward of an HTTP service.
 
-    It gets `{"prompt", "response", "answer", "meta", "tokens", "finished"}` as JSON by POST; the reply has the reward.
+    The service receives `{"prompt", "response", "answer", "meta", "tokens", "finished"}` as JSON by POST; the reply has the
+    reward.
 
-    A connection that fails, a timeout, and replies 429 and 5xx are retried, with pauses that double; any other
-    reply is a failure of the sample. All tries together must fit into `reward.timeout_s`.
+    After failed connections, timeouts, and replies with status 429 or 5xx, the request is repeated, with pauses that double.
+    Any other reply without a reward is a failure of the sample. All attempts together must fit into `reward.timeout_s`.
 
     Args:
-        url: Of the service, `http://` or `https://`.
-        timeout_s: Of one try.
-        retries: Further tries.
+        url: URL of the service, `http://` or `https://`.
+        timeout_s: Maximum time in seconds of an attempt.
+        retries: Maximum number of further attempts.
         field: Path of the number in the reply; dots separate nested keys.
         headers: Further headers.
-        token_env: Name of an environment variable that is sent as bearer token, so that it is in no file.
+        token_env: Name of an environment variable with a bearer token, so that no file contains the token.
     """
 
     def __init__(
