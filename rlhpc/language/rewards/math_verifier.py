@@ -125,8 +125,8 @@ def to_latex(answer: str) -> str:
 
 
 def _parse_word(latex: str) -> str | None:
-    """Returns the word of an answer that is a single word, also within `\\text{}`; None for other texts. math-verify reads some
-    words as expressions.
+    """Returns the word of an answer that is a single word, also within `\\text{}`; None for other texts. math-verify reads
+    some words as expressions.
 
     Args:
         latex: Result of `to_latex`.

@@ -1,4 +1,4 @@
-"""Checks of the scoring groups, the judges and the critic of a configuration."""
+"""Configuration checks of scoring groups, judges and critic."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 def is_judge(group: ScoringGroup) -> bool:
-    """Returns whether a language model rates the answers of this group."""
+    """Returns whether a group rates answers with an LLM judge."""
     return group.scorer.lower() == "judge"
 
 
 def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
-    """Returns a judge's section: `judge`, or for an entry of `groups` the section built from its `kwargs` and its
+    """Returns a judge's section: the section `judge`, or for an entry of `groups` a section with the entry's `kwargs` and
     model.
 
     Raises:
@@ -70,10 +70,10 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
         raise ConfigError(f"{kwargs_key}: {str(error).strip().splitlines()[0]}") from None
     section = typed(JudgeConfig, merged_section)
     keys = keys_of(JudgeConfig)
-    for name, allowed_range in ((name, key.range) for name, key in keys.items() if key.range is not None):
+    for name, range_of_key in ((name, key.range) for name, key in keys.items() if key.range is not None):
         value = merged_section[name]
-        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed_range):
-            raise ConfigError(f"{kwargs_key}.{name} is {value!r}; {allowed_range.rule()}")
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in range_of_key):
+            raise ConfigError(f"{kwargs_key}.{name} is {value!r}; {range_of_key.rule()}")
     for name in ("mode", "dtype"):
         check_choice(
             f"{kwargs_key}.{name}",
@@ -85,18 +85,18 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
 
 
 def judges(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
-    """Returns the judges that the terms of the reward name, by name."""
+    """Returns the judges in the terms of the reward, by name."""
     groups = scoring_groups(cfg)
     return {name: groups[name] for name in raters(cfg) if is_judge(groups[name])}
 
 
 def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
-    """Refuses rubrics, scales and engines that cannot work, and comparisons with fewer than two answers.
+    """Refuses invalid rubrics, scales and engines of judges, and comparisons of fewer than two answers.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-    rating_judges = judges(cfg)
+    judges_in_reward = judges(cfg)
     for group in (group for group in scoring_groups(cfg).values() if is_judge(group)):
         section = section_of(cfg, group)
 
@@ -113,7 +113,7 @@ def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
         scale = list(section.scale)
         if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
             raise refuse("scale", "two numbers are needed, the lowest and the highest grade, such as [1, 10]")
-        if group.name in rating_judges and section.mode.lower() == "compare":
+        if group.name in judges_in_reward and section.mode.lower() == "compare":
             _check_comparisons(cfg, section, refuse)
 
 
@@ -138,12 +138,12 @@ def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Fail) -> N
     check_rules(rules, refuse)
 
 
-#: Source of values that is not a group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
+#: Source of values from the actor's value head, which is no group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
 OWN_VALUES = "value_head"
 
 
 def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
-    """Checks names, reward terms and placement of the scoring groups. Imports only what the configuration names.
+    """Checks names, reward terms and placement of the scoring groups. Imports only scorers that the configuration names.
 
     Args:
         cfg: Configuration of the run.
@@ -211,7 +211,7 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
-#: Group → the setting with which the built-in algorithms use it.
+#: Setting with which the built-in algorithms use each group.
 _USER_HINTS = {
     "reference": "set algorithm.kl_coef",
     CRITIC: "set algorithm.adv_type=gae",
@@ -342,7 +342,7 @@ def _max_sequence_tokens(cfg: GrpoConfig) -> tuple[int, str]:
 
 
 def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
-    """Refuses unusable models of groups. Loads no weights.
+    """Checks the models of the groups without loading weights.
 
     Raises:
         ConfigError: A model is unusable; the message names its key.
@@ -378,7 +378,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 
 def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
-    """Refuses text-only models of groups that have to read the conversations of a policy with image input."""
+    """Refuses text-only models in groups that read the conversations of a policy with image input."""
     from rlhpc.language.data.images import has_vision
     from rlhpc.language.hugging_face import load_model_config
 
@@ -403,8 +403,8 @@ def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 
 def _check_context(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
-    """Refuses a teacher whose context is too short for the longest sequence and the token that its engine samples after
-    it.
+    """Refuses a teacher with a context that is too short for the longest sequence and the additional token that the teacher's
+    engine samples.
     """
     from rlhpc.language.hugging_face import load_model_config
 
@@ -422,7 +422,7 @@ def _check_context(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
 
 
 def require_same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
-    """Refuses a model whose vocabulary differs from that of the trained model, whose tokens it scores.
+    """Refuses a model that scores the actor's tokens but has another vocabulary than the actor.
 
     Raises:
         ConfigError: The vocabularies differ; the message names the first difference.

@@ -1,4 +1,4 @@
-"""Scoring groups of a configuration, and the worker class of each. Does not import torch."""
+"""Scoring groups of a configuration, their worker classes, and the configuration of their engines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
     from rlhpc.language.config.run import GrpoConfig, LanguageConfig
 
-#: Groups with a configuration section each → the scorer that runs on their ranks.
+#: Scorers of the groups that have a configuration section.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
 CRITIC, JUDGE, REFERENCE, TEACHER = "critic", "judge", "reference", "teacher"
-#: Group that runs agents, where these do not run in the rollout ranks.
+#: Group that runs agents if agents do not run in the rollout ranks.
 AGENT = "agent"
 #: Scorer of a teacher with an engine.
 ENGINE = "engine_logprobs"
@@ -39,7 +39,7 @@ def placed(cfg: RunConfig) -> list[str]:
 
 
 def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
-    """Returns all scoring groups of a configuration by name: those with a configuration section, then the entries of
+    """Returns all scoring groups of a configuration by name: groups with a configuration section, then the entries of
     `groups`.
     """
     groups = {
@@ -60,7 +60,7 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
 
 
 def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
-    """Returns the models of the groups that accept built-in models, by their sections."""
+    """Returns the models of the groups that accept built-in models, by configuration section."""
     models: dict[str, FrozenModelConfig] = {
         "critic.model": cfg.critic.model,
         "teacher.model": cfg.teacher.model,
@@ -77,8 +77,8 @@ def _teacher(cfg: GrpoConfig) -> ScoringGroup:
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:
-    """Returns the worker classes, as `module:Class`, of the placed groups and of those that the run requires, without
-    actor and rollout.
+    """Returns the worker classes, as `module:Class`, of the groups that are placed or that the run requires, except actor and
+    rollout.
     """
     from rlhpc.language.scoring.registry import rates
 
@@ -100,18 +100,18 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 
 def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
-    """Returns the groups, except actor and rollout, whose weights change during training and are saved in checkpoints."""
+    """Returns the groups with weights that change during training and are saved in checkpoints, except actor and rollout."""
     following_groups = {REFERENCE} if cfg.reference.update_interval else set()
     return frozenset(group_roles(cfg)) & ({CRITIC} | following_groups)
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:
-    """Returns whether a built-in algorithm is configured to require the group `critic`."""
+    """Returns whether the configured algorithm is built in and requires the group `critic`."""
     return needs_values(cfg) and not cfg.actor.model.value_head
 
 
 def needs_values(cfg: GrpoConfig) -> bool:
-    """Returns whether a built-in algorithm is configured to require values of states."""
+    """Returns whether the configured algorithm is built in and requires values of states."""
     has_reward = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
     return (has_reward or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
 
@@ -122,12 +122,12 @@ def distils(cfg: GrpoConfig) -> bool:
 
 
 def rating_names(cfg: LanguageConfig) -> list[str]:
-    """Returns the reward terms that groups provide, in order; none for a task type without such groups."""
+    """Returns the names of the reward terms that groups compute, in order; [] for a task type without scoring groups."""
     return [] if select(cfg, "groups") is None else raters(with_groups(cfg))
 
 
 def raters(cfg: GrpoConfig) -> list[str]:
-    """Returns the reward terms that groups provide, in order."""
+    """Returns the names of the reward terms that groups compute, in order."""
     group_names = scoring_groups(cfg)
     return [term.name for term in cfg.reward.terms if term.name in group_names]
 
@@ -143,7 +143,7 @@ def with_groups(cfg: LanguageConfig) -> GrpoConfig:
 
 
 def key_of(group: ScoringGroup, name: str) -> str:
-    """Returns the configuration key, as messages name it, of an option of a group with an engine."""
+    """Returns the configuration key of an option of a group with an engine, for messages."""
     if group.name in BUILT_IN:
         return f"{group.name}.{name}"
     return f"groups[{group.name}].{name}" if name.startswith("model") else f"groups[{group.name}].kwargs.{name}"
@@ -156,14 +156,14 @@ def engine_config(
     temperature: float = 0.0,
     takes_turns: bool = False,
 ) -> LanguageConfig:
-    """Builds the configuration of a group's engine. Engines read `rollout` and `actor.model`; here these hold the
-    values of the group, which receives no new weights.
+    """Builds the configuration of a group's engine. Engines read the sections `rollout` and `actor.model`, which here hold the
+    settings of the group.
 
     Args:
         section: Section of the group.
         max_new_tokens: Maximum number of tokens of a reply.
         temperature: Sampling temperature of the replies.
-        takes_turns: Whether the engine alternates on its accelerator with other groups.
+        takes_turns: Whether the engine is colocated with other groups and offloaded while these compute.
     """
     model = section.model
     rollout_section = {
@@ -195,7 +195,7 @@ def engine_config(
 
 @contextmanager
 def explained(group: ScoringGroup) -> Iterator[None]:
-    """Rewrites the configuration keys in an engine's messages to those of the group.
+    """Replaces the configuration keys in an engine's error messages by the keys of the group.
 
     Raises:
         ConfigError: The engine's error, with the group's keys.

@@ -1,4 +1,4 @@
-"""LLM judge: a language model grades each answer, or says which of two answers is better."""
+"""LLM judge: a language model that grades answers, or decides which of two answers is better."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ _MARKS = re.compile(r"<{1,2}[^\s<>]+>{1,2}|\[/?[^\s\[\]]+\]")
 
 
 class _Questions:
-    """Builder of the questions to a judge, as token ids.
+    """Builder of the judge's questions as token ids.
 
     Args:
-        rubric: Text with `{response}` and optionally `{prompt}` and `{answer}`; None for the default.
+        rubric: Text with `{response}` and optionally `{prompt}` and `{answer}`; None for the default rubric.
         scale: Lowest and highest grade; None for comparisons.
-        encoder: The judge's tokenizer and template.
+        encoder: The judge's tokenizer and chat template.
         seed: Seed of the run; the marks around answers depend on it.
         max_tokens: Maximum number of tokens of a question.
-        start: Text that the reply begins with.
+        start: Beginning of the reply (`judge.reply_start`).
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class _Questions:
         self._start = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
         special_texts = special_tokens(tokenizer)
         self._forbidden = sorted({*special_texts, *_marks(encoder)}, key=len, reverse=True)
-        unknown_id = getattr(tokenizer, "unk_token_id", None)  # any text may have that one
+        unknown_id = getattr(tokenizer, "unk_token_id", None)  # any text may contain the unknown token
         self._special = {
             token_id for token_id in map(tokenizer.convert_tokens_to_ids, special_texts) if token_id != unknown_id
         }
         self._frame = self._specials(self._ids(Sample("x", "x"), ["x"]))
 
     def about(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...] | None:
-        """Returns a question about one response, or about two in this order; None if it is too long, or if a response
-        adds a special token.
+        """Returns a question about one response or two responses in the given order; None if the question is too long, or if a
+        response adds a special token.
 
         Args:
             sample: Any sample of the problem.
             responses: One response to grade, or two to compare.
         """
         ids = self._ids(sample, responses)
-        # The inserted texts must not add a special token, whatever their spelling.
+        # The inserted texts must not add a special token in any spelling.
         return ids if len(ids) <= self._max_tokens and self._specials(ids) == self._frame else None
 
     def _specials(self, ids: Sequence[int]) -> dict[int, int]:
@@ -129,7 +129,7 @@ class _Questions:
 
 
 def _mark_for(texts: Sequence[str], seed: bytes) -> str:
-    """Returns a word that none of `texts` contains; equal texts give the same word."""
+    """Returns a marker that does not occur in the texts; the same texts and seed give the same marker."""
     for counter in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=counter.to_bytes(2, "big"))
         for untrusted_text in texts:
@@ -148,14 +148,14 @@ def special_tokens(tokenizer: Any) -> set[str]:
 
 
 def _marks(encoder: PromptTokenizer) -> set[str]:
-    """Returns the marks that the chat template puts around turns."""
+    """Returns the markers that the chat template puts around turns."""
     placeholder = "rlhpcturn"
     turns = [("user",), ("user", "assistant", "user"), ("system", "user")]
     marks: set[str] = set()
     for roles in turns if encoder.chat_template else ():
         try:
             rendered_text = encoder.text([{"role": role, "content": placeholder} for role in roles])
-        except ConfigError:  # it refuses such a conversation
+        except ConfigError:  # the template refuses these roles
             continue
         marks |= {
             marker for template_part in rendered_text.split(placeholder) for marker in _MARKS.findall(template_part)
@@ -164,11 +164,11 @@ def _marks(encoder: PromptTokenizer) -> set[str]:
 
 
 def _harmless(text: str, forbidden: Sequence[str]) -> str:
-    """Splits each forbidden text in an untrusted text by a space; returns the text.
+    """Returns an untrusted text in which each forbidden text is split by a space.
 
     Args:
         text: Untrusted text.
-        forbidden: Texts; none of them is white space.
+        forbidden: Texts to split; none is white space.
     """
     text = text.encode("utf-8", "replace").decode()  # drops lone surrogates
     for _ in range(10):
@@ -178,26 +178,26 @@ def _harmless(text: str, forbidden: Sequence[str]) -> str:
             text = text.replace(
                 forbidden_text, f"{forbidden_text[:1]} {forbidden_text[1:]}" if len(forbidden_text) > 1 else " "
             )
-    for forbidden_text in forbidden:  # each split has produced another forbidden text
+    for forbidden_text in forbidden:  # each split has created another forbidden text
         text = text.replace(forbidden_text, " ")
     return text
 
 
 _SCORE = re.compile(r"Score: (-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _BETTER = re.compile(r"Better: (A|B|neither)")
-#: Results of a comparison: the first answer is better, the second one, or neither.
+#: Results of a comparison: the first answer is better, the second answer is better, or neither.
 _FIRST, _SECOND, _NEITHER = "A", "B", "neither"
 
 
 def score_in(reply: str, low: float, high: float) -> float | None:
-    """Returns the grade that a reply ends with, 0 at `low` and 1 at `high`.
+    """Parses the grade in the last line of a reply, `Score: <number>`, and scales it to 0 at `low` and 1 at `high`.
 
     Args:
-        reply: Reply of the judge. Its last line has to be `Score: <number>`, and no other line may contain such a text.
+        reply: Reply of the judge.
         low, high: Ends of the scale.
 
     Returns:
-        None if there is no such line or more than one, or if the number is off the scale.
+        The scaled grade; None if the last line has no grade, if other lines have one, too, or if it is off the scale.
     """
     verdict = _verdict(reply, "score", _SCORE)
     if verdict is None or not low <= float(verdict) <= high:
@@ -206,8 +206,8 @@ def score_in(reply: str, low: float, high: float) -> float | None:
 
 
 def better_in(reply: str) -> str | None:
-    """Returns the preferred answer of a reply: `_FIRST`, `_SECOND` or `_NEITHER`; None if its last line is not `Better:
-    <which>`, or if there is more than one such line.
+    """Parses the preferred answer in the last line of a reply, `Better: <answer>`. Returns `_FIRST`, `_SECOND` or `_NEITHER`;
+    None if the last line names no answer, or if other lines name one, too.
     """
     return _verdict(reply, "better", _BETTER)
 
@@ -224,8 +224,8 @@ def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
 
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
-    """Yields all pairs of `count` answers by rounds. In each round an answer is in at most one pair, so a few rounds
-    compare all answers about equally often.
+    """Yields all pairs of `count` answers in rounds (round-robin tournament). An answer is in at most one pair of a round, so
+    the first pairs compare all answers about equally often.
     """
     seats = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
     for _ in range(len(seats) - 1):
@@ -236,8 +236,8 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 def both_say(in_order: str | None, swapped: str | None) -> float | None:
-    """Returns the share of a comparison that the first answer wins, from the verdicts in both orders of the pair; None
-    if these contradict each other.
+    """Combines the verdicts on a pair in both orders; returns the first answer's share of the win, or None if the verdicts
+    contradict each other.
     """
     if in_order == _NEITHER and swapped == _NEITHER:
         return 0.5
@@ -247,11 +247,11 @@ def both_say(in_order: str | None, swapped: str | None) -> float | None:
 
 
 def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[float | None]:
-    """Returns each answer's share of its valid comparisons; None for an answer without one.
+    """Returns each answer's share of wins in its valid comparisons; None for an answer without valid comparisons.
 
     Args:
         count: Number of answers.
-        won: Pair → the share that its first answer wins; None for an invalid comparison.
+        won: Share of the win of the first answer, by pair; None for an invalid comparison.
     """
     outcomes: Sequence[list[float]] = [[] for _ in range(count)]
     for (first_answer, second_answer), first_share in won.items():
@@ -264,15 +264,15 @@ def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[floa
     ]
 
 
-#: Counters: questions that are too long or over the budget, replies without a readable verdict, and comparisons that
-#: depend on the order. The number of cache hits depends on earlier calls.
+#: Counters: questions that are too long or beyond `max_requests`, replies without a parsable verdict, comparisons with
+#: verdicts that depend on the order, requests and cache hits.
 _COUNTS = ("too_long", "over_budget", "no_verdict", "inconsistent", "time/requests", "time/cache_hits")
 
 _Question = tuple[int, ...]
 
 
 class Judge(Rater):
-    """LLM judge with its own engine. Its ratings of the answers to a problem depend on these answers alone.
+    """LLM judge with an engine. The ratings of the answers to a problem depend only on these answers.
 
     Args:
         cfg: The configuration.
@@ -316,7 +316,7 @@ class Judge(Rater):
         self._counts = collections.Counter[str]()
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Implements `Rater.rate`: None for an answer without a verdict. Asks about equal answers once."""
+        """Implements `Rater.rate`. Equal answers are rated once; an answer without a verdict gets None."""
         if not samples:
             return []
         distinct_responses = list(dict.fromkeys(sample.response for sample in samples))
@@ -372,7 +372,7 @@ class Judge(Rater):
         return question
 
     def _ask(self, questions: Sequence[_Question]) -> dict[_Question, str]:
-        """Returns question → reply; an empty reply if the judge did not finish."""
+        """Returns the judge's replies by question; an unfinished reply is replaced by ""."""
         replies: dict[_Question, str] = {}
         for question in questions:
             if question in self._replies:

@@ -1,4 +1,4 @@
-"""Log-probs of a frozen model: of sampled tokens and of the most likely alternatives, for a reference or a teacher."""
+"""Log-probs of a reference or teacher: of sampled tokens, and of the most likely tokens at their positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhpc.language.scoring.registry import Scorer, ScoringGroup
 
 
 class LogProbs(Scorer):
-    """Log-probs that a causal language model gives to tokens of another model, at `rollout.temperature`."""
+    """Scorer by a frozen causal language model: the log-probs of the policy's tokens at `rollout.temperature`."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
@@ -48,8 +48,8 @@ class LogProbs(Scorer):
 
 
 class TopLogProbs(LogProbs):
-    """Log-probs of the `k` most likely tokens at the position of each trained token, and of all other tokens together,
-    at `rollout.temperature`: see `top_logprobs`.
+    """Scorer by a frozen causal language model: the log-probs of the `k` most likely tokens at the position of each trained
+    token, and of all other tokens together, at `rollout.temperature` (`top_logprobs`).
 
     Args:
         k: Number of tokens.
@@ -66,7 +66,7 @@ class TopLogProbs(LogProbs):
 
 
 def vocabulary_of(cfg: GrpoConfig) -> int | None:
-    """Returns the number of logits of the trained model. Another model with the same tokenizer may be padded to more."""
+    """Returns the number of logits of the trained model. Padding may give a model with the same tokenizer more logits."""
     model = cfg.actor.model
     model_config = transformers().AutoConfig.from_pretrained(
         str(model.model_path), trust_remote_code=model.trust_remote_code
@@ -76,11 +76,11 @@ def vocabulary_of(cfg: GrpoConfig) -> int | None:
 
 
 class EngineLogProbs(Scorer):
-    """Log-probs of a teacher with a vLLM engine, at `rollout.temperature`: of the tokens that another model sampled or,
-    with `k`, of the most likely tokens at their positions and of all others together.
+    """Scorer by a teacher in a vLLM engine: log-probs at `rollout.temperature` of the policy's tokens or, with `k`, of the
+    most likely tokens at their positions and of all other tokens together.
 
     Args:
-        k: Number of tokens; 0 for the sampled ones.
+        k: Number of most likely tokens; 0 for the policy's tokens.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 0) -> None:
@@ -99,7 +99,7 @@ class EngineLogProbs(Scorer):
             )
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""
+        """Returns log-probs of all tokens, `[T]`; with `k`, log-probs and token ids as in `top_logprobs`, `[T, k + 1, 2]`."""
         top_k = self.engine.top
         ids, is_required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
         if top_k:

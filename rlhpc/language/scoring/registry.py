@@ -1,4 +1,4 @@
-"""Registry of scorers: built in, registered, an entry point of group `rlhpc.scorers`, or `module:Class`."""
+"""Registry of scorers: built-in names, registered names, entry points of group `rlhpc.scorers`, and `module:Class`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     },
 )  # fmt: skip
 register_scorer = SCORERS.register
-#: Built-in scorers that rate answers; the others score tokens.
+#: Built-in scorers that rate answers; all other built-in scorers score tokens.
 _RATERS = ("classifier", "judge")
 
 
 def rates(scorer: str) -> bool:
-    """Returns whether a scorer is a `Rater`, which rates answers, rather than a `Scorer`, which scores tokens. Does not
-    import built-in scorers.
+    """Returns whether a scorer rates answers (`Rater`) rather than scoring tokens (`Scorer`). Does not import built-in
+    scorers.
 
     Raises:
         ConfigError: The scorer is unknown, or neither a `Scorer` nor a `Rater`.
@@ -60,7 +60,7 @@ def check_scorer(group: ScoringGroup) -> None:
     """Checks that the scorer of an entry of `groups` accepts its `kwargs`.
 
     Raises:
-        ConfigError: It does not; the message names the accepted options.
+        ConfigError: An option is not accepted; the message names the accepted options.
     """
     if group.scorer.lower() in SCORERS.built_in and not group.kwargs:
         return
@@ -72,13 +72,13 @@ def make_scorer(cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> A
     """Builds the `Scorer` or `Rater` of a group on one of its ranks.
 
     Raises:
-        ConfigError: The model cannot be loaded, or does not fit.
+        ConfigError: The model cannot be loaded, or does not fit the scorer.
     """
     return SCORERS.find(group.scorer)(cfg, device, group, **group.kwargs)
 
 
 class Scorer(abc.ABC):
-    """Scorer of tokens: computes a column of a batch. Each rank of the actor or of a scoring group has one object.
+    """Scorer of tokens, which computes a column of a batch. Each rank of the actor or of a scoring group has one object.
 
     Args:
         cfg: The configuration.
@@ -97,9 +97,9 @@ class Scorer(abc.ABC):
 
     @abc.abstractmethod
     def score(self, batch: TokenBatch) -> Tensor:
-        """Returns one value per token, `[T]` or `[T, k]`, float32. The caller disables gradients and passes
-        micro-batches. All actor ranks call it equally often, some with a batch without tokens; ranks of a scoring group
-        call it independently.
+        """Returns the values of each token, `[T]` or `[T, k]`, float32. The caller disables gradients and passes
+        micro-batches. All actor ranks call the method equally often, possibly with a batch without tokens. Ranks of a scoring
+        group call the method independently.
         """
 
     def offload(self) -> None:  # noqa: B027 (most hold little)
@@ -113,15 +113,15 @@ class Scorer(abc.ABC):
 
 
 class LogitReader:
-    """Reader of the trained model's logits, for losses that need more than log-probs and entropies: `TokenScores.read`.
-    Each actor rank has one object. A subclass has `rows` or `read`.
+    """Reader of the trained model's logits, for losses that need more than log-probs and entropies (`TokenScores.read`).
+    Each actor rank has one object. A subclass implements `rows` or `read`.
 
     Args:
         cfg: The configuration.
         device: Device of the rank.
 
     Attributes:
-        packed: Whether micro-batches may be packed sequences, if the trained model reads these.
+        packed: Whether micro-batches may be packed sequences if the trained model supports packing.
     """
 
     packed: bool = False
@@ -130,14 +130,14 @@ class LogitReader:
         self.cfg, self.device = cfg, device
 
     def rows(self, batch: TokenBatch) -> RowReader | None:
-        """Returns one number, with its gradient, for each row of logits that predicts a trained token. The caller
-        computes a part of the rows at a time, so that no tensor holds all of them.
+        """Returns a reader that computes one number, with its gradient, for each row of logits that predicts a trained token.
+        The caller computes a part of the rows at a time, so that no tensor holds all logits.
 
         Args:
             batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()[0]` selects the tokens.
 
         Returns:
-            None requests `read`, which gets all logits.
+            The reader; None to use `read`, which gets all logits.
         """
         return None
 
@@ -145,7 +145,7 @@ class LogitReader:
         """Returns one value per token, `[T]` float32, with gradients.
 
         Args:
-            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` predict token t + 1 of sample n. With
+            logits: `[N, W, V]`, in the model's precision; the logits at `[n, t]` predict token t + 1 of sample n. With
                 `batch.packed`, `[1, T, V]` of all samples in a row.
             batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()` gives the positions of the
                 logits in both cases.
@@ -156,10 +156,10 @@ class LogitReader:
         raise NotImplementedError(f"{type(self).__name__} has neither rows nor read")
 
     def offload(self) -> None:
-        """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
+        """Frees the accelerator's memory for another group (`actor.offload_in_rollout`)."""
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves the offloaded memory back."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Column:
 
 
 class Rater(abc.ABC):
-    """Rater of answers. Each rank of a group has one object, which keeps no state of rated answers.
+    """Rater of answers. Each rank of a scoring group has one object. Its ratings do not depend on earlier ratings.
 
     Args:
         cfg: The configuration.
@@ -199,12 +199,12 @@ class Rater(abc.ABC):
             samples: All answers, always in the same order.
 
         Returns:
-            One number for each, in that order; None for an answer that cannot be rated, which gets `reward.failed`.
+            A number for each answer, in the same order; None for an answer that cannot be rated, which gets `reward.failed`.
         """
 
     def counts(self) -> dict[str, float]:
-        """Returns counters since the last call. Their sum over the ranks becomes the metric `<group>/<name>`, or
-        `time/<group>_<name>` for a name that begins with `time/`: those may differ in a run that was interrupted.
+        """Returns counters since the last call. The sum of a counter over the ranks is the metric `<group>/<name>`, or
+        `time/<group>_<name>` for a name that begins with `time/`. Only metrics with `time/` may differ after a resume.
         """
         return {}
 
@@ -212,7 +212,7 @@ class Rater(abc.ABC):
         """Releases resources of the rater."""
 
 
-#: Configuration sections with the models of groups; the reference's model is the actor's.
+#: Configuration sections with the models of groups; the reference has the actor's model.
 _SECTIONS = {"reference": "actor", "teacher": "teacher", "reward": "reward", "judge": "judge"}
 
 
@@ -222,9 +222,9 @@ class ScoringGroup:
 
     Attributes:
         name: Name in `cluster.component_placement`.
-        scorer: Scorer that runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
+        scorer: Name of the scorer on the group's ranks (`rlhpc.language.scoring.registry.SCORERS`).
         model: Model of the group, if it has one.
-        max_tokens: Maximum number of tokens in one forward pass on a rank, padding included.
+        max_tokens: Maximum number of tokens in one forward pass on a rank, including padding.
         kwargs: Options of the scorer.
     """
 
@@ -236,5 +236,5 @@ class ScoringGroup:
 
     @property
     def model_section(self) -> str:
-        """Configuration section of the group's model, as messages name it."""
+        """Configuration section of the group's model, for messages."""
         return f"{_SECTIONS.get(self.name, f'groups[{self.name}]')}.model"

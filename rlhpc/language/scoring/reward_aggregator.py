@@ -1,4 +1,4 @@
-"""Reward aggregation: weighted sum of the terms from the reward pool and from the scoring groups that rate answers."""
+"""Reward aggregation: the weighted sum of reward terms from the reward pool and from scoring groups that rate answers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ Ratings = list[tuple[Any, float | None]]
 
 
 class Judges(Protocol):
-    """Interface of reward sources."""
+    """Interface of the rewards of a rollout."""
 
     def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
-        """Queues an answer, one of `size` to a problem; `poll` returns its score with `sample_id`."""
+        """Queues an answer to a problem with `size` answers; `poll` returns the answer's score with `sample_id`."""
 
     def poll(self) -> list[tuple[Any, Scored]]:
-        """Returns the verdicts since the last call, in any order."""
+        """Returns the new scores as (sample id, score), in any order."""
 
     def drain(self) -> None:
         """Drops all pending answers."""
 
     def close(self) -> None:
-        """Releases the reward's resources."""
+        """Releases the resources of the rewards."""
 
 
 class Asker(abc.ABC):
-    """Requests for one term of the reward. The answers to a problem are rated together once all have arrived, in the
-    order of their ids, so that the ratings do not depend on the order of arrival, not even in the last digit.
+    """Rating requests for a term of the reward. When all answers to a problem have arrived, they are rated together in the
+    order of their ids, so that the ratings do not depend on the order of arrival.
     """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
 
     def submit(self, sample_id: Any, sample: Sample, problem: Hashable, size: int) -> None:
-        """Requests the rating of an answer, once all `size` answers to its problem have arrived."""
+        """Adds an answer; requests the ratings when all `size` answers to the problem have arrived."""
         samples = self._open[problem]
         samples[sample_id] = sample
         if len(samples) == size:
@@ -61,18 +61,18 @@ class Asker(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> Ratings:
-        """Returns the new ratings; None for an answer that could not be rated."""
+        """Returns the new ratings as (sample id, rating); the rating is None if the answer could not be rated."""
 
     def drain(self) -> None:
         """Drops pending requests."""
         self._open.clear()
 
     def close(self) -> None:  # noqa: B027 (most start nothing)
-        """Releases the resources of the asker."""
+        """Releases resources."""
 
 
 class AskingHere(Asker):
-    """Asker with the rater in this process."""
+    """Rating requests to a rater in this process."""
 
     def __init__(self, rater: Rater) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ class AskingHere(Asker):
 
 
 class AskingGroup(Asker):
-    """Asker with a group of raters, whose ranks get the requests in rotation.
+    """Rating requests to a scoring group, which are distributed over the group's ranks in rotation.
 
     Args:
         requests: Request channel of the group.
-        answers: Returns the next message with ratings; raises `queue.Empty`.
+        answers: Function that returns the next message with ratings, or raises `queue.Empty`.
         rank: Rank of this process.
         ranks: Number of ranks of the group.
     """
@@ -134,23 +134,23 @@ class AskingGroup(Asker):
                 ratings += zip(answer["ids"], answer["values"], strict=True)
 
     def drain(self) -> None:
-        """Implements `Asker.drain`: ratings of earlier requests are dropped when they arrive."""
+        """Implements `Asker.drain`. Ratings of earlier requests are dropped on arrival."""
         super().drain()
         self._round += 1
 
 
 def own_terms(cfg: LanguageConfig) -> list[Any]:
-    """Returns the terms of the reward that no group rates."""
+    """Returns the terms of the reward that the reward pool computes."""
     rated_names = rating_names(cfg)
     return [term for term in cfg.reward.terms if term.name not in rated_names]
 
 
 class Judging:
-    """Sum of all terms of the reward.
+    """Weighted sum of all terms of the reward.
 
     Args:
         cfg: The configuration.
-        askers: Term → its asker. May be set later: see `connect`.
+        askers: Rating requests by term; `connect` can set them later.
     """
 
     def __init__(self, cfg: LanguageConfig, askers: Mapping[str, Asker] | None = None) -> None:
@@ -166,7 +166,7 @@ class Judging:
         self._group_ratings: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
 
     def connect(self, askers: Mapping[str, Asker]) -> None:
-        """Sets the askers, and drops pending requests."""
+        """Sets the rating requests by term, and drops pending answers."""
         self.drain()
         self._askers = askers
 
@@ -206,7 +206,7 @@ class Judging:
             **{name: self.failed if rating is None else rating for name, rating in ratings.items()},
         }
         missing_names = [name for name, rating in ratings.items() if rating is None]
-        # In the order of the configuration: the first term says whether an answer is right.
+        # In the order of the configuration, because the first term decides whether an answer is right.
         ordered_terms = {
             name: term_values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in term_values
         } | term_values
@@ -221,7 +221,7 @@ class Judging:
         )
 
     def waits_for(self) -> dict[str, int]:
-        """Returns group → number of answers without its rating, among those that the reward pool has scored."""
+        """Returns the number of answers that the reward pool has scored and a group has not rated, by group."""
         counts = collections.Counter[str]()
         for sample_id in self._pool_scores:
             counts.update(name for name in self._group_terms if name not in self._group_ratings[sample_id])
@@ -245,8 +245,8 @@ class Judging:
 
 
 def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
-    """Builds the reward with all terms in this process, for evaluations. The models of the groups rate one after the
-    other.
+    """Builds the reward with all terms in this process, for evaluations. The models of different groups rate one after
+    another.
 
     Raises:
         ConfigError: A reward or a model is not available.

@@ -1,4 +1,4 @@
-"""Reward models: Hugging Face sequence classifiers with one label, which read a conversation with its answer."""
+"""Reward models: Hugging Face sequence classifiers with one label that score answers, or the steps of an answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class Classifier(Rater):
-    """Rater with a sequence classifier: the model's value at an answer's last token. It reads text with its own
-    tokenizer and chat template, which may differ from the policy's.
+    """Rater by a sequence classifier: the model's value at the last token of an answer. The model's tokenizer and chat
+    template may differ from the policy's.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
@@ -37,7 +37,7 @@ class Classifier(Rater):
         )
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Implements `Rater.rate`: None for an answer that exceeds the tokens of a micro-batch."""
+        """Implements `Rater.rate`. An answer with more tokens than a micro-batch may have gets None."""
         encoded_samples = [self.encode(sample) for sample in samples]
         indices = [
             sample_index for sample_index, ids in enumerate(encoded_samples) if 0 < len(ids) <= self.group.max_tokens
@@ -56,7 +56,7 @@ class Classifier(Rater):
         return ratings
 
     def encode(self, sample: Sample) -> list[int]:
-        """Returns the token ids of the conversation, the answer and, if the answer is finished, the end token."""
+        """Tokenizes the conversation, the answer and, if the answer is finished, the end token."""
         messages = sample.messages or ({"role": "user", "content": sample.prompt},)
         is_bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
         prompt, prompt_text = (
@@ -66,14 +66,14 @@ class Classifier(Rater):
         joined_ids = self.tokenizer(prompt_text + sample.response, add_special_tokens=is_bare)["input_ids"]
         if is_bare and joined_ids and joined_ids[-1] == self.end and len(joined_ids) > 1:
             joined_ids = joined_ids[:-1]
-        if joined_ids[: len(prompt)] != prompt:  # some tokenizers put a space before any text
+        if joined_ids[: len(prompt)] != prompt:  # the answer changes the prompt's tokens
             joined_ids = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
         lacks_end = sample.finished and self.end is not None and joined_ids[-1:] != [self.end]
         return [*joined_ids, *([int(self.end)] if lacks_end else [])]
 
 
 def require_classifier(group: ScoringGroup) -> str:
-    """Returns the configuration key of the group's model.
+    """Checks that a group's model is a sequence classifier; returns the configuration key of the model.
 
     Raises:
         ConfigError: The model has no classification head.
@@ -88,18 +88,17 @@ def require_classifier(group: ScoringGroup) -> str:
 
 
 class ProcessRewards(Scorer):
-    """Process rewards: the model's value at the last token of each step, 0 at all other tokens. A term of
+    """Scorer by a process reward model: the model's value at the last token of each step, 0 at all other tokens. A term of
     `reward.process_terms`.
 
     The model reads the policy's tokens unchanged, so it must have the policy's vocabulary.
 
     Args:
-        separator: Text that ends a step. The text after the last separator is a step, too, if it is not only white space.
+        separator: Text that ends a step. The text after the last separator is also a step if it is not only white space.
         sigmoid: Whether to apply a sigmoid to the values, as for a model that was trained to classify steps as right.
-        change: Whether a step's reward is the change of the value: its value minus that of the step before, for the first
-            step minus the value of the prompt. These sum up to the value of the answer, whatever the number of steps, so a
-            model that rates answers may be used without rewarding their number (potential-based shaping: Ng, Harada and
-            Russell 1999).
+        change: Whether a step's reward is the change of the value: the step's value minus the value of the previous step or,
+            for the first step, of the prompt. The sum of the rewards does not depend on the number of steps, so a model that
+            rates answers does not reward many steps (potential-based shaping: Ng, Harada and Russell 1999).
     """
 
     def __init__(
@@ -134,13 +133,13 @@ class ProcessRewards(Scorer):
         return rewards
 
     def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the position in `[T]` of each step's last token, and of the last token before the step; `[S]` each."""
+        """Returns the positions of each step's last token and of the last token before the step, `[S]` each."""
         ids, mask, sequence_bounds = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
         step_ends, previous_ends = list[int](), list[int]()
         for start, stop in itertools.pairwise(sequence_bounds):
             for turn_start, turn_end in _turns(mask, start, stop):
                 pending_text, last_end = "", max(start, turn_start - 1)
-                # As for answers, padding is ignored, even if the end token pads.
+                # Padding is ignored, even if the padding token is the end token.
                 written_positions = [position for position in range(turn_start, turn_end) if ids[position] != self._pad]
                 for position in written_positions:
                     pending_text += self._piece(ids[position])
@@ -170,7 +169,7 @@ class ProcessRewards(Scorer):
 
 
 def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yields the first index and the exclusive end of each sequence of consecutive tokens that the model wrote."""
+    """Yields start and exclusive end of each run of consecutive tokens that the model wrote."""
     turn_start = None
     for position in range(start, stop):
         if mask[position] and turn_start is None:
