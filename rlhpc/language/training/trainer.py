@@ -393,8 +393,8 @@ class ModelTrainer:
     def named_weights(self, without: Container[str] = ()) -> Named:
         """Yields full weights for a rollout engine, by their Hugging Face names, with LoRA merged.
 
-        With several policies, the shared weights come once, and each policy's other weights under names by `policy_tensor_name`. All
-        ranks iterate. The caller may drop a tensor before requesting the next one.
+        With several policies, the shared weights come once, and each policy's other weights under names by
+        `policy_tensor_name`. All ranks iterate. The caller may drop a tensor before requesting the next one.
 
         Args:
             without: Names of weights to omit.

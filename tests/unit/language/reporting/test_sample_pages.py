@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.export import _describe
+from rlhpc.language.export import _write_model_card
 from rlhpc.language.reporting.eval_metrics import summarize
 from rlhpc.language.reporting.sample_pages import FILTER, read_samples, samples_path, spread, write_samples_page
 from rlhpc.metrics import MetricLogger
@@ -114,14 +114,14 @@ def test_the_card_and_the_subtitle_name_the_run_and_pass_at_k_its_k(run: RunPath
     assert ", pass@4 70.0%, majority 70.0% on 10 problems" in describe_result(read_results(run, "default")[1])
     folder = run.root / "somewhere"
     folder.mkdir()
-    _describe(folder, {"from": str(run.checkpoint(20)), "global_step": 20, "base": str(export)})
+    _write_model_card(folder, {"from": str(run.checkpoint(20)), "global_step": 20, "base": str(export)})
     card = (folder / "README.md").read_text()
     facts = next(yaml.safe_load_all(card))["model-index"][0]
     assert "# sums\n" in card and facts["name"] == "sums"
     assert facts["results"][0]["metrics"] == [{"type": "accuracy", "name": "accuracy", "value": 0.7}]
     assert "| default | 10 problems | 70.0% | 39.7% to 89.2% | pass@4 70.0% |" in card
     (empty := run.root / "empty").mkdir()
-    _describe(empty, {"from": str(run.checkpoint(5)), "global_step": 5, "base": "x"})
+    _write_model_card(empty, {"from": str(run.checkpoint(5)), "global_step": 5, "base": "x"})
     assert "| accuracy |" not in (empty / "README.md").read_text()
 
 
