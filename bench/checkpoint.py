@@ -1,9 +1,9 @@
 """Checkpoint write time compared with `dd`, and the time until a resumed run continues.
 
-`save`: 500 MB of parameters in 290 tensors as a run saves them (written, synced, summed, sealed, renamed), beside
-`dd conv=fsync` of as many bytes in the same folder. `verify` and `load`: the checksums, and the weights into a model's, beside
-`dd` of that file to nowhere; all from the page cache. `resume`: the quickstart, from the command to the first step after its
-checkpoint, beside the same command without one.
+`save` writes 500 MB of parameters in 290 tensors like a run (write, sync, checksum, seal, rename); the reference is
+`dd conv=fsync` of as many bytes in the same folder. `verify` computes the checksums and `load` loads the weights into a model;
+the reference is `dd` of the file to /dev/null, and all read from the page cache. `resume` measures the quickstart from the
+command to the first step after its checkpoint; the reference is the same command without a checkpoint.
 
     python -m bench.checkpoint --repeat 5
 """

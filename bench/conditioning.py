@@ -2,10 +2,10 @@
 
     python -m bench.conditioning --seeds 3
 
-PushCube-v1. A clone of `--demonstrations` episodes of the scripted expert plays `--episodes` of its own, with the noise that
-it learned, and a critic learns the returns of all of them. From these episodes three policies are cloned in as many updates:
-all alike, those that succeeded only, and all, told which steps were improvements. Success (once in an episode) is measured
-by `rlhpc eval` over 100 episodes.
+The task is PushCube-v1. A clone of `--demonstrations` episodes of the scripted expert plays `--episodes` episodes with its
+learned noise, and a critic learns the returns of all these episodes. Then three policies are cloned with the same number of
+updates: from all episodes, from the successful episodes only, and from all episodes with an indicator of improvement at each
+step as input. `rlhpc eval` measures success (once in an episode) over 100 episodes.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python -m bench.demo_agent --seeds 3
 
-Questions are held out of both. Half of the demonstrations answer without a look: that the tool pays is what GRPO has to find
-out. Beside it, from the same start and for as many steps: GRPO whose rewards are dealt out anew within each group, and GRPO
-whose searches find nothing.
+The evaluation uses questions that neither SFT nor GRPO trains on. Half of the demonstrations answer without a search, so GRPO
+must discover that the tool pays. Two controls have the same start and number of steps: GRPO with rewards shuffled within each
+group, and GRPO with searches that find nothing.
 
-Prints a line a seed, writes bench/results/demo_agent.json and a drawing of the training curves beside it, and fails where the
-agent did not come 20 points above SFT, 15 above what can be had without the tool, or where shuffled rewards brought it more
-than 5.
+Prints a line for each seed and writes bench/results/demo_agent.json and a drawing of the training curves. Fails if the agent
+is less than 20 points above SFT or less than 15 points above the best accuracy without the tool, or if shuffled rewards gain
+more than 5 points.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     python -m bench.demo_vla --seeds 3
 
-Beside it, PPO from random weights with the same settings, seed and number of env steps. The task is MS-CartpoleSwingUp-v1,
-cut off after 300 steps, which is also the most that an episode can return. All are evaluated without noise on 100 episodes
-that neither of them trained on.
+The control is PPO from random weights with the same settings, seed and number of env steps. The task is MS-CartpoleSwingUp-v1,
+truncated after 300 steps; 300 is also the highest possible return. All policies are evaluated without noise on 100 episodes
+that no policy trained on.
 
-The criterion, fixed before the seeds were run: in the mean over the seeds, PPO from the clone returns more than the clone and
-more than PPO from random weights, each time by more than the widest of the three spreads from lowest to highest seed.
+The criterion was fixed before the first run: the mean return over the seeds of PPO from the clone exceeds that of the clone
+and that of PPO from random weights, each by more than the largest of the three ranges from lowest to highest seed.
 
-Prints a line a seed, writes bench/results/demo_vla.json, a drawing of the training curves beside it, and a film of the clone
-before PPO and after it (demo_vla_before.mp4 and demo_vla_after.mp4 in --runs); fails where the criterion does not hold. With
-one seed there is no spread, and being above is enough.
+Prints a line for each seed and writes bench/results/demo_vla.json, a drawing of the training curves, and films of the clone
+before and after PPO (demo_vla_before.mp4 and demo_vla_after.mp4 in --runs). Fails if the criterion does not hold. With one
+seed the ranges are 0, so any excess suffices.
 """
 
 from __future__ import annotations

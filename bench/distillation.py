@@ -2,12 +2,12 @@
 
     python -m bench.distillation --seeds 3
 
-Each seed: SFT, GRPO from there (the teacher), then distillation from the same start as GRPO. The number of steps is fixed
-beforehand, the learning rate ends at 0, and the last checkpoint counts. Accuracy is greedy, on held-out problems. Tokens are
-those that were trained on.
+Each seed runs SFT, GRPO from the SFT model (the teacher), and distillation from the SFT model (the student). The number of
+steps is fixed in advance, the learning rate ends at 0, and the last checkpoint counts. The accuracy is that of greedy answers
+to held-out problems. The compared tokens are trained tokens.
 
-Prints a line a seed, writes bench/results/distillation.json, and fails where a student stays more than three standard errors
-below its teacher, or took more than half of its tokens.
+Prints a line for each seed and writes bench/results/distillation.json. Fails if a student is more than three standard errors
+below its teacher, or needs more than half of the teacher's tokens.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python -m bench.environments --repeat 5
 
-Rates: real env and rollout ranks play a rollout and hand it over to the actor, the driver's calls included, with a policy that
-costs nothing (random actions). gymnasium's vector environments step on random actions and do nothing else: SyncVectorEnv
-beside one env rank with as many slots; AsyncVectorEnv, which has a process a slot, beside as many env ranks, and, with more
-slots than cores, beside ranks that share the slots. ManiSkill's environments there are its CPU ones, in its own wrapper.
+Rates: real env and rollout ranks play a rollout with random actions and send it to the actor; the time includes the driver's
+calls. Gymnasium's vector environments only step on random actions. SyncVectorEnv is compared with one env rank with the same
+number of slots. AsyncVectorEnv, which has one process per slot, is compared with as many env ranks and, with more slots than
+cores, with ranks that share the slots. ManiSkill runs its CPU environments in its own wrapper.
 
-Pipelining: environments and a policy that sleep a given time for each decision of all slots, a stage its part of it;
-`speed-up / ideal` is the sequential rollout's time over the pipelined one's, by (e + p) / max(e, p).
+Pipelining: environments and a policy sleep a given time for each decision of all slots; a stage sleeps its share of this time.
+`speed-up / ideal` is the time of the sequential rollout over that of the pipelined rollout, divided by (e + p) / max(e, p).
 
-Quickstart: its environment steps a second, training included, with one env rank and with two.
+Quickstart: environment steps a second of the quickstart, including training, with one and with two env ranks.
 """
 
 from __future__ import annotations

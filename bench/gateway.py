@@ -2,8 +2,8 @@
 
     python -m bench.gateway
 
-Clients are in a process of their own. The thread of the gateway counts its own processor time; what template and tokenizer
-take of it is counted beside. Prints a line a figure and writes bench/results/gateway.json.
+The clients run in a separate process. The thread of the gateway measures its processor time; the share of the chat template
+and the tokenizer is measured separately. Prints a line for each figure and writes bench/results/gateway.json.
 """
 
 from __future__ import annotations

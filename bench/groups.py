@@ -1,14 +1,15 @@
 """Benefit of a critic, and of a reward model in a separate group, for the tiny model, on two-digit addition.
 
-    python -m bench.groups --seeds 3                # PPO with a critic beside REINFORCE without a baseline
-    python -m bench.groups --seeds 3 --part reward  # GRPO on a reward model's word, and on that of one trained on lots
+    python -m bench.groups --seeds 3                # PPO with a critic, and REINFORCE without a baseline
+    python -m bench.groups --seeds 3 --part reward  # GRPO with a reward model, and with a reward model of random pairs
 
-Both start from the demonstrations' model (configs/reasoning/demo_sft.yaml). Accuracy is greedy, on held-out problems, at a
-step that was fixed beforehand. The reward models are those of `bench.reward_model` (`--work` names its folder; what is there
-is used again): one of right and wrong answers, one of the same pairs with the chosen one drawn by lot.
+Both start from the model of the demonstrations (configs/reasoning/demo_sft.yaml). The accuracy is that of greedy answers to
+held-out problems at a step that was fixed in advance. The reward models come from `bench.reward_model` (`--work` names its
+folder, and existing models are reused): one is trained on pairs of a right and a wrong answer, the control on the same pairs
+with a random choice of the preferred answer.
 
-Prints a line a run, writes bench/results/groups_<part>.json, and fails where the critic does not help, where the reward model
-does not raise the true accuracy, or where the control does.
+Prints a line for each run and writes bench/results/groups_<part>.json. Fails if the critic does not help, if the reward model
+does not raise the true accuracy, or if the control raises it.
 """
 
 from __future__ import annotations

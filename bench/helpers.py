@@ -2,13 +2,14 @@
 
     python -m bench.helpers --repeat 3
 
-A GRPO run of 32 prompts with 4 answers each, in turn with four rollout ranks from its start, and with two that two more join
-(`rlhpc join`, on the same host). All is as in any run but the engine, which makes eight sequences at a time, a token of each
-in ten milliseconds, and waits for the rest of the time: a rank's speed does not depend on how many there are on these cores.
-The steps that count are those after the first one in which both helpers take part; that one, in which they get the weights, is
-told apart.
+A GRPO run of 32 prompts with 4 answers each has four rollout ranks from its start; another one has two, and two helpers join
+it (`rlhpc join`, on the same host). Only the engine is simulated: it generates eight sequences at a time, one token of each in
+ten milliseconds, and sleeps for the remaining time, so the speed of a rank does not depend on the number of ranks on these
+cores. The comparison uses the steps after the first step of both helpers. That first step, in which the helpers receive the
+weights, is reported separately.
 
-And how long a helper takes to its first token, from its process's start, beside a rank of a run, from the start of that run.
+The benchmark also measures the time to a helper's first token from the start of its process, and the time to the first token
+of a rank from the start of its run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments and policies that do nothing, or sleep: what `bench/environments.py` measures the rest of a rollout with."""
+"""Environments and policies without computation, or with sleeps, which isolate the overhead of a rollout."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     make setup-simulators
     python -m bench.intervention --seeds 3
 
-A Panda arm picks a cube (gym-hil, from states). A script demonstrates `--demonstrations` episodes; they are cloned. Then the
-same script watches the clone play `--episodes` episodes a round, takes over where the clone strays for three steps in a row,
-and the clone learns from those steps, too. Beside it, as controls: cloning the same demonstrations for as many updates as all
-rounds have, and cloning more demonstrations, of at least as many steps as the demonstrations and what was taken over together.
-Success is measured by `rlhpc eval` over 100 episodes without anybody's help.
+A Panda arm picks a cube (gym-hil, from states). A script demonstrates `--demonstrations` episodes, and a policy clones
+them. In each round the clone plays `--episodes` episodes, and the script takes over if the clone strays for three consecutive
+steps; the clone also learns from the steps of the script. There are two controls: cloning of the same demonstrations with as
+many updates as all rounds have together, and cloning of more demonstrations, with at least as many steps as the original
+demonstrations and the interventions together. `rlhpc eval` measures success over 100 episodes without interventions.
 """
 
 from __future__ import annotations

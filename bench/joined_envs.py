@@ -1,11 +1,10 @@
-"""Benefit of env ranks that join a run of SAC: steps with one initial and one joined rank, compared with those of a run that
-had two ranks from its start.
+"""Benefit of env ranks that join a run of SAC: steps with one initial and one joined rank, compared with two initial ranks.
 
     python -m bench.joined_envs --repeat 1
 
-Environments and updates sleep, so a rank's speed does not depend on how many there are on these cores: one rank plays a step
-in a second, and the updates of a step take a tenth, a half or all of that. Both runs play one step or two ahead of the actor
-(`algorithm.max_staleness`). The steps that count are those after the first one that the rank that joined has played.
+Environments and updates sleep, so the speed of a rank does not depend on the number of ranks on these cores: one rank plays a
+step in a second, and the updates of a step take a tenth, a half or all of a second. In both runs, env ranks are one or two
+steps ahead of the actor (`algorithm.max_staleness`). The comparison uses the steps after the joined rank's first step.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.overlap --repeat 3
 
-`step / sum` is 1 where one phase waits for the other, `step / longest` is 1 where all but the longest one are hidden, and
-`step / busiest rank` where one rank is never idle: scoring and training are the actor's, generation is the rollout rank's.
-Each way of running trains the same model on the same problems, in turns; means over the steps, then medians over the turns.
-The actor and the rollout rank have a core each.
+`step / sum` is 1 if the phases run one after the other, `step / longest` is 1 if the longest phase hides all others, and
+`step / busiest rank` is 1 if one rank is never idle. The actor scores and trains; the rollout rank generates. All modes train
+the same model on the same problems, in turn. The figures are medians over the turns of means over the steps. The actor and the
+rollout rank have one core each.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
     python -m bench.tail --steps 12
 
-As `bench.taken`: 64 prompts of 8 answers a step on 2, 4 and 8 rollout ranks, which take prompts from the runtime's queue and
-whose engines make 32 sequences at a time at a fixed rate; lengths are log-normal, 20 to 2000 tokens. Beside them an actor
-trains on each step for as long as its answers would take if all rollout ranks were busy all the time: both have equally
-much to do. Steps come one after the other (`algorithm.max_staleness: 0`), or rollout ranks are one or two ahead.
+The workload is that of `bench.taken`: 64 prompts of 8 answers per step on 2, 4 and 8 rollout ranks, which take prompts from
+the prompt queue. Their engines generate 32 sequences at a time at a fixed rate; lengths are log-normal, 20 to 2000 tokens.
+An actor trains on each step for as long as its answers would take if all rollout ranks were always busy, so actor and
+rollout ranks have the same amount of work. Steps run one after the other (`algorithm.max_staleness: 0`), or rollout ranks
+are one or two ahead.
 
-With `--episodes` an answer is an episode: after each 100 tokens a tool works for 0.1 s, while the engine goes on with others.
-The longest one takes 6 s, of which 2 s are the tool's. That is written to results/tail_episodes.json.
+With `--episodes` an answer is an episode: after each 100 tokens a tool works for 0.1 s, while the engine generates other
+sequences. The longest episode takes 6 s, including 2 s of the tool. These results are written to results/tail_episodes.json.
 
-`bound_s` is what no scheduler is below that moves ranks to where there is work, at no cost and at any moment: all work divided
-by all ranks or, if that takes longer, the longest answer, divided by the steps that may be under way at a time. `gain` is the
-step's time against it.
+`bound_s` is the lower bound for any scheduler that moves ranks to waiting work, even at no cost and at any time: all work
+divided by all ranks or, if this is longer, the longest answer, divided by the number of concurrent steps. `gain` is the time
+of a step over this bound.
 """
 
 from __future__ import annotations

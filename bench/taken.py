@@ -2,10 +2,11 @@
 
     python -m bench.taken --repeat 5
 
-64 prompts of 8 answers each on 2, 4 and 8 ranks. The ranks are real, and so are the queue and the ledger of the runtime; their
-engines are not: each makes 32 sequences at a time, a token of each in two milliseconds, and ends a sequence at a length that
-was drawn before (log-normal by prompt and by answer, 20 to 2000 tokens, the same for both ways). In half of the cases one rank
-is half as fast as the others. Dealt, rank r of R has every R-th prompt; what it cannot hold yet waits in its engine.
+A step has 64 prompts of 8 answers each, on 2, 4 and 8 ranks. Ranks, prompt queue and leases are those of rlhpc; only the
+engines are simulated. An engine generates 32 sequences at a time, one token of each in two milliseconds, up to a length that
+is drawn in advance (log-normal by prompt and by answer, 20 to 2000 tokens, equal in both modes). In half of the cases one
+rank is half as fast as the others. In the fixed assignment, rank r of R has every R-th prompt; sequences beyond the capacity
+of its engine wait there.
 """
 
 from __future__ import annotations

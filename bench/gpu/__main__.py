@@ -1,13 +1,13 @@
 """Benchmark of rlhpc on accelerators, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
 
     python -m bench.gpu                    # all parts, on all accelerators of this machine
-    python -m bench.gpu --only engine      # one of them
-    python -m bench.gpu --device cpu       # small, in a few minutes: shows that every part runs, and no speed
+    python -m bench.gpu --only engine      # one part
+    python -m bench.gpu --device cpu       # small sizes, in a few minutes: tests that every part runs, measures no speed
 
-Each part is a process of its own with a deadline; one that fails is told at the end, after what the others found, and makes
-the exit code 1. What needs more cards than there are is skipped, and listed. The figures lie in bench/results/gpu.json, or
-where --out says, beside those of other parts that are there already, of the same code and cards; from a CPU, or of some
-parts, they are kept only with --out.
+Each part runs in a separate process with a deadline. The program reports failed parts at the end and then has exit code 1. It
+skips and lists measurements that need more cards than this machine has. The figures are written to bench/results/gpu.json, or
+to the file of --out, which keeps the figures of other parts of the same code and cards. Figures of a CPU, or of selected
+parts, are written only with --out.
 """
 
 from __future__ import annotations

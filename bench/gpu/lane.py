@@ -1,7 +1,7 @@
 """Observation transport from an env rank to a policy rank on the same card: through host memory, or on the device.
 
-What is timed is a step without simulation and without a policy: a message with observations of so many slots one way, until
-the other has computed with them, and actions back. On the CPU both roads are the host's.
+The measured step has no simulation and no policy: one rank sends observations of a number of slots, the other rank computes
+with them and sends actions back. On the CPU both transports use host memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a part's figures: a line on the screen and a line of a file each, so that none is lost if the part is ended.
+    """Report of a part's figures. Each figure is a printed line and a line of a file, so none is lost if the part is ended.
 
     Attributes:
         part: The part's name.

@@ -1,9 +1,8 @@
 """ManiSkill simulation rates: alone, in rlhpc's environment, in a plain PPO loop, and in a run of rlhpc.
 
-All of them simulate PickCube-v1 from states on the same device, with as many slots; both trainings have the networks, the
-rollouts of 50 steps and the 8 epochs of 32 minibatches of ManiSkill's own ppo.py. The plain loop is written here in its
-manner; it is not that file. On a CPU ManiSkill itself simulates one slot, so what stands beside it there has other slots
-and compares nothing.
+All contenders simulate PickCube-v1 from states on the same device, with the same number of slots. Both trainings have the
+networks, the rollouts of 50 steps and the 8 epochs of 32 minibatches of ManiSkill's own ppo.py. The plain loop is a
+reimplementation of that file. On a CPU, ManiSkill itself simulates one slot, so the figures are not comparable there.
 """
 
 from __future__ import annotations
