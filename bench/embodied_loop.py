@@ -1,7 +1,7 @@
 """Embodied loop from end to end: SAC on an environment without cost, compared with the same loop in one process.
 
-A step is 100 environment steps of one slot, one update from a batch of 256 and the weights back to the policy that acts; MLPs
-of two layers of 256. `first step` is counted from the command until the first step has been written down.
+A step has 100 environment steps of one slot, one update from a batch of 256, and a weight sync to the acting policy. The
+networks are MLPs with two layers of 256 units. `first step` is the time from the command to the first row of metrics.
 
     python -m bench.embodied_loop --repeat 5
 """

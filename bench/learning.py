@@ -1,18 +1,19 @@
 """Learning curves compared with single-process loops: the same task, hyperparameters, seeds and environment steps.
 
-Each case trains by rlhpc and by a loop in one process (`single_process_ppo.py` in the manner of CleanRL's and ManiSkill's
-ppo.py, `single_process_sac.py`, `_td3.py`, `_crossq.py` and `_iql.py` in
-that of CleanRL's, SB3-Contrib's and CORL's), seed by seed, both at once. Of each run is kept the mean return of the
-training episodes that ended in each of the case's equal spans of environment steps.
+Each case trains with rlhpc and with a loop in one process, seed by seed and concurrently. The loops are
+`single_process_ppo.py`, which follows CleanRL's and ManiSkill's ppo.py, and `single_process_sac.py`, `_td3.py`, `_crossq.py`
+and `_iql.py`, which follow CleanRL, SB3-Contrib and CORL. The result of a run is the mean return of the training episodes
+that ended in each of the case's equal spans of environment steps.
 
-The criterion, fixed before any run: over the seeds, the two sides' mean of the whole curve, and of its last quarter, differ by
-less than what a two-sided t-test at 5 % calls a difference. With three seeds that is 2.3 standard deviations of a seed, so
-"equal" means no large difference, and one comparison in twenty fails by chance. The share of spans in which the bands from
-lowest to highest seed overlap, and the difference in standard deviations, say how near they are.
+The criterion was fixed before the first run: a two-sided t-test at 5 % over the seeds finds no difference between the two
+sides, neither in the mean of the complete curve nor in that of its last quarter. With three seeds, a difference is 2.3
+standard deviations of a seed, so "equal" means no large difference, and one comparison in twenty fails by chance. The share
+of spans in which the bands from lowest to highest seed overlap, and the difference in standard deviations, describe the
+similarity.
 
     python -m bench.learning                  # all cases, one results/learning_<case>.json each, then the page
     python -m bench.learning --case push_cube --seeds 3
-    python -m bench.learning --page           # results/learning.png and learning.md from what is there
+    python -m bench.learning --page           # results/learning.png and learning.md from existing results
 """
 
 from __future__ import annotations

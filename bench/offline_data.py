@@ -1,6 +1,6 @@
-"""A dataset for offline learning: Pendulum-v1, played by a controller that swings up and balances, of mixed quality.
+"""Dataset of mixed quality for offline learning: a controller swings up and balances Pendulum-v1.
 
-In each of 60 episodes a share of the actions, from 20 % to 90 %, is random; the file is the same each time.
+In each of 60 episodes a share of the actions, from 20 % to 90 %, is random. The file is reproducible.
 
     python -m bench.offline_data pendulum.h5
 """

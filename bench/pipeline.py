@@ -1,5 +1,4 @@
-"""Benefit of training on the first part of a rollout during the rollout, and of serving env ranks in the order of their
-requests.
+"""Benefit of training during a rollout (pipeline), and of a policy that serves env ranks in the order of their requests.
 
     python -m bench.pipeline --repeat 3
 

@@ -1,12 +1,11 @@
-"""Cost of verifying that the engine has the trained weights, in a run of GRPO on a pretrained model of 135 million
-parameters.
+"""Cost of the weight verification in a run of GRPO on a pretrained model of 135 million parameters.
 
     python -m bench.proof --steps 11
 
-The repository's configuration, with each engine; the run's own timers (`time/proof_s` beside `time/cpu_s`). Versions 0, 1
-and 10 are probed.
+The benchmark runs the repository's configuration with each engine and compares the run's timers `time/proof_s` and
+`time/cpu_s`. Versions 0, 1 and 10 are probed.
 
-Prints a line an engine and writes bench/results/proof.json.
+Prints a line for each engine and writes bench/results/proof.json.
 """
 
 from __future__ import annotations

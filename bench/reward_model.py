@@ -1,13 +1,13 @@
-"""Accuracy of a reward model that tells right sums from wrong ones, on the tiny model's own answers to held-out problems.
+"""Accuracy of a reward model that distinguishes right and wrong sums, on the tiny model's answers to held-out problems.
 
     python -m bench.reward_model --seeds 3 --work /tmp/reward_model
 
-SFT (configs/reasoning/demo_sft.yaml) and eight answers to each problem at temperature 1 make the pairs, once. A seed decides
-the order of the pairs and the head that it starts from. The control (`--control`) learns from the same pairs with the chosen
-one drawn by lot. What is already in the folder is used again.
+The pairs come from eight answers of the SFT model (configs/reasoning/demo_sft.yaml) to each problem, at temperature 1. All
+seeds use the same pairs; the seed determines their order and the initial head. The control (`--control`) learns from the same
+pairs with a random choice of the preferred answer. Existing files in the folder are reused.
 
-Prints a line a seed, writes bench/results/reward_model.json, and fails where the mean is below 80 %, or the control is more
-than ten points from 50 %.
+Prints a line for each seed and writes bench/results/reward_model.json. Fails if the mean accuracy is below 80 %, or if the
+control differs from 50 % by more than ten points.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Cost of the link to a robot outside the cluster: from an observation to its command, compared with a robot in the same
-process.
+"""Latency of the link to a robot outside the cluster, from an observation to its command, compared with a local robot.
 
     python -m bench.robot_link --ssh 'me@localhost' --repeat 3
 
-A robot that takes its observations when it is asked is moved at `--hz` with commands that cost nothing: in this process
-(`env_type: robot`), in another over TCP, and in another through ssh (`env_type: distant_robot`), in turn. All on one machine:
-what a network adds is its own.
+A simulated robot observes on request and moves at `--hz` with constant commands. It runs in turn in this process
+(`env_type: robot`), in another process over TCP, and in another process through ssh (`env_type: distant_robot`). All processes
+run on one machine, so the figures do not include a network.
 """
 
 from __future__ import annotations

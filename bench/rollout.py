@@ -1,8 +1,8 @@
 """Tokens a second of each rollout engine, compared with its underlying library on the same prompts.
 
-Both sides make the same number of tokens for the same prompts, turn by turn, in one process; medians.
+Both sides generate the same number of tokens for the same prompts, in turn, in one process. The figures are medians.
 
-    python -m bench.rollout                  # a model of 0.8M parameters, made on the spot
+    python -m bench.rollout                  # a new model of 0.8M parameters
     python -m bench.rollout --model FOLDER --requests 16 --tokens 32
 """
 

@@ -1,10 +1,10 @@
-"""Change of a model's log-probs in half precision, compared with the trainer's estimate of it: the tolerance of a weight
-probe.
+"""Change of a model's log-probs in half precision, compared with the trainer's estimate: the tolerance of a weight probe.
 
     python -m bench.rounding
 
-Sound updates of small models with random weights and of SmolLM2: what the trainer says of the probe's text in bfloat16, beside
-the same weights in float32, and beside vLLM's kernels in bfloat16. Divided by `Probe.rounding`, as a run has it.
+The benchmark makes correct updates of small models with random weights and of SmolLM2. It compares the trainer's log-probs of
+the probe's text in bfloat16 with those of the same weights in float32 and with those of vLLM's kernels in bfloat16. The
+differences are divided by `Probe.rounding`, like in a run.
 """
 
 from __future__ import annotations

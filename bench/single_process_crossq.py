@@ -1,6 +1,6 @@
 """CrossQ in one process, the way SB3-Contrib's does it, with critics of 256 units, in the loop of `single_process_sac`.
 
-Within the first 100 000 updates, batch renormalisation is batch normalisation; more are not made here.
+Within the first 100 000 updates, batch renormalisation equals batch normalisation; this program makes fewer updates.
 
     python -m bench.single_process_crossq --env Pendulum-v1 --seed 1 --steps 6000
 """

@@ -1,6 +1,7 @@
 """IQL in one process, the way CORL's iql.py does it: first from a file, then in the loop of `single_process_sac`.
 
-Unlike CORL's, which puts what it plays into one buffer with the data, half of each batch stays with the data, as in rlhpc.
+CORL's implementation adds new transitions to the buffer of the dataset. Here, as in rlhpc, half of each batch always comes
+from the dataset.
 
     python -m bench.offline_data pendulum.h5
     python -m bench.single_process_iql --env Pendulum-v1 --data pendulum.h5 --seed 1 --steps 3000

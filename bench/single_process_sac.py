@@ -1,10 +1,10 @@
 """SAC in one process and one file, the way CleanRL's sac_continuous_action.py does it.
 
-The yardstick of `bench.sac` and `bench.learning`; the loop is also that of `single_process_td3`, `_crossq` and `_iql`.
+This is the reference of `bench.sac` and `bench.learning`; `single_process_td3`, `_crossq` and `_iql` use the same loop.
 
-Written for this benchmark: one gymnasium environment, two critics as modules of their own, torch.distributions,
-torch.optim.Adam, a replay buffer of NumPy arrays, the actor updated twice every second step. Prints one JSON line: the returns
-of training by environment step.
+The implementation uses one Gymnasium environment, two separate critic modules, torch.distributions, torch.optim.Adam, and a
+replay buffer of NumPy arrays; it updates the actor twice every second step. Prints one JSON line: the returns of the training
+episodes by environment step.
 
     python bench/single_process_sac.py --env InvertedPendulum-v5 --seed 1 --steps 6000
 """

@@ -1,14 +1,14 @@
-"""Cost of a Slurm job before it trains, and after it was stopped: the launcher's part, and Slurm's own.
+"""Startup and restart time of a Slurm job: the launcher's share and Slurm's share.
 
-Needs a cluster (`SLURM_CONF`, a site file); on the test cluster of this project:
+The benchmark needs a cluster (`SLURM_CONF`, a site file). On the test cluster of this project:
 
     python -m tests.slurm.cluster up --root /tmp/rlhpc-bench
     eval "$(python -m tests.slurm.cluster env --root /tmp/rlhpc-bench)"
     python -m bench.slurm --site SITE.yaml --repeat 5
 
-"job start to first rollout" counts from the start of the batch step's process to the end of the first training step;
-"stop to first new step" from the signal that Slurm sends at the walltime to the end of the first step after the requeue,
-without the time in which Slurm had the job in its queue.
+"job start to first rollout" is the time from the start of the batch step's process to the end of the first training step.
+"stop to first new step" is the time from Slurm's signal at the walltime to the end of the first step after the requeue,
+without the time of the job in the queue.
 """
 
 from __future__ import annotations

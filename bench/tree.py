@@ -2,9 +2,9 @@
 
     python -m bench.tree --repeat 5
 
-128 MB of float32 in parts of 8 MB, from one rank to one on each of 1, 2, 4 and 8 hosts. They are processes of this
-machine that take themselves for other hosts, so the seconds are those of one memory bus and these cores; what counts is
-how often the bytes of a version leave the sender, and the most that any other host sends.
+One rank sends 128 MB of float32 in chunks of 8 MB to one rank on each of 1, 2, 4 and 8 hosts. The hosts are simulated by
+processes of this machine, so the seconds depend on one memory bus and these cores. The relevant figures are how often the
+sender sends the bytes of a version, and the maximum that any other host sends.
 """
 
 from __future__ import annotations

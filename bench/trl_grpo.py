@@ -3,9 +3,9 @@
     pip install -e '.[bench]'
     python -m bench.trl_grpo --seeds 3
 
-Both start from one SFT checkpoint and take turns. The step's time is wall time from the 10th step to the last, over their
-count. Accuracy is measured by the same command on the same held-out problems. TRL runs in one process; rlhpc an actor and a
-rollout process, which take turns in this mode. Each is measured with one thread a process, and with two.
+Both start from the same SFT checkpoint and run in turn. The step time is the mean wall time from the 10th step to the last.
+The same command measures the accuracy on the same held-out problems. TRL runs in one process; rlhpc runs an actor and a
+rollout process, which alternate in this mode. Both are measured with one and with two threads per process.
 """
 
 from __future__ import annotations

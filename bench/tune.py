@@ -1,12 +1,11 @@
-"""Quality of the choice of `rlhpc tune`: real runs of its choice, of others near the top, and of some from the complete
-ranking.
+"""Quality of the choice of `rlhpc tune`: real runs of the chosen placement, of the next best ones, and of a sample of all.
 
     python -m bench.tune --top 5 --among 4 --repeat 2 --steps 6
 
-Each workload is tuned with staleness up to 1; then the `--top` placements with the best predictions, the configured one and
-`--among` others at even distances among all are run for a few steps, in turns. `chosen / best` is the chosen placement's
-median against the fastest one's: it should be no more than `1 + spread`, where the spread is how far repetitions of one
-placement are apart, the median over placements. `error` is predicted / measured - 1.
+Each workload is tuned with staleness up to 1. Then the `--top` placements with the best predictions, the configured
+placement and `--among` evenly spaced placements of the ranking run for a few steps, in turn. `chosen / best` is the median
+time of the chosen placement over that of the fastest one. It should not exceed `1 + spread`, where the spread is the median
+over placements of the relative difference between repetitions. `error` is predicted / measured - 1.
 """
 
 from __future__ import annotations

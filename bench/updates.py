@@ -2,11 +2,11 @@
 
     python -m bench.updates
 
-Stages run at the same time, a part of 256 MB behind each other, so the slowest sets the rate, and the others add a part each.
-From `bench/results`: one TCP stream (hosts), and writing into shared memory (weights), both of a small machine whose two cores
-were sender and receiver at once; a server's stream is faster. Assumed, since nothing here has an accelerator or a network:
-`ASSUMED`. In brackets: if a stream were as fast as the network, as several would be together. Prints the table that
-`docs/explanation/performance.md` shows.
+The stages run concurrently on successive parts of 256 MB, so the slowest stage determines the rate, and each other stage adds
+the time of one part. The rates of one TCP stream (hosts) and of writes into shared memory (weights) come from `bench/results`;
+both were measured on a small machine whose two cores were sender and receiver, so a server is faster. The other rates are
+assumptions (`ASSUMED`), because the machine has no accelerator and no network. The values in brackets assume that streams are
+as fast as the network, like several parallel streams. Prints the table of `docs/explanation/performance.md`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.weights --repeat 7
 
-290 tensors of bfloat16, 500 MB in all, from one rank to one and to four of the same host, and to one that takes itself for
-another host (TCP over the loopback device). "Adopted": the receivers look at the memory that came; "copied": each
-copies it into its own tensors, as an engine has to that keeps its weights elsewhere. The time is from the call until every
-receiver has the version applied, seen from the driver.
+One rank sends 290 tensors of bfloat16, 500 MB in total, to one and to four ranks on the same host, and to one rank on a
+simulated other host (TCP over the loopback device). "Adopted": the receivers use the received memory directly. "Copied": each
+receiver copies the data into its own tensors, like an engine with separate weights. The time is measured on the driver, from
+the call until every receiver has applied the version.
 
     all                 every element changed
     1 % trained         88 of the tensors, 0.9 % of the bytes, are trained; the others are frozen (rollout.weight_delta=frozen)
