@@ -104,7 +104,7 @@ def rank_of_the_far_host() -> None:
     """Runs a rank like `rlhpc.runtime.worker_process`, with this host's address in place of the driver's."""
     from rlhpc.runtime import worker_process
 
-    spec = worker_process._task(int(sys.argv[1]))
+    spec = worker_process._read_spec(int(sys.argv[1]))
     spec.tcp_address = ADDRESSES[1]
     status = worker_process.run_worker(spec)
     sys.stdout.flush()

@@ -76,12 +76,12 @@ def simulated(count: int) -> dict[str, float]:
         session = Session.start(
             registry_root=Path(folder) / "registry", log_dir=Path(folder) / "logs", tcp_address="127.0.0.1"
         )
-        tell_server = session._fork_launcher._tell
+        tell_server = session._fork_launcher._send_request
 
         def start(**message: Any) -> None:
             simulators.start(message["spec"]) if message["op"] == "start" else tell_server(**message)
 
-        session._fork_launcher._tell = start
+        session._fork_launcher._send_request = start
         this_process = psutil.Process()
 
         def cost(act: Callable[[], Any]) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def simulated(count: int) -> dict[str, float]:
         _, idle_cpu_s = cost(lambda: time.sleep(4.0))
         row["idle, CPU of the driver (% of a core)"] = idle_cpu_s / 4 * 100
         row["memory of the driver (MB)"] = (this_process.memory_info().rss - memory) / 1e6
-        session._fork_launcher._tell = tell_server
+        session._fork_launcher._send_request = tell_server
         for member in session.members.values():
             member.state = "ended"
         simulators.stop()

@@ -15,7 +15,7 @@ from rlhpc.runtime.host import names_here
 from rlhpc.runtime.slurm import ask
 
 #: Slurm's limit on the nodes of a job. A longer list is a typing mistake, and its expansion would fill the memory.
-_MOST_NODES = 65533
+_MAX_NODES = 65533
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def expand_range(text: str, full_text: str) -> list[str]:
     if not match:
         raise ConfigError(f"cannot read {text!r} in {full_text!r}: write a number (3) or a range (0-3)")
     first_number, last_number = int(match[1]), int(match[2] or match[1])
-    if last_number < first_number or last_number - first_number >= _MOST_NODES:
+    if last_number < first_number or last_number - first_number >= _MAX_NODES:
         raise ConfigError(
             f"cannot read {text!r} in {full_text!r}: {'it runs backwards' if last_number < first_number else 'it is too long'}"
         )
@@ -79,9 +79,9 @@ def expand_hostlist(text: str) -> list[str]:
             else [segment]
             for segment in re.findall(segment_pattern, host)
         ]
-        names += itertools.islice(map("".join, itertools.product(*alternatives)), _MOST_NODES + 1)
-        if len(names) > _MOST_NODES:
-            raise ConfigError(f"the host list {text!r} names more than {_MOST_NODES} hosts")
+        names += itertools.islice(map("".join, itertools.product(*alternatives)), _MAX_NODES + 1)
+        if len(names) > _MAX_NODES:
+            raise ConfigError(f"the host list {text!r} names more than {_MAX_NODES} hosts")
     return names
 
 
@@ -94,7 +94,7 @@ def expand_counts(text: str) -> list[int]:
     counts: list[int] = []
     for count_text in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", count_text.strip())
-        if not match or int(match[2] or 1) > _MOST_NODES:
+        if not match or int(match[2] or 1) > _MAX_NODES:
             raise ConfigError(f"cannot read {count_text!r} in {text!r}: write counts as 4 or 4(x2)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -27,9 +27,9 @@ from rlhpc.runtime.host import process_key
 from rlhpc.runtime.session import here
 
 DEFAULT_KEY = "default_queue"
-_UNCONFIRMED = 64
+_CONFIRM_INTERVAL = 64
 #: Seconds that a channel's home may take to open it.
-_OPENS_S = 60.0
+_OPEN_TIMEOUT_S = 60.0
 
 
 class QueueFull(queue.Full):
@@ -59,7 +59,7 @@ class Channel:
 
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
-        self._posted = 0
+        self._num_posted = 0
         self._consumers: dict[str, ConsumerLocation] = {}  # each key's last consumer
 
     @classmethod
@@ -105,8 +105,10 @@ class Channel:
         for member, record in dict(zip(members, homes, strict=False)).items():
             if record != context.service.endpoint:
                 arguments, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
-                request = peers.begin(choose(record), b"OPEN", [arguments], f"the home of channel {name!r}", _OPENS_S)
-                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *member))
+                request = peers.begin(
+                    choose(record), b"OPEN", [arguments], f"the home of channel {name!r}", _OPEN_TIMEOUT_S
+                )
+                peers.reply_to(request, _OPEN_TIMEOUT_S, functools.partial(context.has_left, *member))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
@@ -205,25 +207,31 @@ class Channel:
 
                 estimate = PutEstimate("", "", False)
 
-                def act(answer: Any) -> bool:
+                def put_item(answer: Any) -> bool:
                     nonlocal estimate
                     state = service.channel(self.name)
                     estimate = state.estimate(key)
                     return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
 
                 if wait:
-                    service.wait_local(act, context.wait_deadline, purpose)
+                    service.wait_local(put_item, context.wait_deadline, purpose)
                 else:
                     with service.lock:
-                        is_admitted = act(None)
+                        is_admitted = put_item(None)
                     if not is_admitted:
                         context.check()
                         raise QueueFull(purpose)
-                self._sent(context, packed, key, estimate)
+                self._settle_sent(context, packed, key, estimate)
                 return
             header = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
-            self._posted += 1
-            if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
+            self._num_posted += 1
+            if (
+                wait
+                and not confirm
+                and self._maxsize == 0
+                and packed.segment is None
+                and self._num_posted % _CONFIRM_INTERVAL
+            ):
                 # Small items for an unbounded channel need not all be confirmed: the socket keeps their order, and every
                 # 64th is confirmed, which bounds the number in flight when the byte limit is reached.
                 frames = [header, *packed.frames()]
@@ -233,7 +241,7 @@ class Channel:
                 choose(home), b"PUT", [header, *packed.frames()], purpose, context.wait_deadline
             )
             reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
-            self._sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
+            self._settle_sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
             if isinstance(error, ChannelRefused):
@@ -241,7 +249,7 @@ class Channel:
                 raise QueueFull(purpose) from None
             raise
 
-    def _sent(self, context: Context, packed: Packed, key: str, estimate: PutEstimate) -> None:
+    def _settle_sent(self, context: Context, packed: Packed, key: str, estimate: PutEstimate) -> None:
         if estimate.host:
             self._consumers[key] = estimate.consumer
         packed.settle(estimate.waiting, context.check)
@@ -277,8 +285,8 @@ class Channel:
             QueueEmpty: The channel is empty.
         """
         context = current()
-        consumer, patience = ConsumerLocation(context.host, address()), context.wait_deadline
-        ((item, item_id),) = self._fetch(context, str(key), None, False, patience, consumer, keep=True)
+        consumer, timeout_s = ConsumerLocation(context.host, address()), context.wait_deadline
+        ((item, item_id),) = self._fetch(context, str(key), None, False, timeout_s, consumer, keep_leases=True)
         return LeasedItem(item, item_id, str(key))
 
     @former_keywords(taken="lease")
@@ -302,13 +310,13 @@ class Channel:
         if home["ipc"] == service.endpoint["ipc"]:
             purpose = f"an item in channel {self.name!r}, key {key!r}"
 
-            def act(answer: Any) -> bool:
+            def get_items(answer: Any) -> bool:
                 state = service.channel(self.name)
                 state.record_consumer(key, consumer)
                 return bool(wait or state.count(key)) and state.get(key, (), target, answer)
 
             try:
-                items = service.wait_local(act, timeout, purpose)
+                items = service.wait_local(get_items, timeout, purpose)
             except queue.Empty:
                 context.check()  # a loop that polls also waits for another process
                 raise QueueEmpty(purpose) from None
@@ -323,9 +331,9 @@ class Channel:
         wait: bool,
         timeout: float,
         consumer: ConsumerLocation,
-        keep: bool = False,
+        keep_leases: bool = False,
     ) -> list[tuple[Any, int]]:
-        """Returns items with their numbers from a home in another process; acknowledges the items unless `keep` is True."""
+        """Returns items with their numbers from a home in another process; acknowledges them unless `keep_leases`."""
         service, home = context.service, self._home(key)
         purpose = f"an item in channel {self.name!r}, key {key!r}"
         header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))
@@ -339,7 +347,7 @@ class Channel:
         for item_id, count in pickle.loads(reply[0]):
             leased_items.append((service.unpack(reply[frame_offset : frame_offset + count], later=releases), item_id))
             frame_offset += count
-        if not keep:
+        if not keep_leases:
             item_ids = [item_id for _, item_id in leased_items]
             service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, item_ids))])
         for release in releases:
@@ -348,7 +356,7 @@ class Channel:
 
     # -- inspection -----------------------------------------------------------------------------------------------
 
-    def _stat(self, key: str) -> tuple[int, bool]:
+    def _count_and_fullness(self, key: str) -> tuple[int, bool]:
         context, home = current(), self._home(key)
         context.check()
         if home["ipc"] == context.service.endpoint["ipc"]:
@@ -364,13 +372,13 @@ class Channel:
 
     def qsize(self, key: str = DEFAULT_KEY) -> int:
         """Returns the number of items queued under `key`."""
-        return self._stat(str(key))[0]
+        return self._count_and_fullness(str(key))[0]
 
     def empty(self, key: str = DEFAULT_KEY) -> bool:
-        return self._stat(str(key))[0] == 0
+        return self._count_and_fullness(str(key))[0] == 0
 
     def full(self, key: str = DEFAULT_KEY) -> bool:
-        return self._stat(str(key))[1]
+        return self._count_and_fullness(str(key))[1]
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"

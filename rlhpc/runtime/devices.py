@@ -278,7 +278,9 @@ def explain_unseen(
         driver: Newest version of CUDA that the node's driver supports, if known.
     """
     if not cuda and not hip:
-        build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"
+        build = (
+            next((build for since, build in _BUILDS if _parse_version(driver) >= since), "cu126") if driver else "auto"
+        )
         return "is built for the CPU", f"install the other build: RLHPC_TORCH={build} bash envs/setup.sh"
     return (
         f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {visible} of them (CUDA_VISIBLE_DEVICES={mask})",
@@ -286,5 +288,5 @@ def explain_unseen(
     )
 
 
-def _number(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(component) for component in version.split("."))

@@ -14,14 +14,14 @@ from typing import Any, TextIO
 from rlhpc.runtime.errors import StorageError, UserError
 
 #: Errors of writes that fail until the disk has free space.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How to continue after a failure; the next command depends on how the run was started.
 GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
 
 
 def is_full(error: BaseException | None) -> bool:
     """Returns whether a write failed because the disk or quota is full, or the file has reached its maximum size."""
-    return isinstance(error, OSError) and error.errno in _FULL
+    return isinstance(error, OSError) and error.errno in _FULL_ERRNOS
 
 
 def mount_of(path: str | Path) -> Path:
@@ -87,9 +87,9 @@ def explained(error: BaseException, operation: str, *, anyway: bool = True) -> B
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
-        if isinstance(cause, OSError) and cause.errno in _FULL:
+        if isinstance(cause, OSError) and cause.errno in _FULL_ERRNOS:
             path = cause.filename or first_full_filesystem(
-                _likely()
+                _probable_folders()
             )  # the error of a failed write does not always name the file
             if path is None and not anyway:
                 return error
@@ -101,7 +101,7 @@ def explained(error: BaseException, operation: str, *, anyway: bool = True) -> B
     return error
 
 
-def _likely() -> list[str]:
+def _probable_folders() -> list[str]:
     """Returns folders to which this process was probably writing."""
     folders = ["."]
     with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def first_full_filesystem(folders: Iterable[str | Path]) -> Path | None:
     return None
 
 
-class _Log(io.FileIO):
+class _LenientFile(io.FileIO):
     """Log file that ignores write errors: a line that does not fit on the disk is lost, and the process continues."""
 
     def write(self, data: Any) -> int:
@@ -132,5 +132,5 @@ class _Log(io.FileIO):
 def log_stream(fd: int) -> TextIO:
     """Opens a line-buffered text stream on a log's descriptor. Its writes raise no error if the disk is full."""
     return io.TextIOWrapper(
-        io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+        io.BufferedWriter(_LenientFile(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
     )

@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-_SHORTEST = 6
+_MIN_SECRET_LENGTH = 6
 """Minimum length of a secret; shorter values are numbers and words that occur in any text."""
-_read: dict[str, str] = {}
-_count, _watching = 0, False
+_values_read: dict[str, str] = {}
+_num_reads, _is_watching = 0, False
 
 
 def watch() -> None:
     """Starts recording the values that configurations read from the environment. May be called repeatedly."""
-    global _watching
-    if _watching:
+    global _is_watching
+    if _is_watching:
         return
-    _watching = True
+    _is_watching = True
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
     def env(*arguments: Any) -> Any:
-        global _count
-        _count += 1
+        global _num_reads
+        _num_reads += 1
         resolved = oc.env(*arguments)
         if arguments and arguments[0] in os.environ and isinstance(resolved, str):
-            _read[str(arguments[0])] = resolved
+            _values_read[str(arguments[0])] = resolved
         return resolved
 
     with warnings.catch_warnings():  # later versions of OmegaConf deprecate this name
@@ -42,7 +42,7 @@ def watch() -> None:
 
 def values_read() -> dict[str, str]:
     """Returns the values that configurations of this process have read from the environment, by variable."""
-    return dict(_read)
+    return dict(_values_read)
 
 
 def masked(text: str, values: Mapping[str, str] | None = None) -> str:
@@ -52,8 +52,8 @@ def masked(text: str, values: Mapping[str, str] | None = None) -> str:
         text: The text.
         values: Values that another process has read, by variable; by default the values that this process has read.
     """
-    for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
-        if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
+    for name, value in sorted((_values_read if values is None else values).items(), key=lambda item: -len(item[1])):
+        if len(value) >= _MIN_SECRET_LENGTH and not PurePath(value).is_absolute():
             text = text.replace(value, f"${{oc.env:{name}}}")
     return text
 
@@ -74,11 +74,11 @@ def to_plain(cfg: Any) -> Any:
         if OmegaConf.is_missing(cfg, key):
             plain_values[key] = "???"
             continue
-        count_before = _count
+        count_before = _num_reads
         child: Any = cfg[key]
         if OmegaConf.is_interpolation(cfg, key):
             resolved: Any = OmegaConf.to_container(child, resolve=True) if OmegaConf.is_config(child) else child
-            plain_values[key] = unresolved[key] if _count != count_before else resolved
+            plain_values[key] = unresolved[key] if _num_reads != count_before else resolved
         else:
             plain_values[key] = to_plain(child)
     return plain_values if isinstance(cfg, DictConfig) else list(plain_values.values())

@@ -70,7 +70,7 @@ class FailurePolicy:
         self.first = failure
         return True
 
-    def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
+    def is_departure(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
         """Returns whether a failure is the end of a rank and the other ranks can continue without this rank.
 
         The other ranks do not continue after an exception in a rank, unless the rank has joined. The machine of a joined rank
@@ -98,7 +98,7 @@ class FailurePolicy:
         """Forgets the first failure, because the session recovers from it."""
         self.first = None
 
-    def put_behind(self) -> None:
+    def archive_failure(self) -> None:
         """Moves the first failure to `past`, because new groups are launched after it."""
         if self.first is not None:
             self.past, self.first = self.first, None
@@ -155,9 +155,9 @@ JOINED_LOST_S = 60.0
 #: Seconds of silence after which a joining rank that is not ready yet is lost.
 ARRIVES_S = 180.0
 #: Delay of a check in seconds from which the driver concludes that it was not running itself.
-_AWAY_S = 5.0
+_DRIVER_PAUSE_S = 5.0
 #: Maximum number of silent ranks that a check names: after the failure of a switch, thousands of ranks may be silent.
-_NAMED = 5
+_MAX_NAMED = 5
 
 
 class HeartbeatMonitor:
@@ -179,7 +179,7 @@ class HeartbeatMonitor:
         self._fail, self._has_ended, self._failures = fail, has_ended, failures
         #: Incarnations of ranks that another process of the same host has reported as ended.
         self._unreachable = set[str]()
-        self.looked = time.monotonic()
+        self.last_check = time.monotonic()
 
     def record_note(self, member: Member, event: str) -> None:
         """Records a note about a rank. Another rank sends the note `unreachable`; the rank itself sends all other notes."""
@@ -189,17 +189,17 @@ class HeartbeatMonitor:
         member.alive, member.suspect = time.monotonic(), False
         member.leaving = member.leaving or event == "leaving"
 
-    def look(self, members: Iterable[Member]) -> None:
+    def check_ranks(self, members: Iterable[Member]) -> None:
         """Checks the time since each rank's last heartbeat (`Member.alive`); called every `TICK_S` seconds."""
         now = time.monotonic()
         # if the job was suspended or the driver stopped, no heartbeat could arrive during that time
-        pause_s, self.looked = now - self.looked - TICK_S, now
+        pause_s, self.last_check = now - self.last_check - TICK_S, now
         suspects: list[Member] = []
         for member in members:
             spec, is_joined = member.spec, member.spec.rank >= member.spec.world_size
             if member.state != "ready" and not (member.state == "starting" and is_joined):
                 continue
-            if pause_s > _AWAY_S:
+            if pause_s > _DRIVER_PAUSE_S:
                 member.alive += pause_s
             silent = now - member.alive
             lease_s = LOST_S if not is_joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
@@ -215,14 +215,14 @@ class HeartbeatMonitor:
             elif silent > SUSPECT_S and not member.suspect:
                 member.suspect = True
                 suspects.append(member)
-        for member in suspects[:_NAMED]:
+        for member in suspects[:_MAX_NAMED]:
             log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
-        if len(suspects) > _NAMED:
-            log.warning("so have %d other ranks", len(suspects) - _NAMED)
+        if len(suspects) > _MAX_NAMED:
+            log.warning("so have %d other ranks", len(suspects) - _MAX_NAMED)
 
 
-def _lost_rank_error(spec: WorkerSpec, how: str) -> WorkerFailed:
+def _lost_rank_error(spec: WorkerSpec, fault: str) -> WorkerFailed:
     return WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err})",
+        f"{spec.group}[{spec.rank}] on node {spec.node} {fault} (log {spec.log_err})",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
     )  # fmt: skip

@@ -75,10 +75,10 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
         if not files:
             raise ConfigError(f"{key}.path is {path!r}; no file fits this pattern (from {Path.cwd()})")
         return files
-    raise ConfigError(f"{key}.path is {path!r}; there is no such file or folder{_nearest(location)}")
+    raise ConfigError(f"{key}.path is {path!r}; there is no such file or folder{_suggest_path(location)}")
 
 
-def _nearest(path: Path) -> str:
+def _suggest_path(path: Path) -> str:
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     similar_names = difflib.get_close_matches(path.name, siblings, 1)
     if similar_names:
@@ -211,13 +211,13 @@ def _create_in_place(path: Path, data: bytes, mode: int) -> bool:
     return True
 
 
-_MOST_BYTES = 256 << 20
-_DEEPEST = 100
-_MOST_DIGITS = 300
-_MOST_BRACKETS = 900
+_MAX_BYTES = 256 << 20
+_MAX_DEPTH = 100
+_MAX_DIGITS = 300
+_MAX_BRACKETS = 900
 """Maximum number of brackets that are open at a time, including brackets inside strings."""
-_MOST_NODES = 200_000
-_MOST_CHARACTERS = 1 << 21
+_MAX_VALUES = 200_000
+_MAX_CHARACTERS = 1 << 21
 """Maximum length of a YAML text in characters; PyYAML reads about half a megabyte per second."""
 
 
@@ -234,7 +234,7 @@ def open_file(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_file(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
+def read_file(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     """Returns the content of a regular file.
 
     Raises:
@@ -253,13 +253,13 @@ def read_json(text: str | bytes) -> Any:
         ValueError: The text is not JSON, is nested too deeply, or has an integer with more than 300 digits.
     """
     try:
-        return json.loads(text, parse_int=_integer)
+        return json.loads(text, parse_int=_parse_integer)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
+def _parse_integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -282,9 +282,9 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
         ValueError, yaml.YAMLError: As for `read_yaml`.
     """
     with open_file(path) as file:
-        yaml_text = file.read(_MOST_CHARACTERS + 1)
-    if len(yaml_text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has more than {_MOST_CHARACTERS} characters; no configuration has so many")
+        yaml_text = file.read(_MAX_CHARACTERS + 1)
+    if len(yaml_text) > _MAX_CHARACTERS:
+        raise ValueError(f"it has more than {_MAX_CHARACTERS} characters; no configuration has so many")
     return read_yaml(yaml_text, loader)
 
 
@@ -302,11 +302,11 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     """
     import yaml
 
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has {len(text)} characters; a configuration has at most {_MOST_CHARACTERS}")
-    if _nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MOST_BRACKETS:
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters; a configuration has at most {_MAX_CHARACTERS}")
+    if _max_nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MAX_BRACKETS:
         raise ValueError(
-            f"nested too deeply (more than {_DEEPEST} levels)"
+            f"nested too deeply (more than {_MAX_DEPTH} levels)"
         )  # PyYAML would need quadratic time for such a text
     if isinstance(text, bytes):
         try:
@@ -317,11 +317,11 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
         parsed = yaml.load(text, Loader=loader or yaml.SafeLoader)
         _count(parsed, 0, 0)
     except RecursionError:
-        raise ValueError(f"nested too deeply (more than {_DEEPEST} levels)") from None
+        raise ValueError(f"nested too deeply (more than {_MAX_DEPTH} levels)") from None
     return parsed
 
 
-def _nesting(text: bytes) -> int:
+def _max_nesting(text: bytes) -> int:
     """Returns the maximum number of brackets that are open at a time."""
     depth = deepest = 0
     for sign in re.findall(rb"[\[\]{}]", text):
@@ -338,9 +338,9 @@ def _count(value: Any, num_values: int, depth: int) -> int:
         RecursionError: The values are nested too deeply.
     """
     num_values += 1
-    if num_values > _MOST_NODES:
-        raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")
-    if depth > _DEEPEST:
+    if num_values > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values, counted as often as aliases name them")
+    if depth > _MAX_DEPTH:
         raise RecursionError
     if isinstance(value, (dict, list)):
         for child in value.values() if isinstance(value, dict) else value:

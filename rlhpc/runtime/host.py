@@ -29,11 +29,11 @@ def host_id() -> str:
     A machine with several /tmp or /dev/shm folders, such as private ones of jobs or containers, counts as several hosts,
     because its processes do not see all files. Tests set `RLHPC_HOST_ID` to simulate several hosts on one machine.
     """
-    return os.environ.get("RLHPC_HOST_ID") or _machine()
+    return os.environ.get("RLHPC_HOST_ID") or _machine_id()
 
 
 @functools.cache
-def _machine() -> str:
+def _machine_id() -> str:
     """Returns the host id of this machine. Computes it only once, because each message needs it to choose a transport."""
     return ":".join([node_name(), _boot_id(), *map(_folder_id, (SOCKET_ROOT, SHM_ROOT))])
 
@@ -68,10 +68,10 @@ def pid_namespace() -> int:
 def has_ended(process: str) -> bool:
     """Returns whether a process (`process_id`) is known to have ended; False for a process of another PID namespace."""
     pid, _, namespace = process.partition(".")
-    return namespace == str(pid_namespace()) and not _runs(int(pid))
+    return namespace == str(pid_namespace()) and not _is_running(int(pid))
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Returns whether a process of this PID namespace runs; False for a process that has ended but is not reaped yet."""
     try:
         os.kill(pid, 0)

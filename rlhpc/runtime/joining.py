@@ -33,16 +33,16 @@ from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 log = logging.getLogger(__name__)
 
 #: Seconds to wait for a killed process to end.
-_KILLED_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 #: Fields of a driver's record with its endpoints.
 _ENDPOINTS = ("host", "ipc", "tcp", "bulk")
 #: Seconds between two checks whether the driver is alive, and seconds that the driver may take to answer.
-_LOOK_S, _ANSWER_S = 2.0, 30.0
+_CHECK_S, _ANSWER_S = 2.0, 30.0
 #: Seconds between two checks for another driver.
-_LOOK_AGAIN_S = 0.5
+_DRIVER_POLL_S = 0.5
 #: Seconds that a leaving rank may take to requeue its items. Slurm kills a job 30 s after its first signal by default.
-_HANDING_S = 15.0
+_REQUEUE_S = 15.0
 
 
 class JoinRefused(ConfigError):
@@ -115,11 +115,11 @@ class DriverConnection:
                 f"the driver is on {self._driver['node']} and listens to processes of that host only, and this is another"
             ) from error
         if self._driver["data"]["host"] == host_id():
-            self._require_own(endpoint)
+            self._refuse_foreign_driver(endpoint)
         return endpoint
 
     @staticmethod
-    def _require_own(endpoint: str) -> None:
+    def _refuse_foreign_driver(endpoint: str) -> None:
         """Refuses the endpoint of another user's driver on this host, because a registry may contain foreign files."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
@@ -154,17 +154,17 @@ class DriverConnection:
         except ValueError as error:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
-    def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+    def lives(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Returns whether the driver answers within 30 s.
 
         Args:
-            hurry: Returns True to end the wait early; the driver then counts as alive.
+            should_stop: Returns True to end the wait early; the driver then counts as alive.
         """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
-            self._peers.reply_to(pending, _ANSWER_S, hurry)
+            self._peers.reply_to(pending, _ANSWER_S, should_stop)
         except RlhpcError:
-            return hurry()
+            return should_stop()
         return True
 
     def tell(self, note: dict[str, Any]) -> None:
@@ -227,19 +227,19 @@ class JoinedRank:
         code = self.process.poll()
         return None if code is None else (-code if code < 0 else code << 8)
 
-    def end(self, grace_s: float, handing_s: float = 0.0) -> int:
+    def end(self, grace_s: float, requeue_s: float = 0.0) -> int:
         """Ends the rank, waits for it, and returns its wait status.
 
         Args:
             grace_s: Seconds that the rank may take to end before it is killed.
-            handing_s: Seconds that the rank may take before that to requeue its items; 0 sends it no notice to leave.
+            requeue_s: Seconds that the rank may take before that to requeue its items; 0 sends it no notice to leave.
         """
         assert self.process.stdin is not None
-        if handing_s:
+        if requeue_s:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 self.process.stdin.write(LEAVE)
                 self.process.stdin.flush()
-                self.process.wait(handing_s)
+                self.process.wait(requeue_s)
         with contextlib.suppress(OSError):
             self.process.stdin.close()  # the rank ends when its input ends
         try:
@@ -247,7 +247,7 @@ class JoinedRank:
         except subprocess.TimeoutExpired:
             self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel
-                self.process.wait(_KILLED_S)
+                self.process.wait(_KILL_TIMEOUT_S)
         return self.status or 0
 
 
@@ -293,31 +293,31 @@ def stay(
     while True:
         may_wait = await_driver or num_joined > 0
         patience = patience_s if may_wait else 0.0
-        join_point = _door(registry_root, generation, lambda: stopped.is_set() or over(), patience, silent)
-        if join_point is None:
+        connection = _await_driver(registry_root, generation, lambda: stopped.is_set() or over(), patience, silent)
+        if connection is None:
             return num_joined
-        generation, silent = join_point.registry.generation, True
+        generation, silent = connection.registry.generation, True
         try:
             try:
-                status = _take_part(
-                    join_point, _place(join_point, request, stopped, patience_s), stopped, report, grace_s
+                status = _run_rank(
+                    connection, _await_place(connection, request, stopped, patience_s), stopped, report, grace_s
                 )
             except RlhpcError:
-                if not may_wait or join_point.lives():
+                if not may_wait or connection.lives():
                     raise
                 continue  # this driver has ended, too
-            num_joined, silent = num_joined + 1, join_point.silent
-            if join_point.has_departed:
+            num_joined, silent = num_joined + 1, connection.silent
+            if connection.has_departed:
                 return num_joined
-            if status and not stopped.is_set() and join_point.is_current and join_point.lives():
+            if status and not stopped.is_set() and connection.is_current and connection.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
         finally:
-            join_point.close()
+            connection.close()
         if stopped.is_set():
             return num_joined
 
 
-def _door(
+def _await_driver(
     registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
 ) -> DriverConnection | None:
     """Waits for a driver of the run and connects to it.
@@ -339,17 +339,17 @@ def _door(
         with contextlib.suppress(ConfigError, OSError):
             is_new = (registry_root / CURRENT).read_text() != before
             if is_new or silent:
-                join_point = DriverConnection(registry_root)
-                if is_new or (join_point.lives(over) and not over()):
-                    return join_point
-                join_point.close()
+                connection = DriverConnection(registry_root)
+                if is_new or (connection.lives(over) and not over()):
+                    return connection
+                connection.close()
         if over() or time.monotonic() >= deadline:
             return None
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_DRIVER_POLL_S)
 
 
-def _place(
-    door: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
+def _await_place(
+    connection: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
 ) -> WorkerSpec | None:
     """Waits until the driver assigns a place; returns the rank's specification. Returns None if this process has to leave.
 
@@ -360,25 +360,29 @@ def _place(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return door.ask(request)
+            return connection.ask(request)
         except NotYet:
             if time.monotonic() > deadline:
                 raise
-        if stopped.wait(_LOOK_AGAIN_S):
+        if stopped.wait(_DRIVER_POLL_S):
             return None
-        if not door.is_current:
+        if not connection.is_current:
             raise RlhpcError("the run's driver has ended before a rank could join")
 
 
-def _without(door: DriverConnection, spec: WorkerSpec) -> str:
+def _why_departed(connection: DriverConnection, spec: WorkerSpec) -> str:
     """Returns a message if the driver continues without the rank, else ""; sets `has_departed` of the connection."""
-    reason = door.why_left(spec)
-    door.has_departed = bool(reason)
+    reason = connection.why_left(spec)
+    connection.has_departed = bool(reason)
     return f"the run goes on without it: {reason}" if reason else ""
 
 
-def _take_part(
-    door: DriverConnection, spec: WorkerSpec | None, stopped: LeaveEvent, report: Callable[[str], None], grace_s: float
+def _run_rank(
+    connection: DriverConnection,
+    spec: WorkerSpec | None,
+    stopped: LeaveEvent,
+    report: Callable[[str], None],
+    grace_s: float,
 ) -> int:
     """Runs a rank under one driver until the driver or the rank has ended or this process has to leave.
 
@@ -388,20 +392,24 @@ def _take_part(
     if spec is None:
         return 0
     rank = JoinedRank(spec)
-    report(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
+    report(
+        f"{spec.name} joins {connection.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})"
+    )
     last_check = time.monotonic()
     leave_reason = ""
     while rank.status is None and not leave_reason:
         if stopped.wait(0.1):
             leave_reason = stopped.why or "it was told to leave"
-        elif time.monotonic() - last_check > _LOOK_S:
-            door.silent = not (door.is_current and door.lives(stopped.is_set))
-            leave_reason = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
+        elif time.monotonic() - last_check > _CHECK_S:
+            connection.silent = not (connection.is_current and connection.lives(stopped.is_set))
+            leave_reason = (
+                "the run has ended, or its driver is gone" if connection.silent else _why_departed(connection, spec)
+            )
             last_check = time.monotonic()
-    leave_reason = leave_reason or _without(door, spec)
+    leave_reason = leave_reason or _why_departed(connection, spec)
     notice_reason = (leave_reason or stopped.why) if stopped.is_set() else ""
-    status = rank.end(grace_s, _HANDING_S if notice_reason else 0.0) if rank.status is None else rank.status
-    door.tell(
+    status = rank.end(grace_s, _REQUEUE_S if notice_reason else 0.0) if rank.status is None else rank.status
+    connection.tell(
         {"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": notice_reason}
     )
     report(f"{spec.name} ended: {leave_reason or f'wait status {status}'}")

@@ -32,7 +32,7 @@ from rlhpc.runtime.text import last_lines, tail
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 
-def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
+def state_check(state: str, members: Sequence[Member]) -> Callable[[], bool]:
     """Returns a function that returns whether all ranks have reached `state`. It does not check a rank again afterwards."""
     pending = list(members)
 
@@ -75,7 +75,7 @@ def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
 
 _ALIVE = ("starting", "ready")
 #: Seconds that a rank may take to confirm a membership change. Otherwise its next call notifies it of the change.
-_TELL_S = 5.0
+_CONFIRM_S = 5.0
 
 
 class RankTable:
@@ -147,7 +147,7 @@ class RankTable:
             newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
             unexpected = [m for m in newly_ended if m.state in _ALIVE]
             if newly_ended:
-                self._on_change(_keys(newly_ended))
+                self._on_change(_process_keys(newly_ended))
             for member in newly_ended:
                 member.state = "ended"
             self.changed.notify_all()
@@ -165,17 +165,19 @@ class RankTable:
         The notified ranks then free their data for ended ranks, and read the records of the other ranks again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
-        message = pickle.dumps((service.epoch, _keys(ended_members)))
+        message = pickle.dumps((service.epoch, _process_keys(ended_members)))
 
         def tell() -> None:
             pending = []
             for record in records:
                 with contextlib.suppress(RlhpcError, OSError):  # this rank may have ended as well
                     purpose = f"{record['group']}-{record['rank']} to hear who takes part"
-                    pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [message], purpose, _TELL_S))
+                    pending.append(
+                        service.peers.begin(choose(record["data"]), b"MEMBERS", [message], purpose, _CONFIRM_S)
+                    )
             for request in pending:
                 with contextlib.suppress(RlhpcError, OSError):
-                    service.peers.reply_to(request, _TELL_S)
+                    service.peers.reply_to(request, _CONFIRM_S)
 
         if records:
             in_background("members", tell)
@@ -191,7 +193,7 @@ class RankTable:
     def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
         """Waits at most `timeout` seconds for ranks to end; returns whether all have ended."""
         with self.changed:
-            return self.changed.wait_for(all_in("ended", members), timeout)
+            return self.changed.wait_for(state_check("ended", members), timeout)
 
     def settle(self, arrival_s: float = 0.0) -> None:
         """Waits at most `arrival_s` seconds for starting ranks, then for the end of all ranks that are not ready.
@@ -204,7 +206,7 @@ class RankTable:
         self.await_ended([member for member in self.all() if member.state != "ready"], limit)
 
 
-def _keys(members: Sequence[Member]) -> list[str]:
+def _process_keys(members: Sequence[Member]) -> list[str]:
     return [process_key(member.record["data"]) for member in members if member.record]
 
 
@@ -251,12 +253,12 @@ class Membership:
     ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
-        self._joined, self._host = JoinedLauncher(), host_id()
+        self._joined_launcher, self._host = JoinedLauncher(), host_id()
         self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
-        threading.Thread(target=self._conclude, name="rlhpc-departures", daemon=True).start()
+        threading.Thread(target=self._publish_departures, name="rlhpc-departures", daemon=True).start()
         self._jobs: dict[str, tuple[str, Member]] = {}
         #: Incarnation → job of each joined rank that takes part or has taken part.
-        self._at_work: dict[str, str] = {}
+        self._participants: dict[str, str] = {}
         self._on_event = on_event
         self.epoch = 0
         self.faulty = set[str]()
@@ -291,7 +293,7 @@ class Membership:
             self.faulty.add(job)
         self._departures.put(_Departure(member, str(failure).splitlines()[0]))
 
-    def _conclude(self) -> None:
+    def _publish_departures(self) -> None:
         """Kills the processes of ranks that have left, and publishes their departures; runs on a separate thread.
 
         A kill may query the scheduler, and writing the record may block on a full or stalled filesystem. Threads that receive
@@ -304,21 +306,21 @@ class Membership:
                 departure = self._departures.get(timeout=_RETRY_S if unwritten else None)
                 if departure is None:
                     return
-                self._end_process(departure)
+                self._kill_process(departure)
                 unwritten.append(departure)
-            unwritten = [departure for departure in unwritten if not self._record(departure)]
+            unwritten = [departure for departure in unwritten if not self._publish(departure)]
 
     def close(self) -> None:
         """Ends the thread that publishes departures."""
         self._departures.put(None)
 
-    def _end_process(self, departure: _Departure) -> None:
+    def _kill_process(self, departure: _Departure) -> None:
         member = departure.member
         if not member.has_exited:
             with logged(f"{member.spec.name} has left, and could not be killed"):
                 member.launcher.kill([member])
-        if member.launcher is self._joined:
-            self._tell(
+        if member.launcher is self._joined_launcher:
+            self._report_event(
                 {
                     "event": "left",
                     "incarnation": member.spec.incarnation,
@@ -326,10 +328,10 @@ class Membership:
                 }
             )
 
-    def _record(self, departure: _Departure) -> bool:
+    def _publish(self, departure: _Departure) -> bool:
         """Publishes a departure for ranks that may wait for the departed rank; returns False if this has to be retried."""
         member, spec = departure.member, departure.member.spec
-        if not member.record and member.launcher is not self._joined:
+        if not member.record and member.launcher is not self._joined_launcher:
             return True
         try:
             self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
@@ -342,7 +344,7 @@ class Membership:
             return False
         return True
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _report_event(self, event: dict[str, Any]) -> None:
         """Reports an event of a joined rank. A failure to report is only logged, because the events only inform users."""
         with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
             self._on_event(event)
@@ -367,21 +369,21 @@ class Membership:
 
         The number is 0 if all ranks of the job have left. Omits jobs without a rank that has ever taken part.
         """
-        counts = dict.fromkeys(list(self._at_work.values()), 0)
+        counts = dict.fromkeys(list(self._participants.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
-            if incarnation in self._at_work and member.state == "ready":
+            if incarnation in self._participants and member.state == "ready":
                 counts[job] += 1
         return counts
 
-    def takes_part(self, group: str, rank: int) -> None:
+    def register_participant(self, group: str, rank: int) -> None:
         """Registers that a joined rank is set up and takes part from now on; ignores other ranks."""
         for member in self._ranks.alive(group):
-            if member.spec.rank == rank and member.launcher is self._joined:
+            if member.spec.rank == rank and member.launcher is self._joined_launcher:
                 if member.spec.incarnation in self._jobs:
-                    self._at_work[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
-                self._tell({"event": "works", "incarnation": member.spec.incarnation})
+                    self._participants[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
+                self._report_event({"event": "works", "incarnation": member.spec.incarnation})
 
-    def of_job(self, job: str) -> list[Member]:
+    def ranks_of_job(self, job: str) -> list[Member]:
         """Returns the ranks that have joined from a job and have not ended."""
         return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
 
@@ -404,7 +406,7 @@ class Membership:
         return [
             member
             for member in self._ranks.all()
-            if member.spec.group == group and member.state == "ended" and member.launcher is not self._joined
+            if member.spec.group == group and member.state == "ended" and member.launcher is not self._joined_launcher
         ]
 
     def join(self, request: Mapping[str, Any]) -> bytes:
@@ -416,7 +418,7 @@ class Membership:
             ChannelError: The process may not join; the message has the reason. `TooEarly` if it may join later.
         """
         group = request["group"]
-        self._allow(group, request)
+        self._check_request(group, request)
         with self._ranks.changed:
             members = [m for m in self._ranks.all() if m.spec.group == group]  # including ended ranks
             template, rank = members[0].spec, self._place_in(group, members, request)
@@ -427,11 +429,11 @@ class Membership:
                 accelerators=tuple(range(request["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
                 threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
-            member = Member(spec, self._joined)
+            member = Member(spec, self._joined_launcher)
             self._ranks.add([member])
             if request["job"]:
                 self._jobs[spec.incarnation] = request["job"], member
-        self._tell({
+        self._report_event({
             "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": rank, "node": spec.node,
             "job": request["job"], "accelerators": request["accelerators"],
         })  # fmt: skip
@@ -462,7 +464,7 @@ class Membership:
                 return free_ranks[0]
         return self._failures.replica_of(group, next_rank - 1).stop
 
-    def _allow(self, group: str, request: Mapping[str, Any]) -> None:
+    def _check_request(self, group: str, request: Mapping[str, Any]) -> None:
         policies = self._failures.policies
         if self._failures.phase not in (SessionPhase.RUNNING, SessionPhase.RECOVERING):
             raise TooEarly("the ranks that the run starts with are starting or ending")

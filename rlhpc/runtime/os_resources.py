@@ -21,7 +21,7 @@ from rlhpc.runtime.errors import ConfigError
 PCI = Path("/sys/bus/pci/devices")
 
 
-def cores_in(text: str) -> set[int]:
+def parse_cores(text: str) -> set[int]:
     """Parses a list of cores in Linux's notation: `0-3,8` → 0, 1, 2, 3, 8."""
     ranges = (range_text.partition("-") for range_text in text.strip().split(",") if range_text)
     return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
@@ -37,7 +37,7 @@ def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
     cores: set[int] = set()
     for address in addresses:
         try:
-            cores |= cores_in((pci / address / "local_cpulist").read_text())
+            cores |= parse_cores((pci / address / "local_cpulist").read_text())
         except OSError:
             return set()
     return cores
@@ -76,7 +76,7 @@ def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
 MIN_OPEN_FILES = 64
 #: Maximum limit of open files that a process sets. Programs that close all possible descriptors, such as older versions of
 #: srun, would take seconds with a higher limit.
-_MAX_FILES = 65_536
+_MAX_OPEN_FILES = 65_536
 
 
 def raise_limit() -> None:
@@ -86,7 +86,7 @@ def raise_limit() -> None:
         ConfigError: The hard limit is too low for a run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
@@ -128,29 +128,29 @@ _MEMINFO, _CGROUP_ROOT, _PROCESS_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/c
 
 def free_memory() -> int:
     """Returns the bytes of free memory of this host, or of this process's control groups (job, container) if that is less."""
-    return max(0, min([_memory_of_host("MemAvailable"), *_left_in_groups()]))
+    return max(0, min([_read_meminfo("MemAvailable"), *_free_in_cgroups()]))
 
 
 def total_memory() -> int:
     """Returns the bytes of this host's memory, or the limit of the control groups of this process if that is less."""
-    limits = [_memory_of_host("MemTotal")]
+    limits = [_read_meminfo("MemTotal")]
     for name in ("memory.max", "memory.limit_in_bytes"):
-        for folder in _folders():
+        for folder in _cgroup_folders():
             with contextlib.suppress(OSError, ValueError):  # no such controller, no right to read it, or "max"
                 limits.append(int((folder / name).read_text()))
     return min(limits)
 
 
-def _memory_of_host(field: str) -> int:
+def _read_meminfo(field: str) -> int:
     """Returns a field of /proc/meminfo in bytes."""
     lines = _MEMINFO.read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def _left_in_groups() -> Iterator[int]:
+def _free_in_cgroups() -> Iterator[int]:
     """Yields the remaining memory of each control group above this process, in either version of control groups."""
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for folder in _folders():
+        for folder in _cgroup_folders():
             try:
                 maximum, used_bytes = (folder / limit).read_text().strip(), int((folder / used).read_text())
                 inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
@@ -162,7 +162,7 @@ def _left_in_groups() -> Iterator[int]:
                 yield int(maximum) - used_bytes + max(inactive, default=0)
 
 
-def _folders() -> Iterator[Path]:
+def _cgroup_folders() -> Iterator[Path]:
     """Yields the folders of this process's control groups, and their parent folders."""
     try:
         lines = _PROCESS_CGROUP.read_text().splitlines()
@@ -196,7 +196,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 #: Program that binds a child to its parent and then executes a command. A function between fork and exec would run Python in
 #: a copy of this process, and other threads may have held locks at the fork. Arguments: the parent's pid, the signal, the
 #: command.
-_ASKS_AND_EXECUTES = """
+_BIND_AND_EXECUTE = """
 import ctypes, os, signal, sys
 parent, number, *command = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, int(number))
@@ -226,7 +226,7 @@ def start_bound_to_parent(
     """
     if shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH", os.defpath)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-    python = [sys.executable, "-I", "-S", "-c", _ASKS_AND_EXECUTES, str(os.getpid()), str(int(number))]
+    python = [sys.executable, "-I", "-S", "-c", _BIND_AND_EXECUTE, str(os.getpid()), str(int(number))]
     return subprocess.Popen([*python, *command], **options)
 
 

@@ -46,7 +46,7 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
         file_type = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(status.st_mode) else "no folder"
         raise OwnershipError(f"{folder} is {file_type}; rlhpc makes it itself and uses no other: remove it")
     if not _is_own(folder, status):
-        raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {you()}: it is not used. {_WAY_OUT}")
+        raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {you()}: it is not used. {_REMEDY}")
     if status.st_mode & _OTHERS_WRITE:
         raise OwnershipError(
             f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), so what is in it cannot be "
@@ -59,7 +59,7 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
         if status.st_mode & _OTHERS_ACCESS:
             raise OwnershipError(
                 f"{folder} is open to others (mode {stat.S_IMODE(status.st_mode):04o}) and must not be: chmod 700 {folder}; "
-                f"where that changes nothing, the filesystem keeps no permissions. {_WAY_OUT}"
+                f"where that changes nothing, the filesystem keeps no permissions. {_REMEDY}"
             )
 
 
@@ -78,13 +78,13 @@ def require_own_run_folder(folder: Path) -> None:
         return
     if stat.S_ISLNK(link_status.st_mode) and link_status.st_uid not in (os.geteuid(), 0):
         raise OwnershipError(
-            f"run folder {folder} is a link that {owner(link_status)} made: it is not followed. {_WAY_OUT}"
+            f"run folder {folder} is a link that {owner(link_status)} made: it is not followed. {_REMEDY}"
         )
     if not stat.S_ISDIR(status.st_mode):
         raise OwnershipError(f"run folder {folder} is no folder: remove it, or choose another runner.name")
     if not _is_own(folder, status):
         raise OwnershipError(
-            f"run folder {folder} belongs to {owner(status)}, not to {you()}, who could exchange what is in it. {_WAY_OUT}"
+            f"run folder {folder} belongs to {owner(status)}, not to {you()}, who could exchange what is in it. {_REMEDY}"
         )
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise OwnershipError(
@@ -92,7 +92,7 @@ def require_own_run_folder(folder: Path) -> None:
         )
 
 
-_WAY_OUT = "Choose another runner.name or runner.run_dir"
+_REMEDY = "Choose another runner.name or runner.run_dir"
 
 
 def _is_own(folder: Path, status: os.stat_result) -> bool:
@@ -110,14 +110,14 @@ def _is_own(folder: Path, status: os.stat_result) -> bool:
 
 def owner(status: os.stat_result) -> str:
     """Returns the owner's user name, if it is known on this host, and user id."""
-    return _named(status.st_uid)
+    return _user_text(status.st_uid)
 
 
 def you() -> str:
-    return _named(os.geteuid())
+    return _user_text(os.geteuid())
 
 
-def _named(uid: int) -> str:
+def _user_text(uid: int) -> str:
     import pwd
 
     with contextlib.suppress(KeyError):

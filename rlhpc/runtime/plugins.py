@@ -32,11 +32,11 @@ def import_attribute(path: str, key: str) -> Any:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{key} is {short_repr(path)}, which cannot be imported: {error}{_way_to(module, error)}"
+            f"{key} is {short_repr(path)}, which cannot be imported: {error}{_import_remedy(module, error)}"
         ) from None
 
 
-def _way_to(module: str, error: Exception) -> str:
+def _import_remedy(module: str, error: Exception) -> str:
     """Returns a remedy for a module that cannot be imported because its folder is not on the import path.
 
     Searches the working directory and the folders of the command's configuration files; returns "" if the module is not there.
@@ -105,10 +105,10 @@ def _folder_and_mtime(folder: str) -> tuple[str, int]:
 @functools.lru_cache(maxsize=256)
 def _list_installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
     """Returns name and entry points of each package in a folder; cached, because reading hundreds of packages takes long."""
-    return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
+    return [(_package_name(package), list(package.entry_points)) for package in distributions(path=[folder])]
 
 
-def _name_of(package: Distribution) -> str:
+def _package_name(package: Distribution) -> str:
     """Returns a package's name, if possible from the name of its folder, because reading the metadata takes longer."""
     return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
 

@@ -258,15 +258,15 @@ class RegistryWatch:
 
     def __init__(self, registry: GenerationFolder, keys: CurveKeys, fail: Callable[[RlhpcError], None]) -> None:
         self._registry, self._keys, self._fail = registry, keys, fail
-        self._over = threading.Event()
+        self._is_stopped = threading.Event()
         threading.Thread(target=self._watch, name="rlhpc-registry", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._is_stopped.wait(LOOK_S):
             try:
                 self._registry.require_whole(self._keys)
             except (StaleGeneration, OwnershipError) as error:
-                if not self._over.is_set():
+                if not self._is_stopped.is_set():
                     self._fail(error)
                 return
             except (OSError, ValueError):
@@ -282,4 +282,4 @@ class RegistryWatch:
 
     def stop(self) -> None:
         """Ends the checks; errors are no longer reported."""
-        self._over.set()
+        self._is_stopped.set()

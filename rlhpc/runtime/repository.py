@@ -15,14 +15,14 @@ from typing import Any
 
 from rlhpc.runtime.files import read_file
 
-_LIMIT_S = 10.0
+_TIMEOUT_S = 10.0
 #: Maximum bytes of a file that names a commit or another folder.
-_LONGEST = 1 << 16
+_MAX_BYTES = 1 << 16
 #: Files that git reads besides the configuration: files of a worktree, and files of the repository that worktrees share.
-_OF_WORKTREE = ("index", "sharedindex.*")
-_SHARED = ("objects", "refs", "packed-refs", "reftable", "shallow", "info")
+_WORKTREE_FILES = ("index", "sharedindex.*")
+_SHARED_FILES = ("objects", "refs", "packed-refs", "reftable", "shallow", "info")
 #: Keys of a repository's configuration that control how files are compared, with their values that name no command.
-_VALUES = {
+_HARMLESS_SETTINGS = {
     "core.filemode": ("true", "false"), "core.ignorecase": ("true", "false"), "core.symlinks": ("true", "false"),
     "core.precomposeunicode": ("true", "false"), "core.trustctime": ("true", "false"),
     "core.autocrlf": ("true", "false", "input"),
@@ -63,8 +63,8 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
         arguments = ("--ignore-submodules=dirty", *arguments)
     with tempfile.TemporaryDirectory(prefix="rlhpc-git-") as name:
         clean_dir = Path(name)
-        (clean_dir / "HEAD").write_bytes(read_file(worktree / "HEAD", _LONGEST))
-        for source, patterns in ((worktree, _OF_WORKTREE), (common_dir, _SHARED)):
+        (clean_dir / "HEAD").write_bytes(read_file(worktree / "HEAD", _MAX_BYTES))
+        for source, patterns in ((worktree, _WORKTREE_FILES), (common_dir, _SHARED_FILES)):
             for path in (path for pattern in patterns for path in source.glob(pattern)):
                 (clean_dir / path.name).symlink_to(path)
         (clean_dir / "config").write_text(_harmless_settings(common_dir / "config", clean_dir))
@@ -76,7 +76,7 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_LIMIT_S,
+            timeout=_TIMEOUT_S,
             check=True,
         )
     return completed.stdout.decode(errors="replace").strip()
@@ -98,29 +98,29 @@ def _find_repository(folder: Path) -> tuple[Path, Path, Path]:
     for top in (folder, *folder.parents):
         git = top / ".git"
         if git.is_file():
-            git = top / _text_of(git).removeprefix("gitdir:").strip()
+            git = top / _read_text(git).removeprefix("gitdir:").strip()
         if (git / "HEAD").is_file():
             common_dir = git
             with contextlib.suppress(OSError):
-                common_dir = git / _text_of(git / "commondir").strip()
+                common_dir = git / _read_text(git / "commondir").strip()
             return top, git, common_dir
     raise FileNotFoundError(f"{folder} is in no git repository")
 
 
-def _text_of(file: Path) -> str:
-    return os.fsdecode(read_file(file, _LONGEST))
+def _read_text(file: Path) -> str:
+    return os.fsdecode(read_file(file, _MAX_BYTES))
 
 
 def _harmless_settings(config: Path, empty: Path) -> str:
     """Returns the text of a configuration with the repository's settings that name no command."""
     argv = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
     completed = subprocess.run(
-        argv, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True
+        argv, cwd=empty, env=_environment(empty), capture_output=True, timeout=_TIMEOUT_S, check=True
     )
     lines, version = [], 0
     for setting in completed.stdout.decode(errors="replace").split("\0"):
         key, _, setting_value = setting.partition("\n")
-        if setting_value.lower() in _VALUES.get(key, ()):
+        if setting_value.lower() in _HARMLESS_SETTINGS.get(key, ()):
             section, _, name = key.partition(".")
             lines.append(f"[{section}]\n{name} = {setting_value}\n")
             version = 1 if section == "extensions" else version

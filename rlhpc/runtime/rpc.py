@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 #: Milliseconds between two checks whether a connection is still open, while data waits to be sent.
-_LOOK_MS = 1000
+_CHECK_MS = 1000
 
 
 class _CallConnection:
@@ -71,7 +71,7 @@ class _CallConnection:
         poller = select.poll()
         poller.register(self.connection.sock, select.POLLOUT)
         while True:
-            poller.poll(_LOOK_MS)  # closing the socket during the poll does not end the poll
+            poller.poll(_CHECK_MS)  # closing the socket during the poll does not end the poll
             with self._lock:
                 if self.connection.closed or not self.connection.flush():
                     self._flushing = False
@@ -273,8 +273,8 @@ class CallServer:
         graceful_leave = self._context.graceful_leave
         while True:
             if graceful_leave.has_notice:
-                graceful_leave.say()
-            if graceful_leave.over:
+                graceful_leave.run_action()
+            if graceful_leave.is_over:
                 return 1  # the run continues, so the status differs from that of an end which the driver requested
             call = self._receiver.next()
             if call is None:  # the rank has just received a notice to leave
@@ -322,10 +322,10 @@ class CallServer:
 PATIENCE_S = 1.0
 _HERE = Path(__file__).resolve()
 #: Paths of code that waits for other ranks; a rank with such code among its innermost frames is waiting.
-_WAITS = (f"{_HERE.parent}/comm/", str(_HERE), "/torch/distributed/")
+_WAITING_PATHS = (f"{_HERE.parent}/comm/", str(_HERE), "/torch/distributed/")
 #: Functions of this module that execute calls and do not wait for other ranks.
-_SERVING = (CallServer.run.__name__, CallServer._execute.__name__)
-_INNERMOST = 12
+_EXECUTING = (CallServer.run.__name__, CallServer._execute.__name__)
+_MAX_FRAMES = 12
 
 Frame = tuple[str, int, str]
 
@@ -334,15 +334,15 @@ def main_stack() -> list[Frame]:
     """Returns file, line and function of the main thread's innermost frames; the innermost frame is last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[Frame] = []
-    while frame is not None and len(frames) < _INNERMOST:
+    while frame is not None and len(frames) < _MAX_FRAMES:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return frames[::-1]
 
 
-def _waits(file: str, function: str) -> bool:
+def _is_waiting(file: str, function: str) -> bool:
     """Returns whether a rank with a stack frame of this function waits for other ranks."""
-    return any(path in file for path in _WAITS) and not (file == str(_HERE) and function in _SERVING)
+    return any(path in file for path in _WAITING_PATHS) and not (file == str(_HERE) and function in _EXECUTING)
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
@@ -371,7 +371,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
         except (RlhpcError, OSError):
             position = "it does not even say where it is"
         else:
-            if not stack or any(_waits(file, function) for file, _, function in stack):
+            if not stack or any(_is_waiting(file, function) for file, _, function in stack):
                 continue
             file, line, function = stack[-1]
             position = f"it is in {function} ({file}:{line})"
@@ -415,11 +415,11 @@ class Handle:
 
     def done(self) -> bool:
         """Returns whether all ranks have answered or one has failed."""
-        if not self._complete():
+        if not self._is_complete():
             self._client.pump(0)
-        return self._complete()
+        return self._is_complete()
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return self._failure is not None or len(self._results) == len(self.ranks)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
@@ -432,7 +432,7 @@ class Handle:
         """
         limit = self._client.context.wait_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while not self._complete():
+        while not self._is_complete():
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise self._client.overdue_error(self, limit)
@@ -461,11 +461,11 @@ class Handle:
             raise ValueError(f"consume_durations: reduction is {reduction!r}; allowed: {', '.join(reduce)}")
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
-    def _leave(self, rank: int) -> None:
+    def _remove_rank(self, rank: int) -> None:
         """Removes a rank that will not answer, because it has left its group."""
         self.ranks.remove(rank)
 
-    def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
+    def _record_answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
         self._seconds[rank] = seconds
         if failure is not None and self._failure is None:
             self._failure = failure
@@ -558,11 +558,11 @@ class RpcClient:
                 error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
                 self._on_failure(error)
                 if self.has_left(record):
-                    handle._leave(rank)
+                    handle._remove_rank(rank)
                 else:
-                    handle._answer(rank, float(seconds), None, error)
+                    handle._record_answer(rank, float(seconds), None, error)
             else:
-                handle._answer(rank, float(seconds), result, None)
+                handle._record_answer(rank, float(seconds), result, None)
         if self._leavers:
             self._drop_calls_of_leavers()
         self._check()
@@ -577,7 +577,7 @@ class RpcClient:
             for call_id in dropped_calls:
                 del self._pending[call_id]
         for handle, rank, _ in dropped_calls.values():
-            handle._leave(rank)
+            handle._remove_rank(rank)
 
     def forget(self, group: str) -> None:
         """Drops the pending calls of a group that has ended."""

@@ -36,8 +36,8 @@ _SOCKET_ROOT, _SHM_ROOT = SOCKET_ROOT, SHM_ROOT
 _YOUNG_S = 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
-_TRIES = 100
-_KINDS = ("", "-shm", "-spill")
+_MAX_ATTEMPTS = 100
+_SUFFIXES = ("", "-shm", "-spill")
 #: Locks by token: (process id, descriptors, with the lock file's first). A forked child takes its own locks.
 _held: dict[str, tuple[int, list[int]]] = {}
 
@@ -159,7 +159,7 @@ class Scratch:
         return self.sockets, self.shm, self.spill
 
     @property
-    def _apart(self) -> tuple[Path, ...]:
+    def _separate_folders(self) -> tuple[Path, ...]:
         """Folders of the session that are not inside the folder with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
@@ -189,7 +189,7 @@ class Scratch:
         """
         remove_stale()
         _check_scratch_root()
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             scratch = cls(secrets.token_hex(4))
             try:
                 for folder in scratch.folders:
@@ -200,11 +200,11 @@ class Scratch:
                 scratch.release()  # another session removed a folder as stale before it was locked
             except (FileExistsError, FileNotFoundError) as error:
                 # the name exists, or another session has removed a folder before it was locked: try the next name
-                if attempt == _TRIES - 1:
-                    raise _unusable(scratch, error) from error
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise _folder_error(scratch, error) from error
             except OSError as error:
                 scratch.remove()
-                raise _unusable(scratch, error) from error
+                raise _folder_error(scratch, error) from error
             scratch.remove()
         raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
 
@@ -216,7 +216,7 @@ class Scratch:
             ConfigError, StorageError: As for `create`.
         """
         _check_scratch_root()
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             try:
                 for folder in self.folders:
                     make_private(folder)
@@ -226,10 +226,10 @@ class Scratch:
                 self.release()
             except FileNotFoundError as error:
                 if not _SOCKET_ROOT.is_dir() or ((root := _scratch_root()) and not root.is_dir()):
-                    raise _unusable(self, error) from error
+                    raise _folder_error(self, error) from error
                 # another rank of the session was just ending and removed the folders
             except OSError as error:
-                raise _unusable(self, error) from error
+                raise _folder_error(self, error) from error
         raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
 
     def _is_whole(self) -> bool:
@@ -238,7 +238,7 @@ class Scratch:
         try:
             for folder in self.folders:
                 require_private(folder)
-            locked_paths = (self.sockets / "lock", *self._apart)
+            locked_paths = (self.sockets / "lock", *self._separate_folders)
             return all(os.path.samestat(os.fstat(fd), path.lstat()) for fd, path in zip(fds, locked_paths, strict=True))
         except FileNotFoundError:
             return False
@@ -251,7 +251,7 @@ class Scratch:
         try:
             fds.append(os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             fcntl.flock(fds[0], fcntl.LOCK_SH)
-            for folder in self._apart:
+            for folder in self._separate_folders:
                 fds.append(os.open(folder, _FOLDER))
                 with contextlib.suppress(OSError):  # no locks here; `remove_stale` leaves the folder alone
                     fcntl.flock(fds[-1], fcntl.LOCK_SH)
@@ -281,7 +281,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Removes the folders; safe to call twice and from several processes."""
-        for folder in (*self._apart, self.sockets):  # the folder with the lock last
+        for folder in (*self._separate_folders, self.sockets):  # the folder with the lock last
             if _own_folder(folder):
                 remove_folder(folder)
 
@@ -315,7 +315,7 @@ def _check_scratch_root() -> None:
         )
 
 
-def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
+def _folder_error(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
     failed_path = str(error.filename or scratch.sockets)
     root = _scratch_root()
     if root is not None and failed_path.startswith(str(scratch.spill)):
@@ -354,7 +354,7 @@ def _session_folders() -> dict[str, list[Path]]:
                 if (
                     dir_entry.name.startswith(prefix)
                     and token
-                    and separator + folder_type in _KINDS
+                    and separator + folder_type in _SUFFIXES
                     and _own_folder(Path(dir_entry.path))
                 ):
                     folders_by_token.setdefault(token, []).append(Path(dir_entry.path))
@@ -367,7 +367,7 @@ def _has_lock(folder: Path) -> bool:
     return folder.name.count("-") == 2
 
 
-def _take(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session holds it.
 
     Raises:
@@ -391,7 +391,7 @@ def _take(folder: Path) -> int | None:
     return fd
 
 
-def _young(folder: Path) -> bool:
+def _is_young(folder: Path) -> bool:
     try:
         return time.time() - folder.lstat().st_mtime < _YOUNG_S
     except OSError:
@@ -405,10 +405,10 @@ def _locked(folders: list[Path]) -> Iterator[bool]:
     is_over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
         try:
-            fd = _take(folder)
+            fd = _try_lock(folder)
         except OSError as error:
             # on a filesystem without locks, only the lock file tells whether the session has ended
-            is_over = is_over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
+            is_over = is_over and not _is_young(folder) and (has_lock or error.errno not in _NO_LOCKS)
             continue
         if fd is None:
             is_over = False
@@ -416,7 +416,7 @@ def _locked(folders: list[Path]) -> Iterator[bool]:
             fds.append(fd)
     # without the folder that has the lock, the session is either dead or just being created
     if not has_lock:
-        is_over = is_over and not any(map(_young, folders))
+        is_over = is_over and not any(map(_is_young, folders))
     try:
         yield is_over
     finally:

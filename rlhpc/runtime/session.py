@@ -29,9 +29,9 @@ from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.membership import (
     Membership,
     RankTable,
-    all_in,
     death,
     early_output_text,
+    state_check,
 )
 from rlhpc.runtime.network import job_address
 from rlhpc.runtime.policies import SessionPhase, SessionPolicies
@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 _launcher_of, _group_of = operator.attrgetter("launcher"), operator.attrgetter("spec.group")
 _SETTLE_S = 0.3
 #: Seconds to wait for killed ranks to end.
-_KILLED_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 #: Seconds between two checks of the main thread whether this process was asked to end.
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 
 
 class Session:
@@ -112,8 +112,8 @@ class Session:
         self.leases = HeartbeatMonitor(self.fail, lambda record: self.service.peers.knows_ended(record), self.failures)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
-            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
-            on_note=self._note, on_join=self.membership.join,
+            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.check_ranks(self.ranks.all()),
+            on_note=self._handle_note, on_join=self.membership.join,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
         limit_s = contexts.default_wait_deadline_s() if wait_deadline is None else wait_deadline
@@ -180,7 +180,7 @@ class Session:
 
     def job_gone(self, job: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
-        for joined_member in self.membership.of_job(job):
+        for joined_member in self.membership.ranks_of_job(job):
             joined_member.leave_reason = f"its job {job} has ended"
             self.exited(joined_member, 0)
 
@@ -191,7 +191,7 @@ class Session:
     # -- notes from workers ---------------------------------------------------------------------------------------
 
     @guarded
-    def _note(self, note: dict[str, Any]) -> None:
+    def _handle_note(self, note: dict[str, Any]) -> None:
         member = self.ranks.find(note["name"], note["incarnation"])
         if member is None:
             return
@@ -216,7 +216,7 @@ class Session:
         rank and its group can continue without it, only registers the departure of this rank.
         """
         with self.ranks.changed:
-            if self.failures.departs(failure, self.ranks.all()):
+            if self.failures.is_departure(failure, self.ranks.all()):
                 self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
                 members = group_by(self.ranks.all(), _group_of)[failure.group]
                 self.ranks.announce(self.service, [member for member in members if member.state == "ended"])
@@ -351,7 +351,7 @@ class Session:
         with self.ranks.changed:
             if self.failure is not None:
                 self.ranks.settle()
-                self.failures.put_behind()
+                self.failures.archive_failure()
             if self.ranks.alive(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
@@ -400,12 +400,12 @@ class Session:
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits until all given ranks are ready; returns their records in the same order. See `WorkerGroup.launch`."""
-        all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
+        all_ready, deadline = state_check("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past is not None and any(member.state == "ended" for member in started):
                     break  # the failure happened before another group was launched
-                self.ranks.changed.wait(min(remaining_s, _LOOK_S))
+                self.ranks.changed.wait(min(remaining_s, _CHECK_S))
                 self._raise_if_stopped()
         if (
             self.failures.past is not None
@@ -441,7 +441,7 @@ class Session:
         if members:
             launcher = members[0].launcher
             launcher.end([m for m in members if not m.record])
-            for act, patience in ((launcher.end, launcher.grace_s), (launcher.kill, _KILLED_S)):
+            for act, patience in ((launcher.end, launcher.grace_s), (launcher.kill, _KILL_TIMEOUT_S)):
                 if self.ranks.await_ended(members, grace):
                     break
                 act(members)

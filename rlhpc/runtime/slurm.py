@@ -17,7 +17,7 @@ TIMEOUT_S = 20.0
 _commands: dict[int, tuple[subprocess.Popen[str], bool]] = {}
 #: Variables with which users change the columns, rows, order or time format of queries. They are removed, because code here
 #: parses the output.
-_OF_QUERIES = re.compile(
+_QUERY_VARIABLES = re.compile(
     r"(SQUEUE|SINFO|SACCT|SACCTMGR|SCONTROL|SCANCEL|SSHARE|SPRIO|SDIAG|SSTAT|SREPORT)_|SLURM_(TIME_FORMAT|BITSTR_LEN|JSON|YAML)$"
     r"|LANGUAGE$|LC_"
 )
@@ -59,7 +59,7 @@ def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Times are ISO 8601, and messages are English. `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster, are kept, and
     so are sbatch's variables, which describe submitted jobs.
     """
-    inherited = {name: value for name, value in environ.items() if not _OF_QUERIES.match(name)}
+    inherited = {name: value for name, value in environ.items() if not _QUERY_VARIABLES.match(name)}
     return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
 
@@ -108,10 +108,10 @@ def give_up(thread: threading.Thread) -> None:
         _kill(*command)
 
 
-def _kill(process: subprocess.Popen[str], with_others: bool) -> None:
+def _kill(process: subprocess.Popen[str], whole_session: bool) -> None:
     if process.poll() is not None:
         return
-    if with_others:  # the process leads a session and is not reaped yet, so no other process has its number
+    if whole_session:  # the process leads a session and is not reaped yet, so no other process has its number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     else:

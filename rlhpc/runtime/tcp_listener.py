@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 #: Requested length of the connection queue; the kernel lowers it to its maximum (`net.core.somaxconn`).
 _BACKLOG = 65_535
 #: Maximum number of connections that one call of `accept` takes off the queue.
-_BATCH = 256
+_MAX_ACCEPTED = 256
 #: Errors of a single connection, after which the next connection can be accepted.
-_ITS_OWN = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
+_CONNECTION_ERRORS = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
 _ROOT = 0
 _RESET = struct.pack("ii", 1, 0)
 #: Seconds for which the addresses of this host's interfaces are cached.
@@ -62,20 +62,20 @@ class TcpListener:
         self.address: tuple[str, int] = self.sock.getsockname()[:2]
         self._local = socket.inet_pton(family, self.address[0]), self.address[1]
         self._owners = PeerOwners(family, self._local)
-        self._spare = os.eventfd(0, os.EFD_CLOEXEC)  # reserves a descriptor for `_drop` when no other is free
+        self._spare_fd = os.eventfd(0, os.EFD_CLOEXEC)  # reserves a descriptor for `_reset_next` when no other is free
         self._name = ctypes.create_string_buffer(128)
-        self._interfaces, self._until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
+        self._interfaces, self._interfaces_until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
 
     def accept(self) -> list[socket.socket]:
         """Accepts queued connections; returns the admitted connections in non-blocking mode and resets the others."""
         arrived: list[tuple[int, TcpConnection]] = []
-        for _ in range(_BATCH):
+        for _ in range(_MAX_ACCEPTED):
             fd = self._accept()
             if fd >= 0:
-                arrived.append((fd, TcpConnection(self.sock.family, self._local, self._parsed())))
+                arrived.append((fd, TcpConnection(self.sock.family, self._local, self._peer_address())))
             elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
-                self._drop()
-            elif ctypes.get_errno() not in _ITS_OWN:
+                self._reset_next()
+            elif ctypes.get_errno() not in _CONNECTION_ERRORS:
                 break
         uids = self._owners.uids([connection for _, connection in arrived])
         admitted = []
@@ -93,28 +93,28 @@ class TcpListener:
 
     def close(self) -> None:
         """Stops listening; the kernel resets the connections in the queue."""
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
         self._owners.close()
         self.sock.close()
 
-    def _drop(self) -> None:
+    def _reset_next(self) -> None:
         """Resets the next connection when no file descriptor is free, so that it does not stay in the queue."""
         with contextlib.suppress(OSError):
-            if self._spare >= 0:
-                os.close(self._spare)
-                self._spare = -1
+            if self._spare_fd >= 0:
+                os.close(self._spare_fd)
+                self._spare_fd = -1
                 if (fd := self._accept()) >= 0:
                     _reset(fd)
-            self._spare = os.eventfd(0, os.EFD_CLOEXEC)
+            self._spare_fd = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _accept(self) -> int:
         size = ctypes.c_uint32(len(self._name))
         flags = socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(size), flags))
 
-    def _parsed(self) -> tuple[bytes, int]:
+    def _peer_address(self) -> tuple[bytes, int]:
         sockaddr = self._name.raw
         host = sockaddr[4:8] if self.sock.family == socket.AF_INET else sockaddr[8:24]
         return host, int.from_bytes(sockaddr[2:4])
@@ -127,8 +127,8 @@ class TcpListener:
         address = _address(host)
         if address.is_loopback:
             return True
-        if time.monotonic() > self._until:
-            self._until = time.monotonic() + _INTERFACES_S
+        if time.monotonic() > self._interfaces_until:
+            self._interfaces_until = time.monotonic() + _INTERFACES_S
             with contextlib.suppress(OSError):
                 interface_addresses = (interface.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
                          for interface in addresses if interface.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
@@ -146,7 +146,7 @@ class Acceptor:
     """
 
     def __init__(self, listener: TcpListener, take: Callable[[socket.socket], None], name: str) -> None:
-        self._listener, self._take = listener, take
+        self._listener, self._handle = listener, take
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -158,7 +158,7 @@ class Acceptor:
         while self._wake not in [ready_fd for ready_fd, _ in poll.poll()]:
             for sock in self._listener.accept():
                 try:
-                    self._take(sock)
+                    self._handle(sock)
                 except (
                     OSError,
                     RuntimeError,

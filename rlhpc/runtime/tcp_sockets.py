@@ -79,7 +79,9 @@ class PeerOwners:
         with contextlib.suppress(OSError):  # a sandbox may forbid netlink
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             self._netlink.connect((0, 0))
-            if self._ask(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
+            if (
+                self._query(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None
+            ):  # a kernel without tcp_diag
                 self.close()
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class PeerOwners:
         """Returns the user id at the other end of each connection; None if no process of this host has that end."""
         if self._netlink is not None:
             try:
-                sockets = [self._ask(connection) for connection in connections]
+                sockets = [self._query(connection) for connection in connections]
                 # a closed socket has no inode, and a listener at that port is not the other end of the connection
                 return [
                     socket_state[1] if socket_state and socket_state[2] and socket_state[0] != _LISTEN else None
@@ -102,11 +104,11 @@ class PeerOwners:
                 self.close()
         if not connections:
             return []
-        names = [(_name(*connection.peer), _name(*connection.local)) for connection in connections]
+        names = [(_address_text(*connection.peer), _address_text(*connection.local)) for connection in connections]
         owners = _owners({local_name for _, local_name in names})
         return [owners.get(ends) for ends in names]
 
-    def _ask(self, connection: TcpConnection) -> tuple[int, int, int] | None:
+    def _query(self, connection: TcpConnection) -> tuple[int, int, int] | None:
         """Returns state, user and inode of the socket at the other end; None if there is no such socket.
 
         Raises:
@@ -173,7 +175,7 @@ def _host(packed: bytes) -> str:
 
 
 def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
-    """Returns the user ids of sockets with one of these peers, by local name and peer name (see `_name`)."""
+    """Returns the user ids of sockets with one of these peers, by local name and peer name (see `_address_text`)."""
     uids: dict[tuple[bytes, bytes], int] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
@@ -185,7 +187,7 @@ def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
     return uids
 
 
-def _name(host: bytes, port: int) -> bytes:
+def _address_text(host: bytes, port: int) -> bytes:
     """Returns the end of an address's text in the tables of both families: the last four bytes of the host, and the port."""
     (host_word,) = struct.unpack_from("=I", host, len(host) - 4)
     return b"%08X:%04X" % (host_word, port)

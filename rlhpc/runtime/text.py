@@ -14,13 +14,13 @@ from typing import Any
 
 from rlhpc.runtime.env_references import masked
 
-_LONGEST = 120
-_LONGEST_WORD = 500
-_LONGEST_MESSAGE = 3500
+_MAX_LENGTH = 120
+_MAX_WORD_LENGTH = 500
+_MAX_MESSAGE_LENGTH = 3500
 #: Terminal codes for colours and other styles of text.
 _RENDITION = re.compile(r"\x1b\[[0-9;:]*m")
 #: C0 except tab and line feed, DEL, C1, line separators, and characters that change the direction of text.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def short_repr(value: Any) -> str:
@@ -28,7 +28,7 @@ def short_repr(value: Any) -> str:
     return cut(repr(value))
 
 
-def cut(text: str, longest: int = _LONGEST) -> str:
+def cut(text: str, longest: int = _MAX_LENGTH) -> str:
     """Returns the text or, if it is too long, its beginning, end and length. First masks values from the environment."""
     text = masked(text)
     if len(text) <= longest:
@@ -55,10 +55,10 @@ def printable(text: str) -> str:
 
     Keeps tabs and line feeds, and removes a carriage return before a line feed.
     """
-    if _OBEYED.search(text) is None:
+    if _CONTROL_CHARACTERS.search(text) is None:
         return text
     uncoloured = _RENDITION.sub("", text).replace("\r\n", "\n")
-    return _OBEYED.sub(lambda sign: sign[0].encode("unicode_escape").decode(), uncoloured)
+    return _CONTROL_CHARACTERS.sub(lambda sign: sign[0].encode("unicode_escape").decode(), uncoloured)
 
 
 def one_line(text: str) -> str:
@@ -68,7 +68,7 @@ def one_line(text: str) -> str:
 
 def readable(message: str) -> str:
     """Cuts overlong words of a message, and the message itself, because not all code that quotes input uses `short_repr`."""
-    return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)
+    return cut(re.sub(rf"\S{{{_MAX_WORD_LENGTH},}}", lambda word: cut(word[0]), masked(message)), _MAX_MESSAGE_LENGTH)
 
 
 def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> str:

@@ -21,10 +21,10 @@ _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 #: Import paths that need no trust: wrappers of Gymnasium, which only wrap an environment, and built-in names.
 _HARMLESS = re.compile(r"gymnasium\.wrappers:(?!RecordVideo\b)[A-Z]\w*|builtin:[a-z_]+")
 #: Sections that only training, the submission of jobs and the workflow read.
-_ELSEWHERE = ("cluster", "workflow", "runner")
+_JOB_SECTIONS = ("cluster", "workflow", "runner")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 """Import path with dots only, a form that engines accept."""
-_ENGINE = "rollout.engine_kwargs."
+_ENGINE_PREFIX = "rollout.engine_kwargs."
 _SWITCHES = {
     "simulator_python": "starts a program",
     "trust_remote_code": "runs code that comes with a model",
@@ -35,7 +35,7 @@ _SWITCHES = {
     "agent.services": "starts a program",
     "agent.framework": "loads an environment's code, or asks one elsewhere",
 }
-_SECRET = "token_env"
+_SECRET_KEY = "token_env"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Trust:
         import_paths = (
             text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text)
         )
-        switched = (_switch(key) for key, _ in _switches(content, ""))
+        switched = (_switch_name(key) for key, _ in _switches(content, ""))
         return cls(everything, frozenset((*import_paths, *switched)))
 
     @classmethod
@@ -89,15 +89,17 @@ class Trust:
         if self.everything:
             return
         for key, code_name in _texts(content, ""):
-            code = _IMPORT_PATH.fullmatch(code_name) or (key.startswith(_ENGINE) and _DOTTED.fullmatch(code_name))
+            code = _IMPORT_PATH.fullmatch(code_name) or (
+                key.startswith(_ENGINE_PREFIX) and _DOTTED.fullmatch(code_name)
+            )
             if code and not _HARMLESS.fullmatch(code_name) and code_name not in self.names:
                 self.refuse(origin, key, repr(code_name), "names code to be imported and run")
-            if key.rsplit(".", 1)[-1] == _SECRET:
+            if key.rsplit(".", 1)[-1] == _SECRET_KEY:
                 self.refuse(origin, key, repr(code_name), "sends a variable of your environment to a service")
         for key, switch_value in _switches(content, ""):
-            if _switch(key) in self.names:
+            if _switch_name(key) in self.names:
                 continue
-            self.refuse(origin, key, repr(switch_value), _SWITCHES[_switch(key)])
+            self.refuse(origin, key, repr(switch_value), _SWITCHES[_switch_name(key)])
 
     def refuse(self, origin: str, key: str, value: str, why: str) -> None:
         """Refuses content that is not trusted.
@@ -130,34 +132,34 @@ def without_variables(content: Any, trust: Trust, origin: str, key: str = "") ->
         return [without_variables(child, trust, origin, f"{key}[{index}]") for index, child in enumerate(content)]
     if not isinstance(content, str) or "${" not in _REFERENCE.sub("", content):
         return content
-    if key.split(".")[0] not in _ELSEWHERE:
+    if key.split(".")[0] not in _JOB_SECTIONS:
         trust.refuse(origin, key, repr(content), "reads a variable of your environment")
     return content.replace("${", "$ {")
 
 
-def _nodes(content: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _leaves(content: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(content, dict):
         for name, child in content.items():
-            if key or name not in _ELSEWHERE:
+            if key or name not in _JOB_SECTIONS:
                 if isinstance(name, str) and ":" in name:  # import path of a wrapper, used as the key of its settings
                     yield key, name
-                yield from _nodes(child, f"{key}.{name}" if key else str(name))
+                yield from _leaves(child, f"{key}.{name}" if key else str(name))
     elif isinstance(content, (list, tuple)):
         for index, child in enumerate(content):
-            yield from _nodes(child, f"{key}[{index}]")
+            yield from _leaves(child, f"{key}[{index}]")
     else:
         yield key, content
 
 
 def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
-    return ((path, leaf) for path, leaf in _nodes(content, key) if isinstance(leaf, str))
+    return ((path, leaf) for path, leaf in _leaves(content, key) if isinstance(leaf, str))
 
 
 def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
-    return ((path, leaf) for path, leaf in _nodes(content, key) if _switch(path) in _SWITCHES and leaf)
+    return ((path, leaf) for path, leaf in _leaves(content, key) if _switch_name(path) in _SWITCHES and leaf)
 
 
-def _switch(key: str) -> str:
+def _switch_name(key: str) -> str:
     """Returns the name in `_SWITCHES` for a key; list indices in the key are ignored."""
     section_key = ".".join(key.split("[")[0].split(".")[:2])
     return section_key if section_key in _SWITCHES else key.rsplit(".", 1)[-1]

@@ -87,7 +87,7 @@ class Worker:
         that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
         if (context := installed()) is not None:
-            context.graceful_leave.first(act)
+            context.graceful_leave.set_action(act)
 
     @staticmethod
     def stay_until_let_go() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _clients: dict[int, RpcClient] = {}
 #: Seconds to wait for a killed process to end before its successor is started.
-_GONE_S = 30.0
+_KILL_S = 30.0
 
 
 def _client() -> RpcClient:
@@ -55,8 +55,8 @@ class WorkerGroup:
             )
         self._cls, self._args, self._kwargs = cls, args, kwargs or {}
         self._records: list[dict[str, Any]] = []
-        self._only: list[int] | None = None
-        self._size = 0
+        self._selected_ranks: list[int] | None = None
+        self._world_size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
         self._members: list[Member] = []
         self._cluster: Cluster | None = None
@@ -100,13 +100,13 @@ class WorkerGroup:
             strategy.place(cluster),
             cluster,
             env_vars=env_vars or {},
-            fork=self._forks() if fork is None else fork,
+            fork=self._may_fork() if fork is None else fork,
         )
-        self._members, self._size, self._cluster, self._timeout = started, len(started), cluster, timeout
+        self._members, self._world_size, self._cluster, self._timeout = started, len(started), cluster, timeout
         self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
         return self.wait_ready() if wait else self
 
-    def _forks(self) -> bool:
+    def _may_fork(self) -> bool:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
@@ -115,11 +115,11 @@ class WorkerGroup:
         Raises:
             WorkerFailed: The earlier process of a rank cannot be killed.
         """
-        restarted_ranks, session = set(self.restart(_GONE_S)), Session.current()
+        restarted_ranks, session = set(self.restart(_KILL_S)), Session.current()
         if unfinished := [m for m in session.membership.startable(self.name) if m.spec.rank not in restarted_ranks]:
             spec, pid = unfinished[0].spec, unfinished[0].pid
             raise WorkerFailed(
-                f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_GONE_S:.0f} s",
+                f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_KILL_S:.0f} s",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             )  # fmt: skip
         started = [member for member in self._members if member.spec.rank in restarted_ranks]
@@ -182,7 +182,7 @@ class WorkerGroup:
 
     def took_in(self, rank: int) -> None:
         """Registers that a rank from `admit` is completely set up and takes part from now on."""
-        Session.current().membership.takes_part(self.name, rank)
+        Session.current().membership.register_participant(self.name, rank)
 
     def wait_ready(self) -> WorkerGroup:
         """Waits until each rank has built its object, after `launch(wait=False)`.
@@ -202,7 +202,7 @@ class WorkerGroup:
         group = cls(worker_cls)
         group.name = name
         size = context.group_size(name, timeout)
-        group._records, group._size = [context.member(name, rank, timeout) for rank in range(size)], size
+        group._records, group._world_size = [context.member(name, rank, timeout) for rank in range(size)], size
         return group
 
     @property
@@ -212,7 +212,7 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        return self._size
+        return self._world_size
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts only the next call to these ranks; returns the group."""
@@ -220,7 +220,7 @@ class WorkerGroup:
         unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
         if unknown_ranks or not ranks:
             raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
-        self._only = sorted(set(ranks))
+        self._selected_ranks = sorted(set(ranks))
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Handle]:
@@ -237,7 +237,7 @@ class WorkerGroup:
             raise AttributeError(f"{self._cls.__name__} has no method {name!r}")
 
         def call(*args: Any, **kwargs: Any) -> Handle:
-            ranks, self._only = self._only, None
+            ranks, self._selected_ranks = self._selected_ranks, None
             self.wait_ready()
             if not self._records:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
@@ -259,7 +259,7 @@ class WorkerGroup:
         session = Session.running()
         if self._members and session is not None:
             session.shutdown_group(self.name, self._members, grace)
-        self._records, self._members, self._size, self._arrival = [], [], 0, None
+        self._records, self._members, self._world_size, self._arrival = [], [], 0, None
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

@@ -97,7 +97,7 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
     threading.Thread(target=watch, name="rlhpc-sigterm", daemon=True).start()
 
 
-def _redirect(spec: WorkerSpec) -> None:
+def _redirect_output(spec: WorkerSpec) -> None:
     for path, fd in ((spec.log_out, 1), (spec.log_err, 2)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, fd)
@@ -108,7 +108,7 @@ def _redirect(spec: WorkerSpec) -> None:
     sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 
 
-def _environment(spec: WorkerSpec) -> None:
+def _set_environment(spec: WorkerSpec) -> None:
     from rlhpc.runtime.scratch import Scratch
 
     os.environ.update(spec.env)
@@ -124,7 +124,7 @@ def _environment(spec: WorkerSpec) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _stay_near_devices(spec: WorkerSpec) -> None:
+def _bind_near_devices(spec: WorkerSpec) -> None:
     """Binds the rank to cores near its accelerators, before the rank starts threads; see `cluster.bind_cores`."""
     if spec.accelerators and spec.bind_cores and (addresses := pci_addresses()):
         logging.getLogger(__name__).info("cores: %s", bind_near(addresses, spec.threads))
@@ -181,37 +181,37 @@ class _Rank:
 
     def note(self, event: str, **facts: Any) -> None:
         """Sends the driver a note about this rank."""
-        self._post(self._note(event, **facts))
+        self._send_note(self._make_note(event, **facts))
 
-    def _note(self, event: str, **facts: Any) -> dict[str, Any]:
+    def _make_note(self, event: str, **facts: Any) -> dict[str, Any]:
         spec = self._spec
         return {"note": event, "name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid(), **facts}
 
-    def _post(self, note: dict[str, Any]) -> None:
+    def _send_note(self, note: dict[str, Any]) -> None:
         self._service.peers.post(self._driver, b"NOTE", [pickle.dumps(note)])
 
     def _tell_driver(self, event: str, name: str, incarnation: str) -> None:
-        self._post({"note": event, "name": name, "incarnation": incarnation})
+        self._send_note({"note": event, "name": name, "incarnation": incarnation})
 
     def _heartbeat(self, service: Service) -> None:
         # the first heartbeat may happen before `self._service` is set
         with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
-            service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._note("alive"))], timeout=0.0)
+            service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._make_note("alive"))], timeout=0.0)
 
 
 def _prepare_process(
     spec: WorkerSpec, on_sigterm: Callable[[], None] | None, graceful_leave: GracefulLeave | None
 ) -> None:
     """Sets up log files, signals, environment and limits of a rank's process."""
-    _redirect(spec)
+    _redirect_output(spec)
     faulthandler.enable()  # prints the Python stack after a fault in a library's native code
     ignore_job_signals()
     if on_sigterm is not None:
-        before_sigterm(on_sigterm, graceful_leave.tell if graceful_leave is not None else lambda: False)
-    _environment(spec)
+        before_sigterm(on_sigterm, graceful_leave.notify if graceful_leave is not None else lambda: False)
+    _set_environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     quiet_known_warnings()
-    _stay_near_devices(spec)
+    _bind_near_devices(spec)
     raise_limit()
 
 
@@ -292,7 +292,7 @@ def _step_id() -> str:
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
-def _task(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
+def _read_spec(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
     """Reads the specification of a task of a job step or of a joined rank from stdin; adds the rank's devices and address.
 
     Args:
@@ -307,7 +307,7 @@ def _task(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpe
     stream = os.dup(0)
     spec = read_specs(stream)[number]
     exit_on_input_end(
-        stream, Scratch(spec.token).leave, graceful_leave.tell if graceful_leave is not None else lambda: True
+        stream, Scratch(spec.token).leave, graceful_leave.notify if graceful_leave is not None else lambda: True
     )
     spec.env.setdefault("CUDA_VISIBLE_DEVICES", step_devices(spec, os.environ, visible_accelerators(os.environ)))
     if spec.local_rank == 0:
@@ -329,10 +329,10 @@ def main() -> None:
     try:
         match sys.argv[1:]:
             case ["step"]:
-                spec = _task(int(os.environ["SLURM_PROCID"]))
+                spec = _read_spec(int(os.environ["SLURM_PROCID"]))
             case ["joined", parent]:
                 die_with_parent(int(parent))
-                spec = _task(0, graceful_leave)
+                spec = _read_spec(0, graceful_leave)
             case [parent]:  # started by the fork server
                 die_with_parent(int(parent))
                 spec = pickle.loads(sys.stdin.buffer.read())

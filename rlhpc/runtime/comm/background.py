@@ -36,30 +36,32 @@ class AsyncWork:
         return await asyncio.wrap_future(self._future)
 
 
-_Work = tuple["Future[Any]", Callable[[], Any]]
-_lanes: dict[str, queue.SimpleQueue[_Work]] = {}
-_lanes_lock = threading.Lock()
+_Operation = tuple["Future[Any]", Callable[[], Any]]
+_queues: dict[str, queue.SimpleQueue[_Operation]] = {}
+_queues_lock = threading.Lock()
 
 
-def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
-    """Runs `function` on the single thread of the queue named `lane`, so that operations of one queue keep their order.
+def in_background(queue_name: str, function: Callable[[], Any]) -> AsyncWork:
+    """Runs `function` on the single thread of the queue named `queue_name`, so that operations of one queue keep their order.
 
     `function` must return only once the other side has confirmed the operation, because the next operation may use another
     thread and connection.
     """
     future: Future[Any] = Future()
-    with _lanes_lock:
-        work = _lanes.get(lane)
-        if work is None:
-            work = _lanes[lane] = queue.SimpleQueue()
-            threading.Thread(target=_run, args=(lane, work), name=f"rlhpc-{lane}", daemon=True).start()
-        work.put((future, function))
+    with _queues_lock:
+        operations = _queues.get(queue_name)
+        if operations is None:
+            operations = _queues[queue_name] = queue.SimpleQueue()
+            threading.Thread(
+                target=_run, args=(queue_name, operations), name=f"rlhpc-{queue_name}", daemon=True
+            ).start()
+        operations.put((future, function))
     return AsyncWork(future)
 
 
-def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
+def _run(queue_name: str, operations: queue.SimpleQueue[_Operation]) -> None:
     try:
-        while (operation := _next(lane, work)) is not None:
+        while (operation := _next_operation(queue_name, operations)) is not None:
             future, function = operation
             if future.set_running_or_notify_cancel():
                 try:
@@ -72,13 +74,13 @@ def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
             context.service.peers.close()
 
 
-def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
+def _next_operation(queue_name: str, operations: queue.SimpleQueue[_Operation]) -> _Operation | None:
     """Returns the queue's next operation; if none arrives for `LINGER_S` seconds, removes the queue and returns None."""
     try:
-        return work.get(timeout=LINGER_S)
+        return operations.get(timeout=LINGER_S)
     except queue.Empty:
-        with _lanes_lock:
-            if not work.empty():
-                return work.get()
-            del _lanes[lane]
+        with _queues_lock:
+            if not operations.empty():
+                return operations.get()
+            del _queues[queue_name]
             return None

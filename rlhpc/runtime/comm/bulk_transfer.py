@@ -41,7 +41,7 @@ SIZE = struct.Struct("!H")
 #: Seconds without any packet from the other host after which a transfer fails.
 LOST_S = 180
 #: Seconds between two checks of a waiting receiver whether the run has failed.
-LOOK_S = 0.2
+CHECK_S = 0.2
 #: Maximum bytes per system call, so that the receiver can check the run between calls.
 CHUNK = 8 << 20
 
@@ -49,43 +49,43 @@ CHUNK = 8 << 20
 class BulkConnection:
     """Connection for messages with an HMAC under the connection's key, and for raw bytes."""
 
-    def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
+    def __init__(self, sock: socket.socket, keys: CurveKeys, send_role: bytes, receive_role: bytes) -> None:
         self.sock = sock
         self._secret = hashlib.sha256(b"rlhpc bulk " + keys.secret).digest()
-        self._roles, self._counts = (sends, hears), [0, 0]
+        self._roles, self._counts = (send_role, receive_role), [0, 0]
         self._key = b""
 
-    def proof(self, role: bytes, transcript: bytes) -> bytes:
+    def compute_proof(self, role: bytes, transcript: bytes) -> bytes:
         return hmac.digest(self._secret, role + transcript, "sha256")
 
-    def agree(self, transcript: bytes) -> None:
-        self._key = self.proof(b"link", transcript)
+    def derive_key(self, transcript: bytes) -> None:
+        self._key = self.compute_proof(b"link", transcript)
 
     def _mac(self, direction: int, body: bytes) -> bytes:
         self._counts[direction] += 1
         return hmac.digest(self._key, self._roles[direction] + b"%d " % self._counts[direction] + body, "sha256")
 
-    def say(self, body: bytes) -> None:
+    def send(self, body: bytes) -> None:
         self.sock.sendall(SIZE.pack(len(body)) + body + self._mac(0, body))
 
-    def hear(self, check: Callable[[], None]) -> bytes:
+    def receive(self, check: Callable[[], None]) -> bytes:
         """Receives the next message and returns it without its HMAC.
 
         Raises:
             ConnectionError: The other side has closed the connection, or the message's HMAC is wrong.
         """
-        (size,) = SIZE.unpack(self.exactly(SIZE.size, check))
-        message = self.exactly(size + PROOF, check)
+        (size,) = SIZE.unpack(self.receive_exactly(SIZE.size, check))
+        message = self.receive_exactly(size + PROOF, check)
         if not hmac.compare_digest(message[size:], self._mac(1, message[:size])):
             raise ConnectionError("a message is not the other side's")
         return message[:size]
 
-    def exactly(self, size: int, check: Callable[[], None]) -> bytes:
+    def receive_exactly(self, size: int, check: Callable[[], None]) -> bytes:
         received = bytearray(size)
-        self.fill(memoryview(received), check)
+        self.receive_into(memoryview(received), check)
         return bytes(received)
 
-    def fill(self, target: memoryview, check: Callable[[], None]) -> None:
+    def receive_into(self, target: memoryview, check: Callable[[], None]) -> None:
         """Receives until `target` is full.
 
         Raises:
@@ -105,7 +105,7 @@ class BulkConnection:
             num_received += count
 
 
-def tune(sock: socket.socket) -> None:
+def set_options(sock: socket.socket) -> None:
     """Sets the socket's options: no delay, keep-alive, timeouts.
 
     Leaves the buffer sizes to the kernel, which grows the buffers as needed; it would cap sizes set here.
@@ -115,18 +115,18 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 9)
-    wake_every(sock, LOOK_S)
+    set_receive_timeout(sock, CHECK_S)
     # A peer that does not read must not block a sender forever.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
 
 
-def wake_every(sock: socket.socket, seconds: float) -> None:
+def set_receive_timeout(sock: socket.socket, seconds: float) -> None:
     """Sets the kernel's receive timeout of a socket.
 
     Python's timeout would make the socket non-blocking, and every receive would need one more system call.
     """
-    floor_s = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", floor_s, int((seconds - floor_s) * 1e6)))
+    whole_s = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((seconds - whole_s) * 1e6)))
 
 
 log = logging.getLogger(__name__)
@@ -134,15 +134,15 @@ log = logging.getLogger(__name__)
 MAGIC = b"rlhpc bulk 1\n"
 _NONCE = 32
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
-_FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
+_FETCH, _FETCH_FORWARDED, _RELEASE = b"F", b"O", b"R"
 _OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
 #: Seconds that a request waits for data that is not offered yet, before it gets a negative reply.
 _OFFER_S = 0.5
 #: Maximum number of concurrent handshakes.
-_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 10.0
 #: Maximum number of concurrent transfers of a process. Further transfers wait; the network is busy until then anyway.
-MOST_TRANSFERS = 8
+MAX_TRANSFERS = 8
 
 
 # -- the owner's side -------------------------------------------------------------------------------------------------
@@ -188,16 +188,16 @@ class BulkServer:
         self.endpoint = f"{name}@{address}:{self._listener.address[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._strangers = ConnectionTable[socket.socket](_STRANGERS)
-        self._turns = threading.BoundedSemaphore(MOST_TRANSFERS)
+        self._unauthenticated = ConnectionTable[socket.socket](_MAX_UNAUTHENTICATED)
+        self._transfer_slots = threading.BoundedSemaphore(MAX_TRANSFERS)
         self.refused = 0
 
     def accept(self) -> None:
         """Accepts the waiting connections; call it when the socket is readable."""
         for sock in self._listener.accept():
             with self._lock:
-                if (oldest := self._strangers.add(sock, host_of(sock))) is not None:
-                    _hang_up(oldest)
+                if (oldest := self._unauthenticated.add(sock, host_of(sock))) is not None:
+                    _shut_down(oldest)
                 self._open.add(sock)
             sock.setblocking(True)
             threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
@@ -207,18 +207,18 @@ class BulkServer:
         self._listener.close()
         with self._lock:
             for sock in self._open:
-                _hang_up(sock)
+                _shut_down(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             try:
-                connection = self._welcome(sock)
+                connection = self._authenticate_client(sock)
             finally:
                 with self._lock:
-                    self._strangers.remove(sock)
-            wake_every(sock, 0)  # 0 means no timeout; an idle connection costs nothing
+                    self._unauthenticated.remove(sock)
+            set_receive_timeout(sock, 0)  # 0 means no timeout; an idle connection costs nothing
             while True:
-                self._answer(connection, connection.hear(lambda: None))
+                self._answer(connection, connection.receive(lambda: None))
         except (OSError, struct.error) as error:
             log.debug("%s: a bulk connection ended: %s", self._name, error)
         finally:
@@ -226,8 +226,8 @@ class BulkServer:
                 self._open.discard(sock)
             sock.close()
 
-    def _welcome(self, sock: socket.socket) -> BulkConnection:
-        tune(sock)
+    def _authenticate_client(self, sock: socket.socket) -> BulkConnection:
+        set_options(sock)
         connection, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
         sock.sendall(MAGIC + challenge)
         deadline = time.monotonic() + _HANDSHAKE_S
@@ -236,89 +236,91 @@ class BulkServer:
             if time.monotonic() > deadline:
                 raise ConnectionError("it did not say who it is")
 
-        greeting = connection.exactly(_NONCE + PROOF, check_deadline)
+        greeting = connection.receive_exactly(_NONCE + PROOF, check_deadline)
         transcript = challenge + greeting[:_NONCE]
-        if not hmac.compare_digest(greeting[_NONCE:], connection.proof(b"client", transcript)):
+        if not hmac.compare_digest(greeting[_NONCE:], connection.compute_proof(b"client", transcript)):
             self.refused += 1
             raise ConnectionError("it does not know the generation's secret")
         name = self._name.encode()
-        sock.sendall(connection.proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
-        connection.agree(transcript)
+        sock.sendall(connection.compute_proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
+        connection.derive_key(transcript)
         return connection
 
-    def _answer(self, link: BulkConnection, request: bytes) -> None:
+    def _answer(self, connection: BulkConnection, request: bytes) -> None:
         operation, arguments = request[:1], request[1:]
         if operation == _RELEASE:
             self._lender.release(os.fsdecode(arguments[_READER.size :]), *_READER.unpack_from(arguments))
             return
         (start, count), path = _RANGE.unpack_from(arguments), os.fsdecode(arguments[_RANGE.size :])
-        if operation == _OFFERED:
-            self._send_offer(link, path, start, count)
+        if operation == _FETCH_FORWARDED:
+            self._send_offer(connection, path, start, count)
             return
         lent_buffers = self._lender.find(path)
         if lent_buffers is None:
-            self._send_file(link, path, start, count)
+            self._send_file(connection, path, start, count)
             return
         with lent_buffers.reading() as views:
             if views is not None:
-                with self._begin_transfer(link, count):
-                    send_all(link.sock, lent_buffers.pieces(views, start, count))
+                with self._begin_transfer(connection, count):
+                    send_all(connection.sock, lent_buffers.pieces(views, start, count))
         if views is None:
-            self._send_file(link, str(lent_buffers.segment), start, count)
+            self._send_file(connection, str(lent_buffers.segment), start, count)
 
-    def _send_offer(self, link: BulkConnection, name: str, start: int, count: int) -> None:
+    def _send_offer(self, connection: BulkConnection, name: str, start: int, count: int) -> None:
         try:
             memory = self._forwarded_data.find(name, _OFFER_S)
         except Withdrawn:
-            link.say(_WITHDRAWN)
+            connection.send(_WITHDRAWN)
             return
         if memory is None:
-            link.say(_NOT_YET)
+            connection.send(_NOT_YET)
         elif start + count > len(memory):
-            link.say(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
+            connection.send(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
         else:
-            with self._begin_transfer(link, count):
-                link.sock.sendall(memory[start : start + count])
+            with self._begin_transfer(connection, count):
+                connection.sock.sendall(memory[start : start + count])
             self._forwarded_data.finish_read(name)
 
     @contextlib.contextmanager
-    def _begin_transfer(self, link: BulkConnection, count: int) -> Iterator[None]:
-        """Waits while `MOST_TRANSFERS` other transfers are running, adds `count` to `sent`, and sends the reply's header. The
+    def _begin_transfer(self, connection: BulkConnection, count: int) -> Iterator[None]:
+        """Waits while `MAX_TRANSFERS` other transfers are running, adds `count` to `sent`, and sends the reply's header. The
         block then sends the reply's data.
         """
-        with self._turns:
+        with self._transfer_slots:
             with self._lock:
                 self.sent += count
-            link.say(_OK)
+            connection.send(_OK)
             yield
 
-    def _send_file(self, link: BulkConnection, path: str, start: int, count: int) -> None:
+    def _send_file(self, connection: BulkConnection, path: str, start: int, count: int) -> None:
         if Path(path).parent not in self._folders:
-            link.say(_ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode())
+            connection.send(
+                _ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode()
+            )
             return
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            link.say(_ERROR + f"{path} is gone".encode())
+            connection.send(_ERROR + f"{path} is gone".encode())
             return
         try:
             if start + count > os.fstat(fd).st_size:
-                link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
+                connection.send(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
                 return
             memory = self._lender.memory(path)
-            with self._begin_transfer(link, count):
+            with self._begin_transfer(connection, count):
                 if memory is not None:
                     # takes half the time of sendfile between namespaces, because sendfile passes one small page at a time
-                    link.sock.sendall(memoryview(memory)[start : start + count])
+                    connection.sock.sendall(memoryview(memory)[start : start + count])
                     return
                 end = start + count
                 while start < end:
-                    start += os.sendfile(link.sock.fileno(), fd, start, end - start)
+                    start += os.sendfile(connection.sock.fileno(), fd, start, end - start)
         finally:
             os.close(fd)
 
 
-def _hang_up(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     """Shuts the socket down, which wakes the thread that waits on it; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
@@ -347,7 +349,7 @@ class BulkClient:
     def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
         self.in_step, self.is_receiving = True, False
         self.peer, _, server_address = endpoint.rpartition("@")
-        self._where, self._check = server_address, check
+        self._address, self._check = server_address, check
         address, _, port = server_address.rpartition(":")
         try:
             sock = socket.create_connection((address, int(port)), _HANDSHAKE_S)
@@ -357,15 +359,15 @@ class BulkClient:
                 f"cannot reach {self.peer} at {server_address} for its data: {error.strerror or error}"
             ) from None
         try:
-            self._link = self._greet(sock, keys)
+            self._link = self._authenticate_server(sock, keys)
         except (OSError, struct.error) as error:
             sock.close()
             check()
             raise ChannelError(f"{self.peer} at {server_address} did not prove to be of this run: {error}") from None
 
-    def _greet(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
+    def _authenticate_server(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
         sock.settimeout(None)
-        tune(sock)
+        set_options(sock)
         connection, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
         def check_deadline() -> None:
@@ -373,19 +375,22 @@ class BulkClient:
             if time.monotonic() > deadline:
                 raise ConnectionError("it said nothing")
 
-        greeting = connection.exactly(len(MAGIC) + _NONCE, check_deadline)
+        greeting = connection.receive_exactly(len(MAGIC) + _NONCE, check_deadline)
         if not greeting.startswith(MAGIC):
             raise ConnectionError("it speaks another protocol")
         challenge = secrets.token_bytes(_NONCE)
         transcript = greeting[len(MAGIC) :] + challenge
-        sock.sendall(challenge + connection.proof(b"client", transcript))
-        proof, size = connection.exactly(PROOF, check_deadline), connection.exactly(SIZE.size, check_deadline)
-        name = connection.exactly(SIZE.unpack(size)[0], check_deadline)
-        if not hmac.compare_digest(proof, connection.proof(b"server", transcript + name)):
+        sock.sendall(challenge + connection.compute_proof(b"client", transcript))
+        proof, size = (
+            connection.receive_exactly(PROOF, check_deadline),
+            connection.receive_exactly(SIZE.size, check_deadline),
+        )
+        name = connection.receive_exactly(SIZE.unpack(size)[0], check_deadline)
+        if not hmac.compare_digest(proof, connection.compute_proof(b"server", transcript + name)):
             raise ConnectionError("it does not know the generation's secret")
         if name.decode() != self.peer:
             raise ConnectionError(f"it is {name.decode()}")
-        connection.agree(transcript)
+        connection.derive_key(transcript)
         return connection
 
     def fetch(self, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
@@ -406,23 +411,25 @@ class BulkClient:
             ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False
-        self._link.say((_OFFERED if forwarded else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path))
-        reply = self._link.hear(self._check)
+        self._link.send(
+            (_FETCH_FORWARDED if forwarded else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path)
+        )
+        reply = self._link.receive(self._check)
         if reply[:1] != _OK:
             self.in_step = True
             if reply[:1] == _NOT_YET:
                 return False
             if reply[:1] == _WITHDRAWN:
                 raise Withdrawn(path)
-            raise ChannelError(f"{self.peer} at {self._where}: {reply[1:].decode()}")
+            raise ChannelError(f"{self.peer} at {self._address}: {reply[1:].decode()}")
         self.is_receiving = True
-        self._link.fill(target, self._check)
+        self._link.receive_into(target, self._check)
         self.in_step, self.is_receiving = True, False
         return True
 
     def release(self, path: str, reader: int) -> None:
         """Notifies the owner that a reader no longer needs a segment."""
-        self._link.say(_RELEASE + _READER.pack(reader) + os.fsencode(path))
+        self._link.send(_RELEASE + _READER.pack(reader) + os.fsencode(path))
 
     def close(self) -> None:
         self._link.sock.close()

@@ -38,23 +38,25 @@ class Collectives:
     def __init__(
         self, group: str, rank: int, world_size: int, spec: WorkerSpec | None, first: int | None = None
     ) -> None:
-        self.group, self.rank, self.world_size, self._spec, self._first = group, rank, world_size, spec, first
-        self._ready = False
+        self.group, self.rank, self.world_size, self._spec, self._first_rank = group, rank, world_size, spec, first
+        self._is_created = False
 
     def process_group(self) -> Any:
         """Returns torch's default process group, which the first call creates; returns None for a single rank."""
         if self.world_size == 1:
             return None
-        if not self._ready:
+        if not self._is_created:
             assert self._spec is not None
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
             # Ranks that join separately have different incarnations, so neighbouring ranks use that of their first rank.
-            first_rank = self._first or 0
+            first_rank = self._first_rank or 0
             name = (
-                self._spec.incarnation if self._first is None else context.member(self.group, first_rank)["incarnation"]
+                self._spec.incarnation
+                if self._first_rank is None
+                else context.member(self.group, first_rank)["incarnation"]
             )
             dist.init_process_group(
                 collective_backends(torch_device(self._spec.accelerators)),
@@ -63,7 +65,7 @@ class Collectives:
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=limit),
             )
-            self._ready = True
+            self._is_created = True
         return dist.group.WORLD
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -107,9 +109,9 @@ class Collectives:
 
 
 #: Seconds between two checks whether the run has failed, while the rank that stores the keys waits for one.
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 #: torch keeps only the C++ part of a store; without a reference here, the Python object and its methods would be lost.
-_alive: list[ServiceStore] = []
+_stores: list[ServiceStore] = []
 
 
 class ServiceStore(dist.Store):
@@ -126,44 +128,46 @@ class ServiceStore(dist.Store):
     def __init__(self, context: Context, group: str, name: str, timeout_s: float, holder: int = 0) -> None:
         super().__init__()
         self._context, self._group, self._name, self._timeout_s = context, group, name, timeout_s
-        self._rank = holder
-        _alive.append(self)
+        self._holder_rank = holder
+        _stores.append(self)
 
     def _request(self, op: bytes, key: str, *arguments: bytes, timeout: float | None = None) -> bytes:
         """Executes an operation (`KeyValueStore.execute`, or "wait") in the service of the rank that stores the keys.
 
         Returns the operation's result.
         """
-        service, endpoint = self._context.service, self._holder()
+        service, endpoint = self._context.service, self._holder_endpoint()
         if endpoint is None:
-            return service.store.execute(op, self._full(key), *arguments)
-        purpose = f"{self._group}-{self._rank} to answer for the process group"
+            return service.store.execute(op, self._full_key(key), *arguments)
+        purpose = f"{self._group}-{self._holder_rank} to answer for the process group"
         limit = self._timeout_s if timeout is None else timeout
-        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *arguments], limit, purpose)[0]
+        return service.peers.request(endpoint, b"STORE", [op, self._full_key(key), *arguments], limit, purpose)[0]
 
-    def _holder(self) -> str | None:
+    def _holder_endpoint(self) -> str | None:
         """Returns the endpoint of the process that stores the keys; None if this process stores them."""
-        record = self._context.member(self._group, self._rank)["data"]
+        record = self._context.member(self._group, self._holder_rank)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
-    def _full(self, key: str) -> bytes:
+    def _full_key(self, key: str) -> bytes:
         return f"{self._name}/{key}".encode()
 
-    def _value(self, key: str, deadline: float) -> bytes:
+    def _wait_for_value(self, key: str, deadline: float) -> bytes:
         """Waits until a rank has set a key; returns its value.
 
         Raises:
             DeadlineExceeded: No rank has set the key before the deadline.
         """
         limit = max(0.0, deadline - time.monotonic())
-        if self._holder() is not None:
+        if self._holder_endpoint() is not None:
             with contextlib.suppress(DeadlineExceeded):
                 return self._request(b"wait", key, timeout=limit)
         else:
             while True:
                 self._context.check()
                 remaining_s = deadline - time.monotonic()
-                stored_value = self._context.service.store.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
+                stored_value = self._context.service.store.wait(
+                    self._full_key(key), max(0.0, min(remaining_s, _CHECK_S))
+                )
                 if stored_value is not None:
                     return stored_value
                 if remaining_s <= 0:
@@ -175,7 +179,7 @@ class ServiceStore(dist.Store):
         self._request(b"set", key, value if isinstance(value, bytes) else str(value).encode())
 
     def get(self, key: str) -> bytes:
-        return self._value(key, time.monotonic() + self._timeout_s)
+        return self._wait_for_value(key, time.monotonic() + self._timeout_s)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request(b"add", key, str(amount).encode()))
@@ -191,7 +195,7 @@ class ServiceStore(dist.Store):
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
         for key in keys:
-            self._value(key, deadline)
+            self._wait_for_value(key, deadline)
 
     def delete_key(self, key: str) -> bool:
         return self._request(b"del", key) == b"1"
@@ -204,4 +208,4 @@ class ServiceStore(dist.Store):
 
     def clone(self) -> ServiceStore:
         """Returns another handle of the same store; torch derives a subgroup's store from it."""
-        return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)
+        return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._holder_rank)

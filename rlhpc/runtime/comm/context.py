@@ -29,46 +29,46 @@ class GracefulLeave:
     """
 
     def __init__(self) -> None:
-        self.has_notice = self._stays = False
+        self.has_notice = self._is_staying = False
         self.wake: Callable[[], None] = lambda: None
         self.announce: Callable[[], None] = lambda: None
-        self._first: Callable[[], None] | None = None
-        self._leaves = False
+        self._action: Callable[[], None] | None = None
+        self._ends_itself = False
 
-    def first(self, act: Callable[[], None] | None) -> None:
+    def set_action(self, act: Callable[[], None] | None) -> None:
         """Sets the action that runs before the rank ends; with None the rank may end at any moment."""
-        self._first, self._stays = act, False
+        self._action, self._is_staying = act, False
 
     def stay(self) -> None:
-        """Makes the rank report a notice to the driver and still take calls, until `first` is called."""
-        self._first, self._stays = self.announce, True
+        """Makes the rank report a notice to the driver and still take calls, until `set_action` is called."""
+        self._action, self._is_staying = self.announce, True
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the rank has to leave and takes no further calls."""
-        return self.has_notice and not self._stays
+        return self.has_notice and not self._is_staying
 
-    def tell(self) -> bool:
+    def notify(self) -> bool:
         """Notifies the rank that it has to leave. Slurm's signal and the parent process may both call this.
 
         Returns:
             True if the main thread ends the rank after an action; False if the caller may end the rank at once.
         """
         self.has_notice = True
-        self._leaves = self._leaves or self._first is not None
-        if self._leaves:
+        self._ends_itself = self._ends_itself or self._action is not None
+        if self._ends_itself:
             self.wake()
-        return self._leaves
+        return self._ends_itself
 
-    def say(self) -> None:
+    def run_action(self) -> None:
         """Runs the action before leaving, once; called on the main thread."""
-        action, self._first = self._first, None
+        action, self._action = self._action, None
         if action is not None:
             action()
 
 
 #: Seconds between two checks whether the process that this one waits for has ended.
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
 def default_wait_deadline_s() -> float:
@@ -99,7 +99,7 @@ class Context:
     host: str = field(default_factory=host_id)
     graceful_leave: GracefulLeave = field(default_factory=GracefulLeave)
     tell_driver: Callable[[str, str, str], None] = lambda event, name, incarnation: None
-    _looked: dict[str, float] = field(default_factory=dict)
+    _check_times: dict[str, float] = field(default_factory=dict)
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:
@@ -155,20 +155,20 @@ class Context:
             if departure is not None and cached is not None and departure["incarnation"] == cached[1]["incarnation"]:
                 return True
             if cached is not None:
-                self._look_after(name, cached[1])
+                self._report_if_ended(name, cached[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()
             time.sleep(0.02)
 
-    def _look_after(self, name: str, record: dict[str, Any]) -> None:
+    def _report_if_ended(self, name: str, record: dict[str, Any]) -> None:
         """Notifies the driver if a rank on this host has ended, because the driver may not notice this.
 
         Checks at most once per second.
         """
-        if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
+        if time.monotonic() - self._check_times.get(name, 0.0) < _CHECK_S:
             return
-        self._looked[name] = time.monotonic()
+        self._check_times[name] = time.monotonic()
         if self.service.peers.knows_ended(record):
             self.tell_driver("unreachable", name, record["incarnation"])
 

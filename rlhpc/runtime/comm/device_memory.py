@@ -205,8 +205,8 @@ def _make_lease(path: str) -> mmap.mmap:
 
 
 #: Maximum seconds to wait for enqueued copies on the accelerator.
-_PATIENCE_S = 30.0
-_LOOK_S = 0.0005
+_COPY_TIMEOUT_S = 30.0
+_CHECK_S = 0.0005
 _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 
 
@@ -218,7 +218,7 @@ class NotReadable(Exception):
     """
 
 
-class _Opened:
+class _OpenedBuffer:
     def __init__(self, device: _Device, lease: mmap.mmap, memory: Any, written: _DeviceEvent) -> None:
         self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
 
@@ -240,8 +240,8 @@ class DeviceMappings:
     def __init__(self, local: _Local = lambda path: None) -> None:
         self._local = local
         self._lock = threading.Lock()
-        self._opened: dict[str, _Opened] = {}
-        self.reading: list[tuple[_Opened, int]] = []
+        self._opened: dict[str, _OpenedBuffer] = {}
+        self.reading: list[tuple[_OpenedBuffer, int]] = []
 
     def take(self, device_message: DeviceMessage, reader: int) -> list[Any]:
         """Returns copies of a message's tensors on this process's accelerator.
@@ -275,14 +275,14 @@ class DeviceMappings:
             for view in device_message.parts
         ]
 
-    def _open(self, device: _Device, device_message: DeviceMessage) -> _Opened:
+    def _open(self, device: _Device, device_message: DeviceMessage) -> _OpenedBuffer:
         sender = _PROCESS.search(device_message.path)
         # Never wait for an event of a process that has ended.
         if sender is not None and has_ended(sender[1]):
             raise SegmentGone(device_message.path)
         if device_message.path in self._opened:
             return self._opened[device_message.path]
-        self._sweep()
+        self._close_removed()
         lease = map_segment(device_message.path, mmap.MAP_SHARED)
         buffer = self._local(device_message.path)
         if buffer is None:
@@ -290,7 +290,7 @@ class DeviceMappings:
                 buffer = device.open(device_message.memory), device.open_event(device_message.event)
             except RuntimeError as error:
                 raise NotReadable(str(error) or type(error).__name__) from None
-        mapping = self._opened[device_message.path] = _Opened(device, lease, *buffer)
+        mapping = self._opened[device_message.path] = _OpenedBuffer(device, lease, *buffer)
         return mapping
 
     def settle(self) -> None:
@@ -305,15 +305,15 @@ class DeviceMappings:
             self.reading = pending_reads
 
     def park(self) -> None:
-        """Closes all buffers once the pending copies are complete, or after `_PATIENCE_S` seconds."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Closes all buffers once the pending copies are complete, or after `_COPY_TIMEOUT_S` seconds."""
+        deadline = time.monotonic() + _COPY_TIMEOUT_S
         while self.reading and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
             self.settle()
         with self._lock:
             self._opened.clear()
 
-    def _sweep(self) -> None:
+    def _close_removed(self) -> None:
         """Closes buffers whose senders have removed them."""
         in_use = {id(mapping) for mapping, _ in self.reading}
         self._opened = {
@@ -364,7 +364,7 @@ class DevicePool:
         self._scratch, self._endpoint = scratch, endpoint
         self._lock = threading.Lock()
         self._buffers: dict[str, _SentBuffer] = {}
-        self._shut = False
+        self._is_stopped = False
         self.num_device_messages = 0
 
     @property
@@ -376,7 +376,7 @@ class DevicePool:
         """Returns whether this process can send tensors on its accelerator to a process with this host and accelerator
         address.
         """
-        device = None if self._shut or not address or host != self._endpoint["host"] else current_device()
+        device = None if self._is_stopped or not address or host != self._endpoint["host"] else current_device()
         return device is not None and device.address == address
 
     def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> DeviceMessage | None:
@@ -398,7 +398,7 @@ class DevicePool:
             [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
         with self._lock:
-            buffer = self._take(device, max(size, 1))
+            buffer = self._take_buffer(device, max(size, 1))
             if buffer is None:
                 return None
             for view, tensor in zip(views, tensors, strict=True):
@@ -445,7 +445,7 @@ class DevicePool:
             host_copy = buffer.device.to_host(buffer.memory[: buffer.size])
             end_use(buffer.lease, reader)
         if why:
-            self._give_up(f"another process cannot open it ({why})")
+            self._stop_sharing(f"another process cannot open it ({why})")
         return host_copy
 
     def forget_process(self, process: str) -> None:
@@ -456,37 +456,37 @@ class DevicePool:
                 for slot in slots:
                     end_use(buffer.lease, slot)
                 if slots and buffer.free():
-                    self._drop(buffer)
+                    self._drop_buffer(buffer)
 
     def park(self) -> int:
         """Frees buffers that no reader uses; returns the size in bytes of the remaining buffers."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 if buffer.free():
-                    self._drop(buffer)
+                    self._drop_buffer(buffer)
         return self.bytes
 
     def forget(self) -> None:
         """Drops all buffers, including unread ones, because their messages are no longer valid."""
         with self._lock:
             for buffer in list(self._buffers.values()):
-                self._drop(buffer)
+                self._drop_buffer(buffer)
 
     # -- getting a buffer -----------------------------------------------------------------------------------------
 
-    def _take(self, device: _Device, size: int) -> _SentBuffer | None:
+    def _take_buffer(self, device: _Device, size: int) -> _SentBuffer | None:
         free_buffers = [buffer for buffer in self._buffers.values() if buffer.free()]
         fitting_buffers = [buffer for buffer in free_buffers if size <= buffer.capacity <= 2 * size]
         if fitting_buffers:
             return min(fitting_buffers, key=lambda buffer: buffer.capacity)
         capacity = capacity_of(size)
         while free_buffers and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
-            self._drop(free_buffers.pop(0))
+            self._drop_buffer(free_buffers.pop(0))
         if len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget:
             return None
-        return self._make(device, capacity)
+        return self._make_buffer(device, capacity)
 
-    def _make(self, device: _Device, capacity: int) -> _SentBuffer | None:
+    def _make_buffer(self, device: _Device, capacity: int) -> _SentBuffer | None:
         try:
             memory, event = device.allocate(capacity), device.event()
         except RuntimeError:  # the device's memory is full
@@ -494,17 +494,17 @@ class DevicePool:
         try:
             handle = device.export(memory)
         except RuntimeError as error:
-            self._give_up(str(error))
+            self._stop_sharing(str(error))
             return None
         path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
         buffer = self._buffers[path] = _SentBuffer(device, path, memory, handle, event)
         return buffer
 
-    def _drop(self, buffer: _SentBuffer) -> None:
+    def _drop_buffer(self, buffer: _SentBuffer) -> None:
         del self._buffers[buffer.path]
         unlink(buffer.path)
 
-    def _give_up(self, why: str) -> None:
-        if not self._shut:
-            self._shut = True
+    def _stop_sharing(self, why: str) -> None:
+        if not self._is_stopped:
+            self._is_stopped = True
             log.warning("tensors cannot stay on the accelerator on their way, and are copied through the host: %s", why)

@@ -57,7 +57,7 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
             # this process is no rank of a run, or the caller has created the sockets
             make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
             return
-        token = _meet(store, size)
+        token = _await_ranks(store, size)
         settings, listeners = kind._Options(), []
         if timeout is not None:
             settings._timeout = timeout
@@ -84,16 +84,16 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
             ) from error
         finally:
             for descriptor in listeners:
-                _close(descriptor)
+                _replace_with_idle(descriptor)
         # A split of this group would reuse the closed sockets and wait forever; without devices torch refuses to split it.
         settings._devices = []
         if size > 1:
-            _prove(self, rank, size, token, context)
+            _exchange_proofs(self, rank, size, token, context)
 
     return init
 
 
-def _meet(store: Any, size: int) -> bytes:
+def _await_ranks(store: Any, size: int) -> bytes:
     """Waits for all ranks of the group; returns a random token that all ranks share. The token is empty for a single rank."""
     if size == 1:
         return b""
@@ -123,8 +123,8 @@ def _record_listeners() -> Iterator[list[int]]:
     added = {fd: description for fd, description in current.items() if earlier.get(fd) != description}
     for fd, description in added.items():
         if description == "anon_inode:[eventpoll]":
-            watched_fds = _watched(fd)
-            sockets = [watched_fd for watched_fd in watched_fds if watched_fd in added and _listens(watched_fd)]
+            watched_fds = _watched_descriptors(fd)
+            sockets = [watched_fd for watched_fd in watched_fds if watched_fd in added and _is_listening(watched_fd)]
             pipes = [
                 watched_fd
                 for watched_fd in watched_fds
@@ -143,19 +143,19 @@ def _descriptors() -> dict[int, str]:
     return descriptions
 
 
-def _watched(epoll: int) -> list[int]:
+def _watched_descriptors(epoll: int) -> list[int]:
     with open(f"/proc/self/fdinfo/{epoll}") as lines:
         return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
 
-def _listens(descriptor: int) -> bool:
+def _is_listening(descriptor: int) -> bool:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as sock:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _close(descriptor: int) -> None:
+def _replace_with_idle(descriptor: int) -> None:
     """Closes gloo's listening socket and replaces it with an idle eventfd under the same descriptor. gloo closes it later.
 
     This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
@@ -166,7 +166,7 @@ def _close(descriptor: int) -> None:
     os.close(idle_fd)
 
 
-def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
+def _exchange_proofs(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
     """Exchanges proofs of the generation's secret with every other rank of the group.
 
     Raises:

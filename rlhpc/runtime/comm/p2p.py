@@ -22,14 +22,14 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
 
 #: Seconds that each other receiver gets to confirm a message after the message has failed to reach one receiver.
-_LAST_CHANCE_S = 1.0
+_AFTER_FAILURE_S = 1.0
 #: Seconds between two checks of a receiver whether to give up.
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 #: Seconds that the driver may take to notice that an unreachable rank has ended.
-_NOTICE_S = 5.0
+_DEPARTURE_NOTICE_S = 5.0
 
 
-def _key(tag: str, group: str, rank: int) -> str:
+def _inbox_key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
@@ -95,7 +95,7 @@ class _Transfer:
         try:
             return self.wait(timeout)
         except ChannelError:
-            if not self._context.has_left(*self._target, _NOTICE_S):
+            if not self._context.has_left(*self._target, _DEPARTURE_NOTICE_S):
                 raise
             return None
 
@@ -120,7 +120,7 @@ def send(
 
     def deliver() -> None:
         try:
-            transfer = _Transfer(context, (dst_group, dst_rank), packed, _key(tag, group, rank))
+            transfer = _Transfer(context, (dst_group, dst_rank), packed, _inbox_key(tag, group, rank))
             packed.settle(transfer.wait(context.wait_deadline), context.check)
         except BaseException:
             packed.discard()
@@ -139,16 +139,16 @@ def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> A
 
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
-    service, key = current().service, _key(tag, src_group, src_rank)
+    service, key = current().service, _inbox_key(tag, src_group, src_rank)
     consumer = ConsumerLocation(current().host, address())
     service.lane.settle()
 
-    def act(answer: Any) -> bool:
+    def get_item(answer: Any) -> bool:
         state = service.channel(INBOX)
         state.record_consumer(key, consumer)
         return state.get(key, (), None, answer)
 
-    return service.wait_local(act, timeout, f"a message from {src_group}-{src_rank}")[0]
+    return service.wait_local(get_item, timeout, f"a message from {src_group}-{src_rank}")[0]
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
@@ -189,11 +189,11 @@ def poll(key: str) -> Any:
     service = current().service
     current().check()
 
-    def act(answer: Any) -> bool:
+    def get_item(answer: Any) -> bool:
         state = service.channel(INBOX)
         return bool(state.count(key)) and state.get(key, (), None, answer)
 
-    return service.unpack(service.wait_local(act, 0.0, key)[0].frames)
+    return service.unpack(service.wait_local(get_item, 0.0, key)[0].frames)
 
 
 def copy_into(tensor: Any, received: Any) -> None:
@@ -240,7 +240,7 @@ def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
     while True:
         check()
         try:
-            item = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            item = _next_item("b", *src, min(_CHECK_S, max(0.0, deadline - time.monotonic())))
         except DeadlineExceeded:
             if time.monotonic() >= deadline:
                 raise
@@ -274,14 +274,14 @@ def begin_broadcast(
     # Ranks of another host that share a copy count as one reader, so the end of one rank must not free the data.
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
     packed = context.service.pack(obj, len(readers), lend=is_remote, consumers=consumers, holders=holders)
-    key = _key("b", group, rank)
+    key = _inbox_key("b", group, rank)
     transfers: list[_Transfer] = []
     num_started = 0
 
     def finish() -> None:
         reached_targets: set[int] = set()
         try:
-            packed.settle(_all_arrived(transfers, context.wait_deadline, reached_targets), context.check)
+            packed.settle(_await_all(transfers, context.wait_deadline, reached_targets), context.check)
         finally:
             packed.discard(num_started)
             for target_index in range(len(targets) if segment else 0):
@@ -304,7 +304,7 @@ def begin_broadcast(
     return finish
 
 
-def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
+def _await_all(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
     """Waits for transfers, and adds the index of each completed transfer to `reached`. Raises the first failure.
 
     Returns:
@@ -313,7 +313,7 @@ def _all_arrived(transfers: list[_Transfer], timeout: float, reached: set[int]) 
     all_waiting, failure = True, None
     for target_index, transfer in enumerate(transfers):
         try:
-            was_waiting = transfer.wait_unless_left(timeout if failure is None else _LAST_CHANCE_S)
+            was_waiting = transfer.wait_unless_left(timeout if failure is None else _AFTER_FAILURE_S)
             if was_waiting is not None:
                 all_waiting = was_waiting and all_waiting
                 reached.add(target_index)

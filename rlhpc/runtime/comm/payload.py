@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rlhpc.runtime.comm.device_memory import DeviceMessage, DevicePool, current_device, dtype_name
-from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.shared_memory import HEADER, PATH_SEPARATOR, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Lender, LentBuffers
 from rlhpc.runtime.devices import receiving_device
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -199,7 +199,7 @@ def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] =
 
 
 #: Seconds that the other receivers of a host wait for receiver 0 to fetch, which still has the last message's memory mapped.
-_PRECEDENCE_S = 0.05
+_FIRST_READER_S = 0.05
 _PAUSE_S = 0.001
 
 
@@ -235,11 +235,11 @@ def fetch_once_per_host(
     """
     meeting_file = folder / f"share-{share.name}"
     started = time.monotonic()
-    while share.number and not meeting_file.exists() and time.monotonic() - started < _PRECEDENCE_S:
+    while share.number and not meeting_file.exists() and time.monotonic() - started < _FIRST_READER_S:
         time.sleep(_PAUSE_S)
     fd = os.open(meeting_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while not _lock(fd):
+        while not _try_lock(fd):
             check()
             if time.monotonic() - started > timeout:
                 raise DeadlineExceeded(f"waited {timeout:.0f} s for another rank of this host to fetch {share.name}")
@@ -256,7 +256,7 @@ def fetch_once_per_host(
         os.close(fd)
 
 
-def _lock(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -302,7 +302,7 @@ class Packed:
     Attributes:
         nbytes: Size of the object's data, for back pressure.
         segment: Path of the shared-memory file, or name of the zero-copy buffers. If the message uses an accelerator buffer,
-            the path of the buffer's lease follows, separated by `AND`. None if all data is inline.
+            the path of the buffer's lease follows, separated by `PATH_SEPARATOR`. None if all data is inline.
         readers: Number of readers.
     """
 
@@ -368,7 +368,7 @@ class Packed:
             self._path, self._spans = pool.write(buffers, readers, holders=holders)
         self.segment: str | None = self._path or None
         if self._device_message is not None:
-            self.segment = AND.join(filter(None, (self._path, self._device_message.path)))
+            self.segment = PATH_SEPARATOR.join(filter(None, (self._path, self._device_message.path)))
 
     def _write_to_device(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
         """Copies the object's tensors on the accelerator into a buffer of the pool, and pickles the rest of the object.
@@ -428,7 +428,7 @@ Fetch = Callable[[Origin, str, int, int, HostReader | None], memoryview]
 Land = Callable[[DeviceMessage, Origin, int], list[Any]]
 
 
-def nowhere(device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
+def refuse_device_message(device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
     """Refuses tensors in accelerator memory: the default of `unpack`, for processes without an accelerator.
 
     Raises:
@@ -442,7 +442,7 @@ def unpack(
     host: str,
     mappings: Mappings,
     fetch: Fetch,
-    land: Land = nowhere,
+    land: Land = refuse_device_message,
     *,
     borrow: bool = False,
 ) -> Any:

@@ -64,10 +64,10 @@ class ReceiveBuffers:
         if lock and pages is None and locks_pages():
             pages = locked(memory)
         view = np.frombuffer(memory, np.uint8, size)
-        weakref.finalize(view, self._back, capacity, memory, pages).atexit = False
+        weakref.finalize(view, self._give_back, capacity, memory, pages).atexit = False
         return view.data
 
-    def _back(self, capacity: int, memory: mmap.mmap, pages: Any) -> None:
+    def _give_back(self, capacity: int, memory: mmap.mmap, pages: Any) -> None:
         with self._lock:
             if self._idle_bytes + capacity <= self._max_idle:
                 self._idle.setdefault(capacity, []).append((memory, pages))
@@ -75,7 +75,7 @@ class ReceiveBuffers:
 
 
 #: Seconds that a forwarding process may take to receive the data, before it counts as lost.
-_PATIENCE_S = 10.0
+_FORWARDER_TIMEOUT_S = 10.0
 
 
 class Fetching:
@@ -93,7 +93,7 @@ class Fetching:
         self, scratch: Scratch, pool: SegmentPool, mappings: Mappings, peers: Peers, check: Callable[[], None]
     ) -> None:
         self._scratch, self._pool, self._mappings, self._peers, self._check = scratch, pool, mappings, peers, check
-        self._landing = ReceiveBuffers(default_idle(scratch))
+        self._receive_buffers = ReceiveBuffers(default_idle(scratch))
 
     def fetch(
         self,
@@ -134,7 +134,7 @@ class Fetching:
             release() if later is None else later.append(release)
 
         if share is None:
-            view = self._landing.take(HEADER + size, lock=lock)
+            view = self._receive_buffers.take(HEADER + size, lock=lock)
             receive(view)
             return view
 
@@ -156,7 +156,7 @@ class Fetching:
 
     def _fetch_from_forwarder(self, forwarder: ForwardingProcess, name: str, target: memoryview) -> bool:
         """Fetches the data from a process that forwards it; returns False if it must be fetched from its owner."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _FORWARDER_TIMEOUT_S
         try:
             while not forwarder.is_lost:
                 if self._peers.fetch(forwarder.bulk, name, 0, target, forwarded=True):
@@ -171,7 +171,7 @@ class Fetching:
 
 
 #: Seconds that the sender's service may take to copy a message to the host.
-_DEADLINE_S = 60.0
+_HOST_COPY_TIMEOUT_S = 60.0
 
 #: Function (origin, path, size) that returns the contents of a segment, with its layout.
 Read = Callable[[Origin, str, int], memoryview]
@@ -241,12 +241,14 @@ class DeviceChannel:
         try:
             return self._mappings.take(device_message, reader)
         except NotReadable as error:
-            return self._through_the_host(device_message, origin, reader, str(error))
+            return self._request_host_copy(device_message, origin, reader, str(error))
 
-    def _through_the_host(self, device_message: DeviceMessage, origin: Origin, reader: int, why: str) -> list[Any]:
+    def _request_host_copy(self, device_message: DeviceMessage, origin: Origin, reader: int, why: str) -> list[Any]:
         request = pickle.dumps((device_message.path, reader, why))
         purpose = "the sender of a message to copy it from its accelerator"
-        (reply,) = self._peers.request(choose(device_message.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
+        (reply,) = self._peers.request(
+            choose(device_message.endpoint), b"TO_HOST", [request], _HOST_COPY_TIMEOUT_S, purpose
+        )
         path, start = pickle.loads(reply)
         host_copy = self._read(origin, path, device_message.size)[start:]
         return [

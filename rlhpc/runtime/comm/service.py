@@ -44,8 +44,8 @@ from rlhpc.runtime.scratch import Scratch
 log = logging.getLogger(__name__)
 INBOX = "\0inbox"
 DEFAULT_MAX_BYTES = 2 << 30
-_PARK_S = 0.002
-_LONG_LEAD_S = 0.005
+_MIN_SLEEP_S = 0.002
+_LONG_WAIT_S = 0.005
 _numbers = itertools.count()
 
 
@@ -143,7 +143,7 @@ class Service:
         self.context: zmq.Context[Any] = zmq.Context()
         self.lock = threading.Lock()
         self.channels: dict[str, ChannelState] = {INBOX: ChannelState(0, DEFAULT_MAX_BYTES)}
-        self._run_failed, self._stopping = check, False
+        self._check_run, self._stopping = check, False
         self.peers = Peers(self.context, keys, self.check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self.lender, self.forwarded_data = Lender(self.pool), ForwardedData()
@@ -181,7 +181,9 @@ class Service:
         self.on_note, self.on_join = on_note, on_join
         self._loop = threading.Lock()  # held by the thread that runs the event loop
         self._leader: int | None = None  # identifier of that thread: a waiting thread, or else the service thread
-        self._guests = 0  # number of threads that wait for an item of this process; if it is not 0, they run the loop
+        self._num_waiting = (
+            0  # number of threads that wait for an item of this process; if it is not 0, they run the loop
+        )
         #: Expected answers of the threads that wait while another thread runs the loop.
         self._followers: list[LocalAnswer] = []
         self._unparked = threading.Event()
@@ -208,7 +210,7 @@ class Service:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         if self.aborted > self._resumed:
             raise CallAborted(f"{self.name} gave up a call: another group failed")
-        self._run_failed()
+        self._check_run()
 
     def resume(self, recovery: int) -> None:
         """Ends the abort of calls after a recovery, and drops sent accelerator tensors that no process has read.
@@ -272,7 +274,7 @@ class Service:
     def _await(self, answer: LocalAnswer, deadline: float) -> None:
         """Waits for the answer until the deadline; runs the event loop if no other waiting thread does."""
         with self.lock:
-            self._guests += 1
+            self._num_waiting += 1
         started = time.monotonic()
         try:
             while answer.items is None and not self._stopping:
@@ -293,13 +295,13 @@ class Service:
                     finally:
                         self._leader = None
                         self._loop.release()
-                        self._call_followers()
+                        self._wake_followers()
                 else:
                     self._follow(answer, min(0.2, remaining_s))
         finally:
             with self.lock:
-                self._guests -= 1
-            if time.monotonic() - started > _LONG_LEAD_S:
+                self._num_waiting -= 1
+            if time.monotonic() - started > _LONG_WAIT_S:
                 self._unparked.set()
 
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
@@ -320,7 +322,7 @@ class Service:
             with self.lock:
                 self._followers.remove(answer)
 
-    def _call_followers(self) -> None:
+    def _wake_followers(self) -> None:
         """Wakes the other waiting threads, so that one of them takes over the event loop."""
         with self.lock:
             for follower in self._followers:
@@ -438,17 +440,17 @@ class Service:
                 self._on_broken(error)
 
     def _serve(self) -> None:
-        pause_s = _PARK_S
+        pause_s = _MIN_SLEEP_S
         while not self._stopping:
-            if self._guests:
+            if self._num_waiting:
                 # Sleep longer each time, as long as other threads run the loop; a thread sets the event after a long wait.
-                pause_s = _PARK_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
+                pause_s = _MIN_SLEEP_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
                 self._unparked.clear()
                 continue
-            pause_s = _PARK_S
+            pause_s = _MIN_SLEEP_S
             with self._loop:
                 self._leader = threading.get_ident()
-                while not self._guests and not self._stopping:
+                while not self._num_waiting and not self._stopping:
                     self._iterate(max(0.0, self._next_tick - time.monotonic()))
                 self._leader = None
         with self._loop:

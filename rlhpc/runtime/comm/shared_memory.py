@@ -44,7 +44,7 @@ HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, RETAINED = b"\0", b"\1", b"\2", b"\3"
 ALIGN = 64
 #: Separator of the two paths in `Packed.segment` if a message uses both a segment and an accelerator buffer.
-AND = "\n"
+PATH_SEPARATOR = "\n"
 POPULATE = getattr(mmap, "MAPPOPULATE", 0)
 #: Maximum number of readers whose processes the first page can record.
 MAX_TRACKED = 256
@@ -186,10 +186,10 @@ def discard(path: str, reader: int = 0) -> None:
     """Frees a message's segments for a reader that will not read them; ignores segments of other hosts.
 
     Args:
-        path: Path of the segment, or two paths separated by `AND`.
+        path: Path of the segment, or two paths separated by `PATH_SEPARATOR`.
         reader: Number of the reader.
     """
-    for segment_path in path.split(AND):
+    for segment_path in path.split(PATH_SEPARATOR):
         try:
             fd = os.open(segment_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -234,16 +234,16 @@ def remove_idle_of_the_dead(folder: Path) -> None:
 
 
 #: Minimum bytes for a copy with several threads: a smaller copy ends before another thread has woken up.
-_WORTH_IT = 8 << 20
+_MIN_THREADED_BYTES = 8 << 20
 #: Bytes that a thread copies at a time.
-_PIECE = 2 << 20
+_COPY_BYTES = 2 << 20
 #: Maximum bytes of a buffer that is copied without releasing the GIL; a message may have hundreds of such buffers.
-_SMALL = 64 << 10
+_MAX_SINGLE_COPY = 64 << 10
 #: Maximum number of copy threads; more threads would copy little faster, and other processes need cores too.
 _MAX_THREADS = 4
 
 _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-_helpers: list[threading.Thread] = []
+_copy_threads: list[threading.Thread] = []
 
 
 def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
@@ -255,13 +255,13 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
     """
     target, large_buffers = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
     for start, buffer in pieces:
-        if (size := len(buffer)) > _SMALL:
+        if (size := len(buffer)) > _MAX_SINGLE_COPY:
             large_buffers.append((start, np.frombuffer(buffer, np.uint8)))
         else:
             memory[start : start + size] = buffer
     threads = (
         min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-        if sum(len(source) for _, source in large_buffers) >= _WORTH_IT
+        if sum(len(source) for _, source in large_buffers) >= _MIN_THREADED_BYTES
         else 1
     )
     if threads == 1:
@@ -269,9 +269,9 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
             target[start : start + len(source)] = source
         return
     chunks = [
-        (start + offset, source[offset : offset + _PIECE])
+        (start + offset, source[offset : offset + _COPY_BYTES])
         for start, source in large_buffers
-        for offset in range(0, len(source), _PIECE)
+        for offset in range(0, len(source), _COPY_BYTES)
     ]
     next_chunk, finished = itertools.count(), threading.Semaphore(0)
 
@@ -287,9 +287,9 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
         finally:
             finished.release()
 
-    while len(_helpers) < threads - 1:
-        _helpers.append(threading.Thread(target=_help, name="rlhpc-copy", daemon=True))
-        _helpers[-1].start()
+    while len(_copy_threads) < threads - 1:
+        _copy_threads.append(threading.Thread(target=_run_jobs, name="rlhpc-copy", daemon=True))
+        _copy_threads[-1].start()
     for _ in range(threads - 1):
         _jobs.put(help_out)
     try:
@@ -299,19 +299,19 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
             finished.acquire()
 
 
-def _help() -> None:
+def _run_jobs() -> None:
     while True:
         _jobs.get()()
 
 
-def _forget_helpers() -> None:
+def _reset_copy_threads() -> None:
     """Resets the copy threads after a fork: they exist only in the parent, and a thread may have held the queue's lock."""
     global _jobs
     _jobs = queue.SimpleQueue()
-    _helpers.clear()
+    _copy_threads.clear()
 
 
-os.register_at_fork(after_in_child=_forget_helpers)
+os.register_at_fork(after_in_child=_reset_copy_threads)
 
 
 class Mappings:
@@ -401,7 +401,7 @@ class SegmentPool:
         self._idle_bytes = 0
         self._busy: collections.deque[ShmSegment] = collections.deque()
         self._by_path: dict[str, ShmSegment] = {}
-        self._warned = False
+        self._has_warned = False
         #: Processes that ended most recently: data written for them is freed at once.
         self._ended_processes: dict[str, None] = {}
 
@@ -426,11 +426,11 @@ class SegmentPool:
             raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
         spans, size = layout(buffers)
         capacity = capacity_of(size)
-        if (segment := self._take(capacity)) is None:
-            segment = self._make(capacity, size, buffers)
+        if (segment := self._take_free(capacity)) is None:
+            segment = self._create(capacity, size, buffers)
         else:
             copy_into(segment.memory, zip((start for start, _ in spans), buffers, strict=True))
-        self._hold(segment, readers, keep, holders)
+        self._mark_in_use(segment, readers, keep, holders)
         return segment.path, spans
 
     def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
@@ -442,11 +442,11 @@ class SegmentPool:
             OSError: Neither the shared memory nor the spill folder has enough space.
         """
         capacity = capacity_of(size)
-        segment = self._take(capacity) or self._make(capacity, size, None)
-        self._hold(segment, readers, keep, holders)
+        segment = self._take_free(capacity) or self._create(capacity, size, None)
+        self._mark_in_use(segment, readers, keep, holders)
         return segment
 
-    def _hold(self, segment: ShmSegment, readers: int, keep: bool, holders: Sequence[str]) -> None:
+    def _mark_in_use(self, segment: ShmSegment, readers: int, keep: bool, holders: Sequence[str]) -> None:
         segment.readers, segment.holders, segment.written = readers, holders, time.monotonic()
         await_readers(segment.memory, readers, keep)
         with self._lock:
@@ -492,7 +492,7 @@ class SegmentPool:
                         segment.pooled = False
                 if slots and segment.free() and segment in self._busy:
                     self._busy.remove(segment)
-                    self._retire(segment)
+                    self._make_idle(segment)
 
     def release(self, path: str, reader: int) -> None:
         """Marks a segment as free for a reader on another host, which cannot map it."""
@@ -513,19 +513,19 @@ class SegmentPool:
 
     # -- reusing a segment ----------------------------------------------------------------------------------------
 
-    def _take(self, capacity: int) -> ShmSegment | None:
+    def _take_free(self, capacity: int) -> ShmSegment | None:
         """Returns a free segment of exactly this capacity; None if the pool has no such segment."""
         with self._lock:
             for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_MAX_CHECKED, len(self._busy))):
                 if self._idle.get(capacity):
                     break
-                self._look()
+                self._check_oldest()
             if self._idle.get(capacity):
                 self._idle_bytes -= capacity
                 return self._idle[capacity].pop()
         return None
 
-    def _look(self) -> None:
+    def _check_oldest(self) -> None:
         """Checks the segment at the front of the queue of segments in use: recycles, forgets or requeues it."""
         segment = self._busy.popleft()
         now = time.monotonic()
@@ -533,7 +533,7 @@ class SegmentPool:
             segment.checked = now
             free_ended(segment.memory, segment.readers)
         if segment.free():
-            self._retire(segment)
+            self._make_idle(segment)
             return
         has_awaited = segment.awaited()
         is_expired = segment.readers > 1 and now - segment.written > self._patience
@@ -547,7 +547,7 @@ class SegmentPool:
         else:
             self._busy.append(segment)
 
-    def _retire(self, segment: ShmSegment) -> None:
+    def _make_idle(self, segment: ShmSegment) -> None:
         """Adds a free segment to the idle segments. While these exceed `max_idle` bytes, removes the oldest of the largest."""
         del self._by_path[segment.path]
         if not segment.pooled:
@@ -562,7 +562,7 @@ class SegmentPool:
 
     # -- creating a segment ---------------------------------------------------------------------------------------
 
-    def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
+    def _create(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
         """Creates a segment that contains the buffers. Without `buffers`, only allocates and maps the pages.
 
         Writes the data to the file instead of copying it into a mapping. The kernel then does not zero the pages first, and a
@@ -587,17 +587,17 @@ class SegmentPool:
                 os.unlink(path)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_spilled:
                     raise
-                self._make_room()
-                if not self._warned:
+                self._remove_idle()
+                if not self._has_warned:
                     log.warning(
                         "%s is full: payloads go through files in %s (slower)", self._scratch.shm, self._scratch.spill
                     )
-                    self._warned = True
+                    self._has_warned = True
             finally:
                 os.close(fd)
         raise AssertionError("unreachable")
 
-    def _make_room(self) -> None:
+    def _remove_idle(self) -> None:
         """Removes all idle segments, because other data needs the memory."""
         with self._lock:
             for segments in self._idle.values():

@@ -32,7 +32,7 @@ _MAX_BUFFERS = 256
 CONNECT_S = 60.0
 _PAUSE_S = 0.02
 #: Milliseconds between two checks of a sender whether to give up on a process that does not read.
-_LOOK_MS = 200
+_CHECK_MS = 200
 
 
 def token_of(keys: CurveKeys) -> bytes:
@@ -54,7 +54,7 @@ class Decoder:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._need = _COUNT.size
+        self._num_required = _COUNT.size
 
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Adds received bytes; returns the messages that are now complete.
@@ -64,25 +64,25 @@ class Decoder:
         """
         self._buffer += data
         messages = []
-        while len(self._buffer) >= self._need:
+        while len(self._buffer) >= self._num_required:
             (count,) = _COUNT.unpack_from(self._buffer)
             if count > _MAX_FRAMES:
                 raise ConnectionError(f"a message of {count} frames is not one of ours")
             header_bytes = _COUNT.size + 8 * count
             if len(self._buffer) < header_bytes:
-                self._need = header_bytes
+                self._num_required = header_bytes
                 break
             sizes = struct.unpack_from(f"<{count}Q", self._buffer, _COUNT.size)
             message_bytes = header_bytes + sum(sizes)
             if len(self._buffer) < message_bytes:
-                self._need = message_bytes
+                self._num_required = message_bytes
                 break
             frames, frame_offset = [], header_bytes
             for size in sizes:
                 frames.append(bytes(self._buffer[frame_offset : frame_offset + size]))
                 frame_offset += size
             del self._buffer[:message_bytes]
-            self._need = _COUNT.size
+            self._num_required = _COUNT.size
             messages.append(frames)
         return messages
 
@@ -186,9 +186,9 @@ class Client:
     def __init__(self, path: str, keys: CurveKeys) -> None:
         self._sock = _open_socket(path, keys, CONNECT_S)
         self._decoder, self._messages = Decoder(), deque[list[bytes]]()
-        self._arrival, self._room = select.poll(), select.poll()
-        self._arrival.register(self._sock, select.POLLIN)
-        self._room.register(self._sock, select.POLLOUT)
+        self._readable_poll, self._writable_poll = select.poll(), select.poll()
+        self._readable_poll.register(self._sock, select.POLLIN)
+        self._writable_poll.register(self._sock, select.POLLOUT)
         self.in_step = True
 
     def send(self, frames: list[Any], check: Callable[[], None]) -> None:
@@ -203,7 +203,7 @@ class Client:
         while views:
             self.in_step = not num_sent
             check()
-            self._room.poll(_LOOK_MS)
+            self._writable_poll.poll(_CHECK_MS)
             self.in_step = False
             num_sent += send_some(self._sock, views)
         self.in_step = True
@@ -215,7 +215,7 @@ class Client:
             ConnectionError: The other process has closed the connection.
         """
         if not self._messages:
-            if not self._arrival.poll(timeout * 1000):
+            if not self._readable_poll.poll(timeout * 1000):
                 return None
             data = self._sock.recv(_CHUNK)
             if not data:
@@ -263,7 +263,7 @@ class UnixConnection:
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock, self._token = sock, token
         self._decoder = Decoder()
-        self._out: deque[memoryview] = deque()
+        self._unsent: deque[memoryview] = deque()
         self.welcome = self.closed = False
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
@@ -293,8 +293,8 @@ class UnixConnection:
 
         The caller may change the memory of the frames afterwards.
         """
-        if self._out:
-            self._out.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
+        if self._unsent:
+            self._unsent.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
             return True
         try:
             views, _ = send_message(self.sock, frames)
@@ -302,7 +302,7 @@ class UnixConnection:
             self.closed = True
             return False
         if views:
-            self._out.extend(map(memoryview, owned(views)))
+            self._unsent.extend(map(memoryview, owned(views)))
         return bool(views)
 
     def close(self) -> None:
@@ -313,8 +313,8 @@ class UnixConnection:
     def flush(self) -> bool:
         """Sends as much of the queue as the socket takes; returns whether data remains."""
         try:
-            send_some(self.sock, self._out)
+            send_some(self.sock, self._unsent)
         except OSError:
             self.closed = True
-            self._out.clear()
-        return bool(self._out)
+            self._unsent.clear()
+        return bool(self._unsent)

@@ -25,10 +25,10 @@ PREFIX = "loan:"
 #: Minimum bytes for zero-copy sending: below this size, a copy takes less time than the wait for readers.
 LEND_LIMIT = 1 << 20
 #: Seconds that a reader that was waiting for the message may take to start, or to release the data after reading it.
-_PATIENCE_S = 2.0
+_READER_TIMEOUT_S = 2.0
 #: Assumed bytes per second of a copy: a reader that was not waiting has half the copy's duration to start.
 _COPY_RATE = 10e9
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 _PADDING = memoryview(bytes(64))
 _numbers = itertools.count()
 
@@ -55,7 +55,7 @@ class LentBuffers:
         self.segment: str | None = None
         self.pending, self._readers, self.holders = set(range(readers)), readers, holders
         self._changed = changed
-        self._reading, self._has_started, self._broken, self._moved = 0, False, False, 0.0
+        self._reading, self._has_started, self._has_failed, self._last_activity = 0, False, False, 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
@@ -68,12 +68,12 @@ class LentBuffers:
         try:
             yield views
         except OSError:
-            self._broken = True
+            self._has_failed = True
             raise
         finally:
             with self._changed:
                 self._reading -= views is not None
-                self._moved = time.monotonic()
+                self._last_activity = time.monotonic()
                 self._changed.notify_all()
 
     def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
@@ -94,14 +94,14 @@ class LentBuffers:
             pool: Pool in which the copy is made.
             check: Called while waiting; raises when the run has failed.
         """
-        self._moved = time.monotonic()
+        self._last_activity = time.monotonic()
         while True:
             with self._changed:
-                patience = _PATIENCE_S if handed or self._has_started else self.size / _COPY_RATE / 2
-                remaining_s = 0.0 if self._broken else self._moved + patience - time.monotonic()
+                patience = _READER_TIMEOUT_S if handed or self._has_started else self.size / _COPY_RATE / 2
+                remaining_s = 0.0 if self._has_failed else self._last_activity + patience - time.monotonic()
                 if not self.pending or not (self._reading or remaining_s > 0):
                     break
-                self._changed.wait(_LOOK_S if self._reading else min(remaining_s, _LOOK_S))
+                self._changed.wait(_CHECK_S if self._reading else min(remaining_s, _CHECK_S))
             check()
         with self._changed:
             views, self._views = self._views, None
@@ -117,15 +117,15 @@ class Lender:
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()
-        self._loans: dict[str, LentBuffers] = {}
+        self._lent_buffers: dict[str, LentBuffers] = {}
 
     def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> LentBuffers:
         lent_buffers = LentBuffers(buffers, readers, self._changed, holders)
-        self._loans[lent_buffers.name] = lent_buffers
+        self._lent_buffers[lent_buffers.name] = lent_buffers
         return lent_buffers
 
     def find(self, name: str) -> LentBuffers | None:
-        return self._loans.get(name)
+        return self._lent_buffers.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:
         """Returns the mapped memory of a segment of this process; None if the pool does not track it."""
@@ -133,14 +133,14 @@ class Lender:
 
     def forget_process(self, process: str) -> None:
         """Releases the buffers of a process (`host.process_key`) that has ended."""
-        for name, lent_buffers in list(self._loans.items()):
+        for name, lent_buffers in list(self._lent_buffers.items()):
             for reader, holder in enumerate(lent_buffers.holders):
                 if holder == process:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
         """Registers that a reader has released zero-copy buffers or a segment of this process."""
-        lent_buffers = self._loans.get(path)
+        lent_buffers = self._lent_buffers.get(path)
         if lent_buffers is None:
             self._pool.release(path, reader)
             return
@@ -149,14 +149,14 @@ class Lender:
             if lent_buffers.segment is not None:
                 self._pool.release(lent_buffers.segment, reader)
             if not lent_buffers.pending:
-                self._loans.pop(path, None)
+                self._lent_buffers.pop(path, None)
             self._changed.notify_all()
 
 
 #: Maximum number of concurrent offers; a further offer withdraws the oldest.
 _MAX_OFFERS = 8
 #: Maximum number of withdrawn names that are remembered.
-_REMEMBERED = 1024
+_MAX_WITHDRAWN = 1024
 
 
 class Withdrawn(Exception):
@@ -169,7 +169,7 @@ class ForwardedData:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._offered: dict[str, tuple[memoryview, int]] = {}
-        self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
+        self._withdrawn: collections.deque[str] = collections.deque(maxlen=_MAX_WITHDRAWN)
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
         """Offers memory until `times` readers have read it. The memory must not change; a reader may use it longer."""

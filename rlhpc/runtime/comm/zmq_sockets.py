@@ -27,7 +27,7 @@ from rlhpc.runtime.host import host_id
 from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.registry import CurveKeys
 
-_names = itertools.count()
+_request_ids = itertools.count()
 #: Maximum size of a ZeroMQ frame; longer frames are sent in pieces. ZeroMQ reads a frame into memory before it has
 #: authenticated the sender, so this bounds the memory that an unauthenticated connection can use.
 PIECE = 1 << 20
@@ -38,7 +38,7 @@ _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
 #: Exceptions for replies whose status is neither `ok` nor `error`.
-_FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
+_REFUSALS = {b"refused": ChannelRefused, b"too early": TooEarly}
 #: Maximum number of connections that ZeroMQ still accepts after its port is shut; each one uses a descriptor.
 _BACKLOG = 100
 #: Default seconds that the other side may take to read a message.
@@ -116,10 +116,10 @@ class TcpPort:
         self.is_shut = should_shut
 
 
-def shut_crowded_ports(doors: Collection[TcpPort]) -> None:
+def shut_crowded_ports(ports: Collection[TcpPort]) -> None:
     """Shuts the ports if the process is short of file descriptors; otherwise opens them."""
-    is_crowded = bool(doors) and is_short_of_descriptors()
-    for port in list(doors):
+    is_crowded = bool(ports) and is_short_of_descriptors()
+    for port in list(ports):
         port.shut(is_crowded)
 
 
@@ -164,7 +164,7 @@ class ZapAuthenticator:
 
 
 @contextlib.contextmanager
-def _until_the_end() -> Iterator[None]:
+def _convert_termination() -> Iterator[None]:
     """Converts ZeroMQ's error about a terminated context into a `ChannelError`."""
     try:
         yield
@@ -181,11 +181,11 @@ class _ZmqClient:
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Any], check: Callable[[], None]) -> None:
-        with _until_the_end():  # copies to an unbounded queue, so it never blocks
+        with _convert_termination():  # copies to an unbounded queue, so it never blocks
             self._socket.send_multipart(divided(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
-        with _until_the_end():
+        with _convert_termination():
             return join_pieces(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class Peers:
             DeadlineExceeded: The other side has not read the request within `timeout` seconds.
             ChannelError: The other side has ended.
         """
-        request_id = next(_names).to_bytes(8, "big")
+        request_id = next(_request_ids).to_bytes(8, "big")
         self._send(endpoint, [request_id, op, *frames], timeout, purpose)
         return Pending(endpoint, request_id, purpose)
 
@@ -379,7 +379,7 @@ class Peers:
         self._thread.unconfirmed.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
-        raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
+        raise _REFUSALS.get(bytes(reply[1]), ChannelError)(reply[2].decode())
 
     def _cancel(self, endpoint: str, number: bytes) -> None:
         """Cancels a request without waiting; if that fails, closes the connection, which has the same effect."""

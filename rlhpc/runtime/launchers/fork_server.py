@@ -28,7 +28,7 @@ from rlhpc.runtime.worker_spec import WorkerSpec
 
 GRACE_S = 2.0
 #: Seconds between two checks for ended children, in case a SIGCHLD is lost; normally SIGCHLD wakes the server.
-_LOOK_S = 10.0
+_CHECK_S = 10.0
 
 
 def _kill_group(pid: int, number: int) -> None:
@@ -63,7 +63,7 @@ class ForkServer:
         self._inherited = (reader, writer)
         pickle_stream.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
-            ready = readable([self.control.fileno(), reader.fileno()], _LOOK_S)
+            ready = readable([self.control.fileno(), reader.fileno()], _CHECK_S)
             if reader.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
@@ -178,7 +178,7 @@ def _end_while_importing(control: socket.socket, token: str) -> None:
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _imported(control: socket.socket) -> None:
+def _end_imports(control: socket.socket) -> None:
     """Cancels `_end_while_importing`, because `ForkServer.serve` notices the end of the driver itself."""
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -204,7 +204,7 @@ def main() -> None:
             importlib.import_module(module)
         except ImportError as error:
             import_errors[module] = str(error)  # the rank that needs it reports this in its log
-    _imported(control)
+    _end_imports(control)
     gc.collect()
     gc.freeze()  # forked ranks share these pages permanently, so the garbage collector must not write to them
     server.serve()

@@ -44,26 +44,26 @@ class ForkServerProcess:
         ConfigError: The limit of open files is too low for a run.
     """
 
-    _early: ForkServerProcess | None = None
+    _prewarmed: ForkServerProcess | None = None
 
     @classmethod
     def prewarm(cls, preload: Sequence[str]) -> None:
         """Starts the server that `take` will return, so that its imports overlap with other work of this process."""
-        if cls._early is None:
-            cls._early = cls(preload)
+        if cls._prewarmed is None:
+            cls._prewarmed = cls(preload)
             atexit.unregister(cls._discard)
             atexit.register(cls._discard, os.getpid())
 
     @classmethod
     def take(cls, preload: Sequence[str] | None) -> ForkServerProcess:
         """Returns the server that `prewarm` started, or a new one."""
-        server, cls._early = cls._early or cls(preload), None
+        server, cls._prewarmed = cls._prewarmed or cls(preload), None
         return server
 
     @classmethod
     def _discard(cls, owner: int) -> None:
         """Ends the prewarmed server of a process that never started a session. The server may still be importing."""
-        server = cls._early
+        server = cls._prewarmed
         if server is not None and owner == os.getpid():
             server.process.kill()
             server.process.wait()
@@ -108,19 +108,19 @@ class ForkLauncher:
         self._members: dict[tuple[str, str], Member] = {}
         #: State of the server: "importing", "serving" or "ended".
         self._state = "importing"
-        threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True).start()
+        threading.Thread(target=self._receive_events, name="rlhpc-monitor", daemon=True).start()
 
-    def _tell(self, **message: Any) -> None:
+    def _send_request(self, **message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
             pickle_stream.send(self.server.control, message)
 
-    def _watch(self) -> None:
+    def _receive_events(self) -> None:
         """Reports the server's events to the session; runs on a separate thread."""
         while (event := pickle_stream.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
             else:
-                self._hear(event)
+                self._handle_event(event)
         started, self._state = self._state == "serving", "ended"
         unexpected = self._reports.all_ended(list(self._members.values()))
         if unexpected:
@@ -128,7 +128,7 @@ class ForkLauncher:
                 unexpected[0], "and its workers with it" if started else "before it had started a rank"
             )
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _handle_event(self, event: dict[str, Any]) -> None:
         """Reports an event of a rank. The event has the rank's incarnation, so that it never affects a successor."""
         member = self._members.get(event["rank"])
         if member is None:
@@ -173,18 +173,18 @@ class ForkLauncher:
             self._fail_server_lost(members[0], "and can start no more ranks")
             return
         for member in members:
-            self._tell(op="start", spec=pickle.dumps(member.spec))
+            self._send_request(op="start", spec=pickle.dumps(member.spec))
 
-    def _signal(self, members: Sequence[Member], number: int) -> None:
-        self._tell(
-            op="kill", ranks=[member.spec.identity for member in members if not member.has_exited], signal=number
+    def _send_signal(self, members: Sequence[Member], signal_number: int) -> None:
+        self._send_request(
+            op="kill", ranks=[member.spec.identity for member in members if not member.has_exited], signal=signal_number
         )
 
     def end(self, members: Sequence[Member]) -> None:
-        self._signal(members, signal.SIGTERM)
+        self._send_signal(members, signal.SIGTERM)
 
     def kill(self, members: Sequence[Member]) -> None:
-        self._signal(members, signal.SIGKILL)
+        self._send_signal(members, signal.SIGKILL)
 
     def early_output(self, member: Member) -> str:
         with contextlib.suppress(OSError):
@@ -202,7 +202,7 @@ class ForkLauncher:
         return True
 
     def close(self, clear: bool) -> None:
-        self._tell(op="stop")
+        self._send_request(op="stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(timeout=10)
         self.server.control.close()

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _TASK_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
 _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
-_KEPT_LINES = 40
+_MAX_LINES = 40
 #: Seconds that a step that kills a rank may take, and seconds to wait after a failure before the next attempt.
-_KILL_S, _RETRY_S = 30.0, 30.0
+_KILL_TIMEOUT_S, _RETRY_S = 30.0, 30.0
 #: Seconds until the processes of a killed step are gone.
-_GONE_S = 10.0
+_STEP_END_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class SrunLauncher:
         self._steps: dict[str, JobStep] = {}
         self._components = 1
         #: Ranks that are being killed one by one; the value is True once srun has reported the end of the rank's task.
-        self._doomed: dict[Member, bool] = {}
-        self._doomed_lock = threading.Lock()
+        self._being_killed: dict[Member, bool] = {}
+        self._being_killed_lock = threading.Lock()
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
         """Does nothing, because a task reads its device mask from its environment and is never forked."""
@@ -103,9 +103,9 @@ class SrunLauncher:
 
     def _exited(self, member: Member, status: int) -> None:
         """Reports the end of a task, but not of a rank that `_kill_task` is killing, because its children may still run."""
-        with self._doomed_lock:
-            if member in self._doomed:
-                self._doomed[member] = True
+        with self._being_killed_lock:
+            if member in self._being_killed:
+                self._being_killed[member] = True
                 return
         self._reports.exited(member, status)
 
@@ -114,7 +114,7 @@ class SrunLauncher:
         unexpected = self._reports.all_ended(step.members)
         if not unexpected:
             return
-        spec, srun_output = unexpected[0].spec, step.last_words or "(it said nothing)"
+        spec, srun_output = unexpected[0].spec, step.last_output or "(it said nothing)"
         ranks_text = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected)})"
         exit_text = f"with exit code {code}" if code else "before its ranks had"
         message = f"srun ended {exit_text}:\n{srun_output}\n  log: {step.log_err}"
@@ -153,10 +153,10 @@ class SrunLauncher:
             whole_step.kill()
         for member in members:
             step = self._step_of(member)
-            with self._doomed_lock:
-                if member.has_exited or step is None or step in steps or member in self._doomed:
+            with self._being_killed_lock:
+                if member.has_exited or step is None or step in steps or member in self._being_killed:
                     continue
-                self._doomed[member] = False
+                self._being_killed[member] = False
             name = f"rlhpc-kill-{member.spec.name}"
             threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
 
@@ -164,20 +164,20 @@ class SrunLauncher:
         """Kills a single rank of a step and reports its end. Runs on a separate thread, because a node may not answer."""
         task, spec = step.members.index(member), member.spec
         argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
-        srun_output = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
+        srun_output = ask(*argv, timeout_s=_KILL_TIMEOUT_S, environment=step_environment(os.environ), apart=True)
         if not srun_output.ok:
             log.warning(
                 "%s on node %s was given up and could not be killed: %s", spec.name, spec.node, srun_output.words
             )
             time.sleep(_RETRY_S)
-        with self._doomed_lock:
-            has_exited = self._doomed.pop(member)
+        with self._being_killed_lock:
+            has_exited = self._being_killed.pop(member)
         if has_exited or srun_output.ok:
             self._reports.exited(member, int(signal.SIGKILL))
 
     def early_output(self, member: Member) -> str:
         step = self._steps.get(member.spec.name)
-        return step.last_words if step is not None else ""
+        return step.last_output if step is not None else ""
 
     def arrival_report(self, members: Sequence[Member]) -> list[str]:
         return [
@@ -217,8 +217,8 @@ class JobStep:
         self._on_exit, self._on_end = on_exit, on_end
         self._output_lines: list[str] = []
         self._killed = False
-        self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
-        self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
+        self._host_file = log_err.with_suffix(f".{time.time_ns():x}.hosts")
+        self._host_file.write_text("".join(f"{host}\n" for host in planned.hosts))
         # Job id of the component: in a task, SLURM_JOB_ID is the id of the whole job, to which this step does not belong.
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
         mark = f"{planned.group}-{time.time_ns():x}"
@@ -226,25 +226,25 @@ class JobStep:
         self.mark = f"RLHPC_STEP={mark}"
         spec = members[0].spec
         environment = rank_environment(step_environment(os.environ), spec.threads, foreign=bool(spec.interpreter))
-        environment |= {"SLURM_HOSTFILE": str(self._hosts), "RLHPC_STEP_JOB": job, "RLHPC_STEP": mark}
+        environment |= {"SLURM_HOSTFILE": str(self._host_file), "RLHPC_STEP_JOB": job, "RLHPC_STEP": mark}
         self.process = start_bound_to_parent(
             planned.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=environment, start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
+        threading.Thread(target=self._send_specs, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
 
     def listen(self) -> None:
         """Starts reporting the step's events."""
-        threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
+        threading.Thread(target=self._read_output, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
 
-    def _feed(self) -> None:
+    def _send_specs(self) -> None:
         """Sends the ranks their specifications; the pipe stays open afterwards."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(for_input([member.spec for member in self.members]))
             self.process.stdin.flush()
 
-    def _listen(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         with contextlib.ExitStack() as files:
             file: IO[bytes] | None = None
@@ -255,16 +255,16 @@ class JobStep:
                     if file is not None:
                         file.write(line)
                 with logged(f"cannot make out what srun says: {line!r}"):
-                    self._hear(line.decode(errors="replace").rstrip())
+                    self._handle_line(line.decode(errors="replace").rstrip())
         code = self.process.wait()
         if self._killed:
             self._await_end_of_step()
         with contextlib.suppress(OSError):
-            self._hosts.unlink(missing_ok=True)
+            self._host_file.unlink(missing_ok=True)
         self._on_end(self, code)
 
-    def _hear(self, line: str) -> None:
-        self._output_lines = [*self._output_lines[1 - _KEPT_LINES :], line]
+    def _handle_line(self, line: str) -> None:
+        self._output_lines = [*self._output_lines[1 - _MAX_LINES :], line]
         match = _TASK_ENDED.match(line)
         status = task_status(match[3]) if match else None
         if match is None or status is None:
@@ -277,7 +277,7 @@ class JobStep:
 
     def _await_end_of_step(self) -> None:
         """Waits until Slurm reports the end of the step, because a killed srun cannot report it."""
-        deadline = time.monotonic() + _GONE_S
+        deadline = time.monotonic() + _STEP_END_S
         while self._step_id and time.monotonic() < deadline:
             squeue_output = ask(
                 "squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i"
@@ -296,7 +296,7 @@ class JobStep:
         return self.process.poll() is None
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """Last lines of srun's output."""
         return "\n".join(line for line in self._output_lines if line.strip())
 

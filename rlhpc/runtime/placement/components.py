@@ -199,7 +199,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
             indices = sorted(resources)
             if indices != list(range(indices[0], indices[-1] + 1)):
                 raise PlacementError(
-                    f"cluster.component_placement.{name}: {_words(resources)}; rule: the accelerators of a "
+                    f"cluster.component_placement.{name}: {_text(resources)}; rule: the accelerators of a "
                     f"model-parallel component follow one another without gaps"
                 )
         self.is_collocated = used["actor"] == used["rollout"]
@@ -224,7 +224,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
         for name in ("inference", "actor_inference", "critic_inference"):
             if name in used:
                 raise PlacementError(
-                    f"cluster.component_placement.{name}: actor and rollout are collocated on {_words(used['actor'])}; "
+                    f"cluster.component_placement.{name}: actor and rollout are collocated on {_text(used['actor'])}; "
                     f"rule: there the actor computes log-probabilities itself, so {name} has no place"
                 )
         actor, rollout = self.get_world_size("actor"), self.get_world_size("rollout")
@@ -241,8 +241,8 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
                 shared = used[component] & used[other_component]
                 if shared:
                     raise PlacementError(
-                        f"cluster.component_placement: {component} on {_words(used[component])} and {other_component} on "
-                        f"{_words(used[other_component])} share {_words(shared)}; rule: actor and rollout use either the same "
+                        f"cluster.component_placement: {component} on {_text(used[component])} and {other_component} on "
+                        f"{_text(used[other_component])} share {_text(shared)}; rule: actor and rollout use either the same "
                         f"accelerators (collocated), or each component its own (disaggregated)"
                     )
 
@@ -259,7 +259,7 @@ def _read_path(source: Any, *path: str) -> Any:
     return source
 
 
-def _words(ranks: frozenset[int]) -> str:
+def _text(ranks: frozenset[int]) -> str:
     indices = sorted(ranks)
     if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
         return f"{indices[0]}-{indices[-1]}"

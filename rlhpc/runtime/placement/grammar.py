@@ -52,7 +52,7 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     open_parts: list[tuple[str, list[int]]] = []
     num_placed = 0
 
-    def each(part: str, ranks: list[int]) -> None:
+    def add_segment(part: str, ranks: list[int]) -> None:
         nonlocal num_placed
         segments.append(_Segment(part, tuple(ranks), tuple(range(num_placed, num_placed + len(ranks)))))
         num_placed += len(ranks)
@@ -67,22 +67,22 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
         if not colon:
             open_parts.append((part_text, ranks))
             continue
-        names = _numbers(process_text, None, fail)
-        if open_parts and names[0] != num_placed:
+        process_ranks = _numbers(process_text, None, fail)
+        if open_parts and process_ranks[0] != num_placed:
             for open_part in open_parts:
-                each(*open_part)
+                add_segment(*open_part)
             open_parts = []
         segment_text = ",".join([*(p for p, _ in open_parts), part_text])
-        if names[0] != num_placed:
+        if process_ranks[0] != num_placed:
             raise fail(
                 segment_text,
-                f"process ranks start at {names[0]} instead of {num_placed}: they count up from 0 without gaps",
+                f"process ranks start at {process_ranks[0]} instead of {num_placed}: they count up from 0 without gaps",
             )
         joined = [r for _, rs in open_parts for r in rs] + ranks
-        segments.append(_Segment(segment_text, tuple(joined), tuple(names)))
-        num_placed, open_parts = num_placed + len(names), []
+        segments.append(_Segment(segment_text, tuple(joined), tuple(process_ranks)))
+        num_placed, open_parts = num_placed + len(process_ranks), []
     for open_part in open_parts:
-        each(*open_part)
+        add_segment(*open_part)
     return segments
 
 

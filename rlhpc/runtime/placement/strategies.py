@@ -36,14 +36,14 @@ class PlacementStrategy(Protocol):
     def place(self, cluster: Cluster) -> list[Placement]: ...
 
 
-def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> list[Placement]:
+def _make_placements(locations: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> list[Placement]:
     """Returns placements for pairs (node, accelerators) in rank order, with ranks and local ranks."""
     totals: dict[int, int] = {}
-    for node, _ in where:
+    for node, _ in locations:
         totals[node] = totals.get(node, 0) + 1
     num_on_node: dict[int, int] = {}
     placements = []
-    for rank, (node, accelerators) in enumerate(where):
+    for rank, (node, accelerators) in enumerate(locations):
         local_rank = num_on_node.get(node, 0)
         num_on_node[node] = local_rank + 1
         placements.append(Placement(rank, node, local_rank, totals[node], accelerators, node_group))
@@ -65,7 +65,7 @@ def extent(label: str, resource: str, total: int) -> str:
     return f"{scope} has {total} {resource}{'' if total == 1 else 's'}{indices}"
 
 
-def _one_node(
+def _locate(
     available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], origin: str
 ) -> tuple[int, tuple[int, ...]]:
     """Returns the node of a process and the indices of its accelerators on the node, from global accelerator ranks.
@@ -177,13 +177,13 @@ class NodePlacementStrategy:
 def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, origin: str) -> list[Placement]:
     available = cluster.accelerators_of(label)
     locations = [
-        _one_node(available, label, ranks, f"{origin}: process {index}") for index, ranks in enumerate(processes)
+        _locate(available, label, ranks, f"{origin}: process {index}") for index, ranks in enumerate(processes)
     ]
-    return _finish(locations, label)
+    return _make_placements(locations, label)
 
 
 def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, origin: str) -> list[Placement]:
     for rank in ranks:
         if not 0 <= rank < len(nodes):
             raise PlacementError(f"{origin}: node {rank} does not exist; {extent(label, 'node', len(nodes))}")
-    return _finish([(nodes[rank], ()) for rank in ranks], label)
+    return _make_placements([(nodes[rank], ()) for rank in ranks], label)

@@ -222,7 +222,7 @@ def test_one_that_leaves_as_told_does_something_first(groups: tuple[WorkerGroup,
 def test_what_it_does_first_must_not_take_long(
     groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_HANDING_S", 0.5)
+    monkeypatch.setattr(joining, "_REQUEUE_S", 0.5)
     many, _ = groups
     leaving = LeaveEvent()
     with helper(leaving):
@@ -265,7 +265,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
             answers.wait(60)
         usual(note)
 
-    monkeypatch.setattr(joining, "_LOOK_S", 0.1)
+    monkeypatch.setattr(joining, "_CHECK_S", 0.1)
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     monkeypatch.setattr(session.service, "on_note", late)
     door = DriverConnection(session.registry.root.parent)

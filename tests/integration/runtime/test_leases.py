@@ -113,7 +113,7 @@ def test_a_job_that_was_suspended_loses_nobody(launch):
     assert session is not None
     for member in session.members.values():
         member.alive -= 3600.0
-    session.leases.looked -= 3600.0
+    session.leases.last_check -= 3600.0
     time.sleep(HEARTBEAT_S)
     assert failure() is None and not suspect("paused-0")
     assert group.add(1).wait() == [1]

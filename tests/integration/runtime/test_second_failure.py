@@ -148,8 +148,8 @@ def test_no_successor_is_started_beside_the_process_of_a_rank_that_was_given_up(
     driver = Session.running()
     assert driver is not None
     old, late = pid_of(many, 1), list[dict[str, Any]]()
-    hear = driver._fork_launcher._hear
-    monkeypatch.setattr(driver._fork_launcher, "_hear", late.append)
+    hear = driver._fork_launcher._handle_event
+    monkeypatch.setattr(driver._fork_launcher, "_handle_event", late.append)
     driver.fail(_lost_rank_error(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
     until(lambda: late and not is_running(old), "the rank that was given up is killed")
     assert many.present == [0, 2] and many.restart() == [], "nobody has said that its process is gone"

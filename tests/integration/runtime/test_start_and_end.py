@@ -178,7 +178,7 @@ def test_a_fork_server_that_still_imports_ends_with_its_driver(tmp_path: Path, h
         "import os, sys\nfrom rlhpc import Session\nfrom rlhpc.runtime.launchers.local import ForkServerProcess\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "Session.prewarm(['takes_long'])\n"
-        "server = ForkServerProcess._early\n"
+        "server = ForkServerProcess._prewarmed\n"
         "print(server.process.pid, server.scratch.token, flush=True)\n"
         "sys.stdin.readline()\n" + end
     )
@@ -342,4 +342,4 @@ def test_background_threads_end_when_there_is_nothing_to_do(launch, monkeypatch:
             left := [t.name for t in threading.enumerate() if t.name == "rlhpc-put-many"]
         ) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not left and "put-many" not in background._lanes
+        assert not left and "put-many" not in background._queues

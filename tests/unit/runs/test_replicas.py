@@ -21,11 +21,11 @@ class Counter(Worker):
 
 def test_they_are_called_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     group = WorkerGroup(Counter)
-    group.name, group._size = "counter", 2
+    group.name, group._world_size = "counter", 2
     asked: list[Any] = []
 
     def call(self: WorkerGroup, name: str) -> Any:
-        return lambda *args: asked.append((name, args, self._only))
+        return lambda *args: asked.append((name, args, self._selected_ranks))
 
     monkeypatch.setattr(WorkerGroup, "__getattr__", call)
     originals = Originals(group)

@@ -96,9 +96,9 @@ def test_the_first_failure_counts() -> None:
     policy, first = FailurePolicy(), died("env")
     assert policy.take(first) and not policy.take(died("actor"))
     assert policy.first is first and policy.past is None
-    policy.put_behind()
+    policy.archive_failure()
     assert policy.first is None and policy.past is first
-    policy.put_behind()
+    policy.archive_failure()
     assert policy.past is first, "nothing has failed since"
     assert policy.take(died("actor"))
 
@@ -126,7 +126,7 @@ def test_ranks_by_group() -> None:
     ],
 )
 def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str, departs: bool) -> None:
-    assert policy_of({"env": GroupPolicy(min_ranks=least)}).departs(failure, ranks(living)) == departs
+    assert policy_of({"env": GroupPolicy(min_ranks=least)}).is_departure(failure, ranks(living)) == departs
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str,
 )
 def test_a_replica_departs_whole(least: int, living: str, departs: bool) -> None:
     policy = policy_of({"env": GroupPolicy(min_ranks=least, replica_size=2)})
-    assert policy.departs(died("env", 1), ranks(living)) == departs
+    assert policy.is_departure(died("env", 1), ranks(living)) == departs
     assert [policy.replica_of("env", rank) for rank in (0, 1, 5)] == [range(2), range(2), range(4, 6)]
     assert policy.replica_of("actor", 3) == range(3, 4)
 
@@ -147,7 +147,7 @@ def test_a_replica_departs_whole(least: int, living: str, departs: bool) -> None
 def test_nobody_departs_from_a_run_that_fails() -> None:
     policy = policy_of({"env": GroupPolicy(min_ranks=1)})
     assert policy.take(died("actor"))
-    assert not policy.departs(died("env"), ranks("env-0:ended env-1:ready"))
+    assert not policy.is_departure(died("env"), ranks("env-0:ended env-1:ready"))
 
 
 #: Group policies by name, of a group of two ranks.
@@ -181,7 +181,7 @@ TRAINING = {
 def outcome(policy: FailurePolicy, failure: RlhpcError) -> str:
     """What a failure means for a run with two ready env ranks, of which the first has ended, and an actor."""
     living = ranks("actor-0:ready env-0:ended env-1:ready")
-    if policy.departs(failure, living):
+    if policy.is_departure(failure, living):
         return "leaves"
     spared = policy.spared(failure, living)
     return {frozenset(): "ends", frozenset({"actor-0"}): "group"}.get(frozenset(spared), "rank")

@@ -106,7 +106,7 @@ def test_one_that_has_hung_up_is_not_handed_over(listen: Callable[[], TcpListene
 
 
 def test_more_than_a_batch(listen: Callable[[], TcpListener], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_listener, "_BATCH", 4)
+    monkeypatch.setattr(tcp_listener, "_MAX_ACCEPTED", 4)
     listener = listen()
     clients = [connect(listener) for _ in range(10)]
     handed = arrived(listener)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlhpc.runtime.comm import bulk_transfer as bulk
-from rlhpc.runtime.comm.bulk_transfer import MAGIC, MOST_TRANSFERS, BulkClient
+from rlhpc.runtime.comm.bulk_transfer import MAGIC, MAX_TRANSFERS, BulkClient
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentPool, bytes_in_use
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT
 from rlhpc.runtime.comm.zmq_sockets import Peers
@@ -62,8 +62,8 @@ def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: CurveKeys, s
     data = random_bytes(64 << 20)
     loan, expected = owner.lender.lend([data.data], 1), data.copy()
     first = BulkClient(owner.server.endpoint, keys, nothing)
-    first._link.say(b"F" + bulk._RANGE.pack(HEADER, data.nbytes) + loan.name.encode())
-    assert first._link.hear(nothing) == b"+"
+    first._link.send(b"F" + bulk._RANGE.pack(HEADER, data.nbytes) + loan.name.encode())
+    assert first._link.receive(nothing) == b"+"
     first.close()
     loan.settle(True, owner.pool, nothing)
     data[:] = 0
@@ -88,8 +88,8 @@ def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: CurveKey
         client.close()
         return bytes(target) == data[number % 3].tobytes()
 
-    with ThreadPoolExecutor(3 * MOST_TRANSFERS) as pool:
-        assert all(pool.map(fetch, range(3 * MOST_TRANSFERS)))
+    with ThreadPoolExecutor(3 * MAX_TRANSFERS) as pool:
+        assert all(pool.map(fetch, range(3 * MAX_TRANSFERS)))
 
 
 # -- who may ask, and for what ----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys
     body = b"F" + bulk._RANGE.pack(HEADER, 10) + path.encode()
     client._link.sock.sendall(bulk.SIZE.pack(len(body)) + body + secrets.token_bytes(32))
     with pytest.raises(ConnectionError):
-        client._link.hear(nothing)
+        client._link.receive(nothing)
     client.close()
 
 

@@ -19,10 +19,12 @@ class Home(Service):
 
     def __init__(self, keys: CurveKeys, scratch: Scratch, busy_s: float) -> None:
         self.looks = 0
-        super().__init__("home", keys, scratch, check=self._looked, on_tick=lambda _: time.sleep(busy_s), tick_s=0.01)
+        super().__init__(
+            "home", keys, scratch, check=self._check_times, on_tick=lambda _: time.sleep(busy_s), tick_s=0.01
+        )
         self.open_channel("c", 0, 1 << 20)
 
-    def _looked(self) -> None:
+    def _check_times(self) -> None:
         self.looks += 1
 
     def take(self, key: str) -> bytes:

@@ -15,7 +15,7 @@ from rlhpc.runtime.comm.shared_memory import copy_into
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_every_byte_lands_where_it_belongs(monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    sizes = [0, 1, 12_345_678, 3, copying._PIECE, copying._PIECE + 1, 0, 7]
+    sizes = [0, 1, 12_345_678, 3, copying._COPY_BYTES, copying._COPY_BYTES + 1, 0, 7]
     sources = [np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)]
     offsets = np.cumsum([64, *(size + 64 for size in sizes)])[:-1]
     memory = mmap.mmap(-1, sum(sizes) + 64 * (len(sizes) + 1))
@@ -29,7 +29,7 @@ def test_every_byte_lands_where_it_belongs(monkeypatch, cores):
 
 def test_a_forked_process_copies_too(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    source, memory = np.ones(copying._WORTH_IT, np.uint8), mmap.mmap(-1, copying._WORTH_IT)
+    source, memory = np.ones(copying._MIN_THREADED_BYTES, np.uint8), mmap.mmap(-1, copying._MIN_THREADED_BYTES)
     copy_into(memory, [(0, source)])
     if (pid := os.fork()) == 0:
         memory[:] = bytes(len(memory))

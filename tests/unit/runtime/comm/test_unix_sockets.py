@@ -154,7 +154,7 @@ class GivenUp(Exception):
 
 
 def test_a_sender_gives_up_on_a_process_that_does_not_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_sockets, "_LOOK_MS", 1)
+    monkeypatch.setattr(unix_sockets, "_CHECK_MS", 1)
     keys = CurveKeys.fresh()
     listener = Listener(path)
     client = Client(path, keys)

@@ -94,7 +94,9 @@ def test_who_is_dead_is_not_asked_again(
     started = time.monotonic()
     for _ in range(3):
         assert np.array_equal(fetch(), data)
-    assert asked.is_lost and owner.server.sent == 3 * SIZE and time.monotonic() - started < fetching._PATIENCE_S
+    assert (
+        asked.is_lost and owner.server.sent == 3 * SIZE and time.monotonic() - started < fetching._FORWARDER_TIMEOUT_S
+    )
 
 
 def test_who_dies_while_it_sends_is_replaced(
@@ -103,7 +105,7 @@ def test_who_dies_while_it_sends_is_replaced(
     _, _, asked, fetch = between
 
     def half(self: BulkServer, link: bulk.BulkConnection, name: str, start: int, count: int) -> None:
-        link.say(bulk._OK)
+        link.send(bulk._OK)
         link.sock.sendall(b"\1" * (count // 2))
         link.sock.close()
 
@@ -114,7 +116,7 @@ def test_who_dies_while_it_sends_is_replaced(
 def test_who_never_gets_it_is_given_up(
     between: tuple[Serving, Serving, ForwardingProcess, Fetch], data: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(fetching, "_FORWARDER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(bulk, "_OFFER_S", 0.05)
     owner, _, asked, fetch = between
     assert np.array_equal(fetch(), data)

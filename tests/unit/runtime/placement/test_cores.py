@@ -57,8 +57,8 @@ def bus(tmp_path: Path, granted: list[int]) -> Path:
 
 
 def test_lists_of_cores() -> None:
-    assert os_resources.cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert os_resources.cores_in("\n") == set()
+    assert os_resources.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert os_resources.parse_cores("\n") == set()
 
 
 def test_a_rank_is_bound_to_granted_cores_near_its_card(bus: Path, granted: list[int]) -> None:
@@ -101,7 +101,7 @@ def test_ranks_with_accelerators_do_so_unless_told_not_to(
         spec = spec_of("group", placement, 1, cluster, {}, 1, tmp_path, registry="", token="", body=b"")
         spec.threads = 3
         asked.clear()
-        worker_process._stay_near_devices(spec)
+        worker_process._bind_near_devices(spec)
         return list(asked)
 
     with caplog.at_level(logging.INFO):
