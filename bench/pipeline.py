@@ -2,12 +2,13 @@
 
     python -m bench.pipeline --repeat 3
 
-Environments and updates sleep. Training: a rollout is played in a second, in as many parts, and an epoch of training takes a
-half of that, as long, or twice as long; the ratio is a step's time one after the other, by that with
-`runner.use_training_pipeline`. The least that could be is that of a line of two machines without any other cost.
+Environments and updates sleep. Training: a rollout takes a second, divided into parts, and an epoch of training takes half a
+second, a second or two seconds. The ratio is the time of a sequential step over that of a step with
+`runner.use_training_pipeline`. The lower bound is that of a line of two machines without other cost.
 
-Speed: each decision of an env rank takes 4 ms, and every fourth, drawn at random, 24 ms; the ratio is a rollout's time where
-decisions are made for all ranks at once, by that with `runner.enable_decoupled_mode`. The least is the slowest rank's work.
+Speed: each decision of an env rank takes 4 ms, but a random quarter of the decisions takes 24 ms. The ratio is the time of a
+rollout with one decision for all ranks at once over that of a rollout with `runner.enable_decoupled_mode`. The lower bound
+is the work of the slowest rank.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python -m bench.reshard --repeat 5
 
-A transformer of 0.5, 1 and 2 GB of bfloat16, of which each trainer rank holds half of the rows of each matrix, and each
-engine rank wants half of the rows or of the columns. Gathered: all trainer ranks gather each matrix, the first writes it,
-and both engine ranks cut out of it what they want. Shards: each rank writes what it has, and engine ranks put their parts
-together. Both end with the same bytes in the engine ranks' own memory. Near: on one host, through shared memory. Far: the
-engine takes itself for another host, over TCP of the loopback device. The time is from the call until both engine ranks have
-the version, seen from the driver; memory is the most that a rank had resident while it worked, over what it had before.
+The model is a transformer of 0.5, 1 and 2 GB of bfloat16. Each trainer rank holds half of the rows of each matrix, and each
+engine rank needs half of the rows or of the columns. Gathered: all trainer ranks gather each matrix, the first rank writes
+it, and both engine ranks read their slices. Shards: each trainer rank writes its shard, and the engine ranks combine their
+slices. In both modes the engine ranks end with the same bytes in separate memory. Near: on one host, through shared memory.
+Far: the engine is on a simulated other host, over TCP of the loopback device. The time is measured on the driver, from the
+call until both engine ranks have the version. The memory is the peak resident memory of a rank during the sync, minus the
+memory before.
 """
 
 from __future__ import annotations

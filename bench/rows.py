@@ -2,12 +2,12 @@
 
     python -m bench.rows --repeat 7
 
-Both have the same samples, of 64 to 1024 tokens (uniform in the logarithm), the same model and the same most tokens in a
-micro-batch, and train a step each in turn; the time is that of the processor, which neighbours hardly change. Then, each in a
-process of its own: how much memory a row of so many tokens takes. With `--loss`, which takes minutes, instead how much memory
-the log-probs and entropies of a model with a vocabulary of 152 000 take.
+Both sides have the same samples of 64 to 1024 tokens (uniform in the logarithm), the same model and the same maximum of
+tokens in a micro-batch. They train one step each in turn. The time is CPU time, because other processes hardly change it.
+Then separate processes measure the memory of a row by its number of tokens. With `--loss`, which takes minutes, the
+benchmark instead measures the memory of the log-probs and entropies of a model with a vocabulary of 152 000.
 
-Prints a line a figure and writes bench/results/rows.json, or rows_loss.json.
+Prints a line for each figure and writes bench/results/rows.json, or rows_loss.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch, dispatch, channels and idle cost of rlhpc, compared with Ray actors and the limits of the machine.
 
-Each repetition measures the limits (`bench/peers/limits.py`), rlhpc (`bench/peers/rlhpc_runtime.py`) and, where a Python has
-it, Ray (`bench/peers/ray_actors.py`), in turn, each in processes of its own. Ratios are of medians; Ray's big items travel by
-object references, not by its queue.
+Each repetition measures the limits (`bench/peers/limits.py`), rlhpc (`bench/peers/rlhpc_runtime.py`) and, if a Python has
+it, Ray (`bench/peers/ray_actors.py`), in turn and in separate processes. Ratios are ratios of medians. Ray sends large items
+by object references, not by its queue.
 
     python -m bench.runtime --repeat 5 [--ray-python PYTHON]
 """

@@ -2,10 +2,9 @@
 
     python -m bench.saves --repeat 2
 
-PPO with a policy and values of 128 million parameters: a checkpoint of 1.5 GB after each of ten steps. Both runs
-in turn, with one seed; `still` is the mean from the second save on, for the first one also takes the memory for copies.
-
-Prints a line a run and writes bench/results/saves.json.
+The run is PPO with a policy and a value network of 128 million parameters, which writes a checkpoint of 1.5 GB after each of
+ten steps. Both modes run in turn with the same seed. `still` is the mean pause from the second save on, because the first
+save also allocates the memory for copies. Prints a line for each run and writes bench/results/saves.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rendezvous and dispatch as the number of workers grows, and on a slow filesystem.
 
-`real`: processes, to what two cores bear. `simulated`: members of one group, to 10 000, that are records, sockets and
-heartbeats over TCP but share processes (`bench/peers/members.py`); the driver's code is the real one. `slow`: every operation
-on the registry's files costs so many milliseconds, in every process of the session.
+`real`: processes, up to the number that two cores can run. `simulated`: up to 10 000 members of one group, which are
+records, sockets and heartbeats over TCP and share processes (`bench/peers/members.py`); the driver's code is that of rlhpc.
+`slow`: each operation on the registry's files takes a given number of milliseconds more, in every process of the session.
 
     python -m bench.scale
 """

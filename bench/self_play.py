@@ -2,13 +2,13 @@
 
     python -m bench.self_play --seeds 3
 
-Kuhn poker: the policy that counts is the average of those at the checkpoints of the second half of the run, each as it stands
-(at temperature 1, with whatever is no move). How much somebody who knows it could win a game is computed exactly, over all
-twelve situations. Guessing: how often the number is found within the turns, against the best player.
+Kuhn poker: the evaluated policy is the average of the policies at the checkpoints of the second half of the run, at
+temperature 1 and including invalid moves. The exploitability of this policy is computed exactly over all twelve situations.
+Guessing: the figure is the share of games in which the number is found within the turns, compared with the best player.
 
-Prints a line a game and seed, writes bench/results/self_play.json, and fails where the average policy can be exploited by more
-than 0.25 a game, or wins less of one that passes and bets alike than the equilibria do: they win 0.11 to 0.17 a game, by how
-often the first player bluffs.
+Prints a line for each game and seed and writes bench/results/self_play.json. Fails if the average policy can be exploited by
+more than 0.25 a game, or wins less against a player with equal probabilities of pass and bet than the equilibria do. The
+equilibria win 0.11 to 0.17 a game, depending on how often the first player bluffs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.simulators --repeat 3
 
-Ours are real env and rollout ranks that play a rollout and hand it over to the actor, with random actions, as
-`bench.environments` has them; the simulators live in one process of their own Python, or in two. Theirs step on random actions
-and do nothing else: gymnasium's SyncVectorEnv and AsyncVectorEnv (a process a slot) around the same environment in the same
-wrappers, and for Atari ale-py's AtariVectorEnv, which has threads and wrappers in C++.
+In rlhpc, env and rollout ranks play a rollout with random actions and send it to the actor, like in `bench.environments`;
+the simulators run in one or two processes of their own Python. The references only step on random actions: Gymnasium's
+SyncVectorEnv and AsyncVectorEnv (one process per slot) with the same environment and wrappers, and for Atari ale-py's
+AtariVectorEnv, which has threads and wrappers in C++.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""PPO in one process and one file, the way CleanRL's and ManiSkill's ppo.py do it: the yardstick of `bench.cartpole` and
-`bench.learning`.
+"""PPO in one process and one file, like CleanRL's and ManiSkill's ppo.py: reference of `bench.cartpole` and `bench.learning`.
 
-Written for these benchmarks: gymnasium's own SyncVectorEnv (ManiSkill's tasks: rlhpc's batched simulation in this process,
-since ManiSkill batches on a GPU only), torch.distributions, Adam(eps=1e-5), GAE, advantages normalised per minibatch, the KL
-limit where ManiSkill has it, before each minibatch's update. Prints one JSON line: the episodes that ended by environment
-step, and when the mean return of the last 100 first reached the target, in environment steps and in seconds since the loop
-began.
+The implementation uses Gymnasium's SyncVectorEnv, torch.distributions, Adam(eps=1e-5), GAE, and advantages normalised per
+minibatch. ManiSkill's tasks run in rlhpc's batched simulation in this process, because ManiSkill batches on a GPU only. Like
+ManiSkill's program, the loop checks a KL limit before each minibatch's update.
+
+Prints one JSON line: the ended episodes by environment step, and when the mean return of the last 100 episodes first reached
+the target, in environment steps and in seconds since the start of the loop.
 
     python -m bench.single_process_ppo --seed 1
 """
