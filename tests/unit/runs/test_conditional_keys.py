@@ -81,7 +81,7 @@ def is_always_read(key: str) -> bool:
 
 @pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
 def test_each_key_is_always_read_or_has_a_condition(kind) -> None:
-    conditional = {key for key in kind.schema.keys if any(row.names(key) for row in kind.checks.conditions)}
+    conditional = {key for key in kind.schema.keys if any(row.matches(key) for row in kind.checks.conditions)}
     always = {key for key in kind.schema.keys if is_always_read(key)}
     assert {*kind.schema.keys} - conditional - always - {*SOMETIMES} == set(), "say of each when it is read"
     assert conditional & always == set(), "either or"
