@@ -180,7 +180,7 @@ def _recorder(cfg: SacConfig | BcConfig) -> str:
 def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
     """Yields the checks of behaviour cloning; `python` is the actor group's separate Python, if any."""
     from rlhpc.embodied.data.demonstrations import check_fit, read_demos
-    from rlhpc.embodied.models.advantage_conditioned import KEY, value_model
+    from rlhpc.embodied.models.advantage_conditioned import KEY, load_value_model
     from rlhpc.embodied.workers.bc_actor import check_actions, environment_of, skips, spaces_of
 
     train = environment_of(cfg)
@@ -194,7 +194,9 @@ def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
     if path := cfg.algorithm.value_model:
         check_resource = path_resource(cfg, path)
         yield Check(KEY, lambda: find_weights(path, KEY), check_resource)
-        yield Check(f"{KEY} and env.train", lambda: value_model(cfg, spaces()[0]), strongest(check_resource, resource))
+        yield Check(
+            f"{KEY} and env.train", lambda: load_value_model(cfg, spaces()[0]), strongest(check_resource, resource)
+        )
     paths: Sequence[str] = [cfg.demos.path] if isinstance(cfg.demos.path, str) else list(cfg.demos.path or ())
     check_resource = strongest(*(path_resource(cfg, demo_path, _recorder(cfg)) for demo_path in paths))
     first_trajectory = cache(lambda: next(iter(read_demos(cfg, [] if skips(cfg) else None))))

@@ -58,8 +58,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
-    Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x
-    cameras]`, `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
+    Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8
+    `[H, W, 3 x cameras]`, `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.

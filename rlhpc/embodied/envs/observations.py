@@ -143,7 +143,7 @@ def row_bytes(space: Any) -> dict[str, int]:
     return {key: math.prod(box.shape) * np.dtype(box.dtype).itemsize for key, box in boxes_of(space).items()}
 
 
-def blank(space: Any, count: int) -> Obs:
+def zero_obs(space: Any, count: int) -> Obs:
     """Returns an observation of `count` slots, all zeros."""
     rows: dict[str, Any] = {key: np.zeros((count, *box.shape), box.dtype) for key, box in boxes_of(space).items()}
     obs: Obs = rows.get("", rows)

@@ -61,8 +61,8 @@ class ActionTokens:
 
 
 class TokenPolicy(Policy):
-    """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_encode`, `_run_body`
-    and `_logits`.
+    """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_encode`, `_run_body` and
+    `_logits`.
     """
 
     has_head = False

@@ -124,7 +124,7 @@ KEY = "algorithm.value_model"
 _BATCH_SIZE = 1024
 
 
-def value_model(cfg: BcConfig, observation_space: object) -> Policy:
+def load_value_model(cfg: BcConfig, observation_space: object) -> Policy:
     """Loads the policy whose critic estimates the expected return.
 
     Raises:
@@ -165,7 +165,9 @@ def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> l
 
 
 @torch.no_grad()
-def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device) -> list[np.ndarray]:
+def label_improvements(
+    cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device
+) -> list[np.ndarray]:
     """Returns the improvement labels of the steps of each trajectory (`improvements`)."""
     algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
     model.to(device)

@@ -58,7 +58,7 @@ def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decis
     return torch.cat([sample((1,), _seeded_generator(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
 
 
-def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
+def build_linear(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
     """Builds a linear layer. If `orthogonal` is true, its weights are orthogonal and its bias is 0, as usual for PPO."""
     linear_layer = nn.Linear(inputs, outputs)
     if orthogonal:
@@ -109,7 +109,7 @@ class Policy(nn.Module):
     #: True if actions follow a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
     #: True for success classifiers. They do not act, and their `bc_loss` gets `success [B]` for the observations after steps.
-    judges = False
+    is_success_classifier = False
     #: Normaliser of observations, if `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
     #: Value head of a pretrained network, see `actor.model.add_value_head`.
@@ -279,8 +279,8 @@ class Policy(nn.Module):
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning, `[B]`: by default the negative log-likelihood of `actions [B, chunk,
-        dim]` given `obs`.
+        """Returns the loss of behaviour cloning, `[B]`: by default the negative log-likelihood of
+        `actions [B, chunk, dim]` given `obs`.
 
         `is_pad [B, chunk]` marks actions beyond the end of the episode, which repeat its last action.
         """

@@ -17,7 +17,7 @@ from rlhpc.config.typed import changed
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.config.model_options import ResnetOptions, SuccessOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of, is_channel_last
-from rlhpc.embodied.models.base import Obs, Policy, layer
+from rlhpc.embodied.models.base import Obs, Policy, build_linear
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
@@ -54,8 +54,8 @@ class ImagePolicy(Policy):
         else:
             self._build_encoders(boxes, hidden)
         if heads:
-            self.actor = layer(hidden, self.head.inputs, 0.01, self._orthogonal)
-            self.critic = layer(hidden, self.value_width, 1.0, self._orthogonal)
+            self.actor = build_linear(hidden, self.head.inputs, 0.01, self._orthogonal)
+            self.critic = build_linear(hidden, self.value_width, 1.0, self._orthogonal)
 
     @abstractmethod
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
@@ -81,7 +81,7 @@ class ImagePolicy(Policy):
         encoder = self.encoder(channels, height, width)
         with torch.no_grad():
             num_features = encoder(torch.zeros(1, channels, height, width)).shape[1]
-        return nn.Sequential(encoder, layer(num_features, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+        return nn.Sequential(encoder, build_linear(num_features, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
     def _build_encoders(self, boxes: dict[str, Any], hidden: int) -> None:
         images = {key: box for key, box in boxes.items() if len(box.shape) == 3}
@@ -94,8 +94,10 @@ class ImagePolicy(Policy):
         self.eyes = nn.ModuleDict({key: self._build_image_encoder(box, hidden) for key, box in images.items()})
         width = hidden * (len(images) + bool(num_state_values))
         if num_state_values:
-            self.numbers = nn.Sequential(layer(num_state_values, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
-        self.join = nn.Sequential(layer(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+            self.numbers = nn.Sequential(
+                build_linear(num_state_values, hidden, math.sqrt(2), self._orthogonal), nn.ReLU()
+            )
+        self.join = nn.Sequential(build_linear(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
     def encode(self, obs: Any) -> Tensor:
         """Returns features `[B, hidden]` of observations."""
@@ -164,7 +166,7 @@ def _prepare_images(images: Tensor, box: Any) -> Tensor:
     return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()
 
 
-def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: SuccessOptions) -> Any:
+def build_obs_encoder(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: SuccessOptions) -> Any:
     """Builds the encoder `options.encoder` for observations with images; returns None for observations without images."""
     if not any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
         return None

@@ -25,7 +25,7 @@ from rlhpc.embodied.config.model_options import DenoisingOptions, FlowOptions, m
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.action_heads import sum_to_level
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
-from rlhpc.embodied.models.cnn import encode_obs, encoder_of
+from rlhpc.embodied.models.cnn import build_obs_encoder, encode_obs
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
@@ -242,7 +242,7 @@ class FlowPolicy(BaseFlowPolicy):
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
-        self.encoder = encoder_of(cfg, observation_space, action_space, self.options)
+        self.encoder = build_obs_encoder(cfg, observation_space, action_space, self.options)
         width = flat_width(observation_space) if self.encoder is None else self.encoder.hidden
         if self.encoder is None and normalizes_observations(cfg):
             self.normaliser = ObservationNormaliser(width)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.config.model_options import MlpOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import Policy, layer
+from rlhpc.embodied.models.base import Policy, build_linear
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
@@ -32,8 +32,8 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
-        layers += [layer(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
-    return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
+        layers += [build_linear(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, build_linear(sizes[-1], outputs, gain, orthogonal))
 
 
 def normalizes_observations(cfg: PolicyConfig) -> bool:

@@ -72,11 +72,11 @@ class OpenVLAPolicy(TokenPolicy):
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)
         width, components = int(config.text_config.hidden_size), _find_components(self.source)
-        self.kind = options.head or ("l1" if HEAD in components else "tokens")
-        if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
+        self.head_type = options.head or ("l1" if HEAD in components else "tokens")
+        if self.head_type != "tokens" and cfg.attn_implementation == "flash_attention_2":
             raise ConfigError(
-                f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
-                "flash_attention_2 does not do here: take sdpa"
+                f"actor.model.attn_implementation: with head {self.head_type} attention goes both ways past what is padded, "
+                "which flash_attention_2 does not do here: take sdpa"
             )
         has_proprio = _PROJECTOR in components if options.proprio is None else options.proprio
         self.state_width = state_width(space) if has_proprio and "state" in boxes_of(space) else 0
@@ -87,20 +87,19 @@ class OpenVLAPolicy(TokenPolicy):
         self.state_scaling = None
         self._set_scaling(options)
         self.action_head, self.proprio_projector = _load_components(
-            components, width, self.dim if self.kind == "l1" else 0, self.state_width
+            components, width, self.dim if self.head_type == "l1" else 0, self.state_width
         )
-        if self.kind == "l1":
+        if self.head_type == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = _image_preprocessing(config, settings, space, options.center_crop)
-        blank_token = self.tokenizer.convert_tokens_to_ids(
-            "▁"
-        )  # in training, Llama's blank token preceded the first action
+        self.preprocessing = _image_preprocessing(config, settings, space, options.center_crop)
+        # In training, Llama's blank token preceded the first action.
+        blank_token = self.tokenizer.convert_tokens_to_ids("▁")
         suffix_ids = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
         self.inputs = VlmInputs(
             space,
             self.tokenizer,
-            self.eye,
+            self.preprocessing,
             -1,
             self.vlm.vision_backbone.patches,
             options.prompt or PROMPT,
@@ -125,7 +124,7 @@ class OpenVLAPolicy(TokenPolicy):
             return
         key, normalisation = options.unnorm_key, options.normalisation or "q99"
         action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, statistics_source)
-        assert action_scaling is not None  # `scaling` raises otherwise
+        assert action_scaling is not None  # `scaling` raises an error for missing statistics of actions
         self.scaling = action_scaling.with_gripper(self.scaling.gripper)
         if self.state_width:
             self.state_scaling = scaling(
@@ -166,7 +165,7 @@ class OpenVLAPolicy(TokenPolicy):
         return self.vlm.language_model.lm_head(hidden)
 
     def _hidden_states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
-        if self.kind == "tokens":
+        if self.head_type == "tokens":
             return super()._hidden_states(obs, tokens)
         input_embeddings, mask = self._embed_inputs(obs)
         rows, num_action_tokens = len(mask), self.chunk * self.dim
@@ -186,7 +185,7 @@ class OpenVLAPolicy(TokenPolicy):
         return outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.kind == "tokens":
+        if self.head_type == "tokens":
             return super()._sample_tokens(obs, noise)
         hidden = self._hidden_states(obs, None)
         return *self._choose_bins(hidden, noise), hidden[:, 0]
@@ -250,7 +249,7 @@ class OpenVLAPolicy(TokenPolicy):
                     shutil.copyfile(file, folder / file.name)
         else:
             self.tokenizer.save_pretrained(folder)
-            _write_json(folder / "preprocessor_config.json", _processor_config(self.eye, self.vlm.config))
+            _write_json(folder / "preprocessor_config.json", _processor_config(self.preprocessing, self.vlm.config))
         vlm = self.vlm
         weights = dict(full_weights(vlm, lambda tensor: tensor))
         vlm.config.norm_stats = self.statistics or None
@@ -406,14 +405,14 @@ def _image_preprocessing(config: OpenVLAConfig, settings: dict[str, Any], space:
     return ImagePreprocessing(sizes.pop(), means, stds, bicubic=True, crop_fraction=0.9 if crop else 1.0)
 
 
-def _processor_config(eye: ImagePreprocessing, config: OpenVLAConfig) -> dict[str, Any]:
+def _processor_config(preprocessing: ImagePreprocessing, config: OpenVLAConfig) -> dict[str, Any]:
     """Returns the content of preprocessor_config.json."""
-    count = len(eye.means)
+    count = len(preprocessing.means)
     return {
         "image_processor_type": "PrismaticImageProcessor", "image_resize_strategy": "resize-naive",
         "use_fused_vision_backbone": count > 1, "input_sizes": [[3, size, size] for size in config.image_sizes],
-        "interpolations": ["bicubic"] * count, "means": [list(mean) for mean in eye.means],
-        "stds": [list(std) for std in eye.stds],
+        "interpolations": ["bicubic"] * count, "means": [list(mean) for mean in preprocessing.means],
+        "stds": [list(std) for std in preprocessing.stds],
     }  # fmt: skip
 
 

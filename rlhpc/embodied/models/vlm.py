@@ -54,7 +54,7 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
             vision_backbone_id="dinosiglip-vit-so-224px", llm_backbone_id="llama2-7b-pure", use_fused_vision_backbone=True,
             text_config={**body, "vocab_size": _TINY_WORDS + 64, "max_position_embeddings": 1024, "pad_token_id": 0},
         )  # fmt: skip
-    eye = {
+    vision_config = {
         "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False,
     }  # fmt: skip
@@ -66,12 +66,15 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
             "pad_token_id": 0,
         }
         return package.LlavaConfig(
-            vision_config=eye, text_config={"model_type": "llama", **body, **vocabulary_options},
+            vision_config=vision_config, text_config={"model_type": "llama", **body, **vocabulary_options},
             image_token_index=_TINY_IMAGE, vision_feature_select_strategy="full", vision_feature_layer=-1,
         )  # fmt: skip
     gemma_options = {"model_type": "gemma", **body, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": _TINY_WORDS}
     vlm = package.PaliGemmaConfig(
-        vision_config=eye, text_config=gemma_options, image_token_index=_TINY_IMAGE, projection_dim=body["hidden_size"]
+        vision_config=vision_config,
+        text_config=gemma_options,
+        image_token_index=_TINY_IMAGE,
+        projection_dim=body["hidden_size"],
     )
     return package.PI0Config(
         vlm_config=vlm.to_dict(),
@@ -215,7 +218,8 @@ class ImagePreprocessing:
         size: Height and width of the output, in pixels.
         means, stds: Sets of channel statistics; an image is normalised once with each set.
         bicubic: True resizes bicubically and rounds as Pillow does; False resizes bilinearly.
-        crop_fraction: Fraction of the area that a central crop keeps. The crop follows the resizing, and is resized again.
+        crop_fraction: Fraction of the area that a central crop keeps. The crop follows the resizing, and is resized
+            again.
     """
 
     size: int
@@ -262,7 +266,7 @@ class VlmInputs:
     Args:
         observation_space: Observation space of a slot: images uint8 `[H, W, 3·cameras]`, and optionally `instruction`.
         tokenizer: Tokenizer of the model.
-        eye: Image preprocessing of the model.
+        preprocessing: Image preprocessing of the model.
         image: Id of the placeholder token that image features replace.
         image_tokens: Number of placeholder tokens per image.
         prompt: Prompt template with `{instruction}`.
@@ -276,7 +280,7 @@ class VlmInputs:
         self,
         observation_space: Any,
         tokenizer: Any,
-        eye: ImagePreprocessing,
+        preprocessing: ImagePreprocessing,
         image: int,
         image_tokens: int,
         prompt: str,
@@ -300,7 +304,7 @@ class VlmInputs:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._image_first = image_first
-        self._preprocessing = eye
+        self._preprocessing = preprocessing
         self._suffix_ids = list(suffix_ids)
         self._lowercase = lowercase
         cameras = sum(boxes[key].shape[2] // 3 for key in self.image_keys)

@@ -17,7 +17,7 @@ from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import Obs as EnvObs
 from rlhpc.embodied.envs.observations import as_arrays, space_to_json
 from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.cnn import encode_obs, encoder_of
+from rlhpc.embodied.models.cnn import build_obs_encoder, encode_obs
 from rlhpc.embodied.models.mlp import flat_width, mlp
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.runs.device import to_tensors
@@ -35,12 +35,12 @@ class SuccessModel(Policy):
     """
 
     has_head = False
-    judges = True
+    is_success_classifier = True
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         options = model_options(SuccessOptions, cfg)
-        self.encoder = encoder_of(cfg, observation_space, action_space, options)
+        self.encoder = build_obs_encoder(cfg, observation_space, action_space, options)
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
         self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
 

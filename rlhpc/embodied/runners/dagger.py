@@ -126,8 +126,8 @@ def _record_round(
 ) -> str | None:  # fmt: skip
     """Records the data of a round unless the data exists. Returns the path of the data, or None without interventions.
 
-    The data consists of the student's episodes, labelled with the expert's actions. Without a student, it consists of the
-    expert's episodes; with `intervene`, it consists of the steps of interventions.
+    The data consists of the student's episodes, labelled with the expert's actions. Without a student, it consists of
+    the expert's episodes; with `intervene`, it consists of the steps of interventions.
     """
     file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
     output = dataset if options is not None and options.to == "lerobot" else file

@@ -24,7 +24,7 @@ from rlhpc.embodied.envs.observations import join, take
 from rlhpc.embodied.envs.registry import check_env
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import build_model, policy_section
-from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label, value_model
+from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label_improvements, load_value_model
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.runs.device import to_tensors
@@ -82,11 +82,11 @@ class BcActor(PolicyTrainer[BcConfig]):
         cfg = self.cfg
         self.set_up_device()
         observation_space, action_space = spaces = spaces_of(cfg)
-        skip = skips(cfg)
-        self.backend = self.build_backend(cfg.actor, spaces, look=skip)
-        self.skips = SkippedSteps(skip)
+        skips_nonfinite = skips(cfg)
+        self.backend = self.build_backend(cfg.actor, spaces, look=skips_nonfinite)
+        self.skips = SkippedSteps(skips_nonfinite)
         self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
-        problems: list[str] | None = [] if skip else None
+        problems: list[str] | None = [] if skips_nonfinite else None
         trajectories = list(read_demos(cfg, problems))
         for problem in problems or ():
             self.log.warning("left out: %s", problem)
@@ -106,7 +106,7 @@ class BcActor(PolicyTrainer[BcConfig]):
 
     def _label_improvements(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
         """Labels each step of the episodes as an improvement or not."""
-        labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
+        labels = label_improvements(self.cfg, trajectories, load_value_model(self.cfg, observation_space), self.device)
         for trajectory, improvement in zip(trajectories, labels, strict=True):
             trajectory[IMPROVEMENT] = improvement
         self.labels = zlib.crc32(np.concatenate(labels).tobytes())
@@ -155,7 +155,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             return to_tensors(take(join(columns), rows), self.device)
 
         # A success model gets the observation after a step; a policy gets the observation before the step.
-        obs_steps = slice(1, None) if self.policy.judges else slice(-1)
+        obs_steps = slice(1, None) if self.policy.is_success_classifier else slice(-1)
         batch = {"obs": join_columns([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
         actions, pad_masks = zip(
             *(chunks_of(trajectory["actions"], self.policy.imitated) for trajectory in trajectories), strict=True
@@ -173,7 +173,9 @@ class BcActor(PolicyTrainer[BcConfig]):
     def _extra_columns(self, available_columns: Container[str]) -> list[str]:
         """Returns the names of the available inputs of `Policy.bc_loss` other than observations and actions."""
         return [
-            name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available_columns
+            name
+            for name in (IMPROVEMENT, *(["success"] if self.policy.is_success_classifier else []))
+            if name in available_columns
         ]
 
     # -- training -------------------------------------------------------------------------------------------------

@@ -170,10 +170,10 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         normaliser = self.policy.normaliser
         if normaliser is None:
             return
-        slots = len(self.share)
+        num_slots = len(self.share)
         observations = flat_numbers(batch.obs)
-        mask = (batch.mask.reshape(slots, self.steps, -1) > 0).any(-1)
-        moments = normaliser.moments(observations.reshape(slots, self.steps, -1), mask).cpu()
+        mask = (batch.mask.reshape(num_slots, self.steps, -1) > 0).any(-1)
+        moments = normaliser.moments(observations.reshape(num_slots, self.steps, -1), mask).cpu()
         if self.world_size > 1:
             moments = torch.cat(self.all_gather_object(moments))
         normaliser.update(moments.to(self.device))
@@ -187,6 +187,6 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         sums = torch.stack(
             [mask.double().sum(), error.sum(), (error * error).sum(), target.sum(), (target * target).sum()]
         )
-        n, e1, e2, r1, r2 = self.all_reduce(sums).tolist()
-        variance = r2 / n - (r1 / n) ** 2
-        return 1.0 - (e2 / n - (e1 / n) ** 2) / variance if variance > 0 else float("nan")
+        count, error_sum, squared_error_sum, return_sum, squared_return_sum = self.all_reduce(sums).tolist()
+        variance = squared_return_sum / count - (return_sum / count) ** 2
+        return 1.0 - (squared_error_sum / count - (error_sum / count) ** 2) / variance if variance > 0 else float("nan")

@@ -16,7 +16,7 @@ from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.data.batches import RolloutBatch
-from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, is_tensor, join, take
+from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, is_tensor, join, take, zero_obs
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_slots
@@ -219,7 +219,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def _obs_or_zeros(self, slots: range, obs: Any) -> Any:
         """Returns `obs`, or zeros if it is None because the env rank was lost or has not sent an observation yet."""
-        return blank(self.policy.observation_space, len(slots)) if obs is None else obs
+        return zero_obs(self.policy.observation_space, len(slots)) if obs is None else obs
 
     def decide(
         self,

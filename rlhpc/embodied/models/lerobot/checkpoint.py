@@ -165,8 +165,8 @@ def match_cameras(
 ) -> dict[str, tuple[str, int]]:
     """Returns the environment's camera for each image input.
 
-    `observation.images.X` is the camera X. If no names match, the cameras of a single entry, such as `rgb`, are assigned to
-    the inputs in order.
+    `observation.images.X` is the camera X. If no names match, the cameras of a single entry, such as `rgb`, are
+    assigned to the inputs in order.
 
     Args:
         inputs: Image inputs, in the folder's order.
