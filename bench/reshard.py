@@ -97,7 +97,7 @@ class HalfTrainer(Worker):
         if way == "shards":
             assert isinstance(self.shards, ShardSync)
             self.shards.send_shards(version, list(self._parts()))
-            return self.shards.sent, self.memory.mb()
+            return self.shards.sent_bytes, self.memory.mb()
         full_tensors = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
         if self.rank:
             for _ in full_tensors:

@@ -88,7 +88,7 @@ def _ssh_host(address: Any) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.joining import Key
-    from rlhpc.embodied.robots.robot_env import above_0
+    from rlhpc.embodied.robots.robot_env import positive_number
     from rlhpc.embodied.robots.safety import safe_robot
     from rlhpc.embodied.robots.server import BOUNDS, RobotRoute, RobotServer, machine_limits
     from rlhpc.runtime.files import read_yaml
@@ -106,7 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
             f"--kwargs is {args.kwargs!r}; it must be as YAML has it: 'address: 192.168.1.5, port: 5'"
         ) from None
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
-    bounds = {name: above_0(name, value) for name, value in user_bounds.items()}
+    bounds = {name: positive_number(name, value) for name, value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
     robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
     try:

@@ -29,22 +29,22 @@ MODELS = (
     "lerobot",
 )  # fmt: skip
 #: Policies that generate actions by a flow. Of model_type lerobot, only smolvla, pi0 and pi05 do.
-_FLOWS = ("flow", "pi0", "lerobot")
+_FLOW_TYPES = ("flow", "pi0", "lerobot")
 #: Policies with critics Q(s, a).
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Policies that each off-policy algorithm can train.
-_NETWORKS = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
+_TRAINABLE_TYPES = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
 #: Policies that behaviour cloning cannot train, with the reason.
-_NOT_CLONED = {
+_UNCLONABLE_TYPES = {
     "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
     "dsrl": "dsrl steers a policy that was cloned: clone into flow, and name that run then",
 }
 #: Policies that support adapters.
-_ADAPTED = ("vla", "pi0", "openvla")
+_ADAPTER_TYPES = ("vla", "pi0", "openvla")
 #: Policies that can recompute activations in the backward pass.
-_RECOMPUTED = ("vla", "openvla")
+_CHECKPOINTED = ("vla", "openvla")
 #: Environment types of robots; a robot can run only one environment at a time.
-_ROBOTS = ("robot", "distant_robot")
+_ROBOT_ENV_TYPES = ("robot", "distant_robot")
 
 
 def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
@@ -61,15 +61,15 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         check_rules(
             (
                 (
-                    select(cfg, "actor.model.gradient_checkpointing") and name not in _RECOMPUTED,  # nor this one
+                    select(cfg, "actor.model.gradient_checkpointing") and name not in _CHECKPOINTED,  # nor this one
                     "actor.model.gradient_checkpointing",
-                    f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} "
+                    f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_CHECKPOINTED)} "
                     "have: false",
                 ),
                 (
-                    delay is not None and name not in _FLOWS,
+                    delay is not None and name not in _FLOW_TYPES,
                     "env.eval.real_time_chunking.inference_delay",
-                    f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOWS)}; "
+                    f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOW_TYPES)}; "
                     f"{model.model_type} does not",
                 ),
             ),
@@ -88,28 +88,28 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
                 "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
                 "env.eval.video_episodes",
             )
-        _wrappers(f"{section}.wrappers", env_cfg.wrappers)
+        _check_wrappers(f"{section}.wrappers", env_cfg.wrappers)
         if env_cfg.env_type.lower() == "gymnasium":
-            _gymnasium_id(f"{section}.env_id", env_cfg.env_id, fail)
+            _check_gymnasium_id(f"{section}.env_id", env_cfg.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
             ENVS.find(env_cfg.env_type, f"{section}.env_type")
 
 
-def _wrappers(key: str, wrappers: Sequence[object]) -> None:
+def _check_wrappers(key: str, wrappers: Sequence[object]) -> None:
     """Checks the wrappers' names; `module:Class` is imported only when the environment is built."""
     if not wrappers:
         return
     from rlhpc.embodied.envs.wrappers import WRAPPERS, parse_entry
 
-    for i, wrapper in enumerate(wrappers):
-        name, _ = parse_entry(wrapper, f"{key}[{i}]")
+    for index, wrapper in enumerate(wrappers):
+        name, _ = parse_entry(wrapper, f"{key}[{index}]")
         if WRAPPERS.path(name) is None:
-            WRAPPERS.find(name, f"{key}[{i}]")
+            WRAPPERS.find(name, f"{key}[{index}]")
 
 
-def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
+def _check_gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
     """Checks that gymnasium knows a bare id; `module:Id` is imported only when the environment is built."""
     if ":" in env_id:
         return
@@ -172,7 +172,7 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     """
     train, evaluation, stages = cfg.env.train, cfg.env.eval, cfg.rollout.pipeline_stage_num
     env_type = train.env_type.lower()
-    is_shared_robot = env_type in _ROBOTS and env_type == evaluation.env_type.lower()
+    is_shared_robot = env_type in _ROBOT_ENV_TYPES and env_type == evaluation.env_type.lower()
     check_rules(
         [
             (
@@ -356,12 +356,12 @@ def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
                 "policies of model_type lerobot compute in float32",
             ),
             (
-                has_adapters and name not in _ADAPTED,
+                has_adapters and name not in _ADAPTER_TYPES,
                 "actor.lora.rank",
-                f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0",
+                f"adapters are for {', '.join(_ADAPTER_TYPES)}; the others train all weights: 0",
             ),
             (
-                not has_adapters and name in _ADAPTED and is_bfloat16 and is_local,
+                not has_adapters and name in _ADAPTER_TYPES and is_bfloat16 and is_local,
                 "actor.model.dtype",
                 "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend "
                 "fsdp or deepspeed",
@@ -398,7 +398,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
                 name in _CRITICS,
                 "actor.model.model_type",
                 f"{name} has critics of actions: it is for off_policy"
-                f"{'' if name in _NOT_CLONED else ', and for bc before that'}",
+                f"{'' if name in _UNCLONABLE_TYPES else ', and for bc before that'}",
             ),
             (
                 name == "success",
@@ -465,8 +465,8 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         )
     if name not in ALGORITHMS.built_in:
         ALGORITHMS.find(algorithm.name)
-    elif model_type in MODELS and model_type not in _NETWORKS[name]:
-        raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_NETWORKS[name])}")
+    elif model_type in MODELS and model_type not in _TRAINABLE_TYPES[name]:
+        raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_TRAINABLE_TYPES[name])}")
     key, path = "algorithm.demo_buffer.load_path", algorithm.demo_buffer.load_path
     _check_demos_target(cfg, key, fail)
     is_recorded = cfg.workflow.demos_expert is not None  # the demonstrations exist only after that
@@ -505,7 +505,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     name = cfg.actor.model.model_type.lower()
     check_rules(
         (
-            (name in _NOT_CLONED, "actor.model.model_type", _NOT_CLONED.get(name, "")),
+            (name in _UNCLONABLE_TYPES, "actor.model.model_type", _UNCLONABLE_TYPES.get(name, "")),
             (
                 cfg.algorithm.value_model and name != "conditioned",
                 "actor.model.model_type",

@@ -89,13 +89,13 @@ def policy_card(
             "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
         )
     return (
-        f"{card}\n## The network\n\n{_forward(config['policy'])}\n\n## With rlhpc\n\n"
+        f"{card}\n## The network\n\n{_describe_network(config['policy'])}\n\n## With rlhpc\n\n"
         '```python\nfrom rlhpc import load_exported\n\npolicy = load_exported(".")\n'
         'actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, …]\n```\n'
     )
 
 
-def _forward(spec: Mapping[str, Any]) -> str:
+def _describe_network(spec: Mapping[str, Any]) -> str:
     """Returns a text that describes the network."""
     model, action_space = spec.get("model") or {}, spec.get("action_space") or {}
     model_type = model.get("model_type", spec.get("model_type", "a model of its own"))
@@ -133,7 +133,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
     checkpoint, target, step = _prepare_export(checkpoint, output)
-    config = _config(checkpoint, step)
+    config = _build_config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
         standalone_files = _standalone_files(checkpoint, config)
@@ -148,7 +148,10 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
             target,
             {
                 MODEL: model,
-                "config.json": json.dumps(_finite(config), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n",
+                "config.json": json.dumps(
+                    _replace_nonfinite(config), indent=2, sort_keys=True, allow_nan=False
+                ).encode()
+                + b"\n",
                 "README.md": card.encode(),
                 **standalone_files,
             },
@@ -183,7 +186,9 @@ def release_checkpoint(
         )
     try:
         evaluations = checkpoint_results(checkpoint, step)
-        card = policy_card(_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, released=True)
+        card = policy_card(
+            _build_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, released=True
+        )
         with filled_folder(target) as staging:
             policy.release(staging, step)
             write_durably(staging / "README.md", card.encode())
@@ -227,7 +232,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
     return load_policy(expand_home(folder), trust or Trust(trust_code))
 
 
-def _config(checkpoint: Path, step: int) -> dict[str, Any]:
+def _build_config(checkpoint: Path, step: int) -> dict[str, Any]:
     from rlhpc import __version__
 
     spec = read_object(checkpoint / "model.json")
@@ -251,12 +256,12 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Converts non-finite floats to strings, because JSON cannot store them and old checkpoints contain them."""
     if isinstance(value, dict):
-        return {key: _finite(child) for key, child in value.items()}
+        return {key: _replace_nonfinite(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_finite(child) for child in value]
+        return [_replace_nonfinite(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -20,7 +20,7 @@ from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
 #: Environment types of local and remote robots.
-_ROBOTS = ("robot", "distant_robot")
+_ROBOT_ENV_TYPES = ("robot", "distant_robot")
 Spaces = tuple[Any, Any]
 
 
@@ -31,7 +31,7 @@ def environment_resource(section: EnvSideConfig, python: str | None = None) -> R
         section: `env.train` or `env.eval`.
         python: Python of the env group, if it has a separate one.
     """
-    if section.env_type.lower() in _ROBOTS:
+    if section.env_type.lower() in _ROBOT_ENV_TYPES:
         return Resource(Need.ROBOT, "no plan moves one")
     if interpreter := section.simulator_python or python:
         return Resource(Need.PROCESS, f"a simulator in {interpreter}")

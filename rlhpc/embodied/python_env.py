@@ -30,23 +30,23 @@ def importable() -> bool:
     return importlib.util.find_spec("lerobot") is not None
 
 
-def needs_lerobot(why: str) -> ConfigError:
+def lerobot_error(purpose: str) -> ConfigError:
     """Returns an error that explains how to install LeRobot."""
     return ConfigError(
-        f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
+        f"{purpose} needs lerobot, which has a Python of its own: make setup-lerobot, export "
         "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
         "actor and rollout (docs/how-to/lerobot.md)"
     )
 
 
 def call_where_importable(
-    of: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+    source: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
     """Calls a function and returns its result. The call runs in LeRobot's Python if it concerns a LeRobot policy and this
     Python does not have LeRobot.
 
     Args:
-        of: Folder of the checkpoint or export that the call concerns, or another name.
+        source: Folder of the checkpoint or export that the call concerns, or another name.
         function: Top-level function of a module.
         *args, **kwargs: Arguments of the function; they and the result must be picklable.
 
@@ -54,11 +54,11 @@ def call_where_importable(
         ConfigError: LeRobot's Python is needed, but `RLHPC_LEROBOT_PYTHON` is not set or cannot be started.
         RlhpcError: The function raised this error in LeRobot's Python.
     """
-    if importable() or not _is_lerobot(Path(of)):
+    if importable() or not _is_lerobot(Path(source)):
         return function(*args, **kwargs)
     python = os.environ.get(PYTHON)
     if not python:
-        raise needs_lerobot(f"the policy of {of}")
+        raise lerobot_error(f"the policy of {source}")
     pickled_call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -69,7 +69,9 @@ def call_where_importable(
                 [python, "-m", __name__, str(answer_file)], input=pickled_call, env=env, stdout=subprocess.DEVNULL
             )
         except OSError as error:
-            raise needs_lerobot(f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {of}") from error
+            raise lerobot_error(
+                f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {source}"
+            ) from error
         if not answer_file.is_file():
             raise RlhpcError(f"{python} ended with {completed.returncode} and no answer; what it said is above")
         answer_value, raised_error = pickle.loads(answer_file.read_bytes())

@@ -295,7 +295,7 @@ def program_of(policy: Policy) -> bytes | None:
     batch = torch.export.Dim("batch", min=1)
     try:
         # Two rows, because torch.export would treat a dimension of size one as a constant.
-        obs = _rows(policy.observation_space, 2)
+        obs = _zero_observations(policy.observation_space, 2)
         shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
         with torch.no_grad():
             inputs: tuple[Any, ...] = (obs,)
@@ -312,8 +312,8 @@ def program_of(policy: Policy) -> bytes | None:
     return buffer.getvalue()
 
 
-def _rows(space: Any, count: int) -> Any:
+def _zero_observations(space: Any, count: int) -> Any:
     """Returns `count` zero observations of a space, as tensors."""
     if hasattr(space, "spaces"):
-        return {key: _rows(subspace, count) for key, subspace in space.spaces.items()}
+        return {key: _zero_observations(subspace, count) for key, subspace in space.spaces.items()}
     return torch.from_numpy(np.zeros((count, *space.shape), space.dtype))

@@ -38,32 +38,35 @@ from rlhpc.runs.task_type import (
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
-_ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
-_SHAPES = (
+_ENVIRONMENT_KEYS = ("env.train.env_type", "env.train.env_id")
+_SHAPE_KEYS = (
     "model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_hidden_sizes", "critic_layer_norm",
     "add_value_head",
 )  # fmt: skip
-_PLAYING = (
+_PLAYING_MODULES = (
     "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
     "rlhpc.weights.transport",
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
 )  # fmt: skip
-_COMPARED = (
+_COMPARED_METRICS = (
     ("eval/success_once", "Success (once) in evaluation", "share of episodes"),
     ("eval/return_mean", "Return in evaluation", "mean return"),
 )
 #: Metric of `demos.holdout`.
 HOLDOUT_LOSS = "train/holdout_loss"
 #: Metrics of evaluations during training; success metrics exist only if the environment reports success.
-EVALUATED = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
-_PLAYED = (
-    *_COMPARED,
+EVALUATION_METRICS = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
+_PLAYED_METRICS = (
+    *_COMPARED_METRICS,
     ("train/success_once", "Success (once) in training", "share of episodes"),
     ("train/episode_return", "Return in training", "episode return"),
 )
-_EPISODES = (Headline("eval/success_once", "success once", "share"), Headline("eval/return_mean", "evaluated return"))
-_TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
-_RETURNS = {
+_EPISODE_HEADLINES = (
+    Headline("eval/success_once", "success once", "share"),
+    Headline("eval/return_mean", "evaluated return"),
+)
+_TIME_CHARTS = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
+_RETURN_CHARTS = {
     "return_vs_env_steps": "Return over experience",
     "return_vs_time": "Return over wall time",
     "evaluation": "Evaluation per checkpoint",
@@ -89,7 +92,7 @@ def _python_of(cfg: RunConfig, component: str) -> str | None:
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
-def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
+def _build_preparation(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
     if workflow.demos_expert is None:
         return Preparation()
     return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
@@ -102,10 +105,10 @@ class PlayingGroupSpec(GroupSpec[Playing]):
     """Worker groups of runs whose policy is trained on its own rollouts.
 
     Attributes:
-        fixed: Clause of a message that states why a synchronous run cannot be elastic.
+        fixed_reason: Clause of a message that states why a synchronous run cannot be elastic.
     """
 
-    fixed = ""
+    fixed_reason = ""
 
     def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the failure policies of the env and rollout groups. The groups are elastic if they act ahead of the actors;
@@ -115,7 +118,7 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
         reason = (
             "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
-            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
+            f"more); in this run {self.fixed_reason}: what the ranks that it started with play in it, with the newest weights"
         )
         return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
 
@@ -141,7 +144,7 @@ class PlayingGroupSpec(GroupSpec[Playing]):
 class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
     """Worker groups of on-policy runs."""
 
-    fixed = "each step's batch is fixed"
+    fixed_reason = "each step's batch is fixed"
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Checks that the slots can be divided over the processes, and that `actor.parallel` fits the actors."""
@@ -152,7 +155,7 @@ class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
 class SacGroupSpec(PlayingGroupSpec[SacConfig]):
     """Worker groups of off-policy runs."""
 
-    fixed = "what each step adds to the buffer before its updates is fixed"
+    fixed_reason = "what each step adds to the buffer before its updates is fixed"
 
 
 class BcGroupSpec(GroupSpec[BcConfig]):
@@ -192,14 +195,14 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """Returns the differences between configuration and checkpoint in environment and network shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
-        saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
-        saved_config = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
+        saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPE_KEYS if name in model}
+        saved_config = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT_KEYS), **saved_shapes}
         schema = Schema(self._config, cfg.runner.task_type)
         return differing(cfg, saved_config, [key for key in saved_config if key in schema])
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
         """Returns the metrics of the evaluations at `runner.val_check_interval` (`ConfigChecks.evaluation_metrics`)."""
-        return EVALUATED if cfg.runner.val_check_interval > 0 else ()
+        return EVALUATION_METRICS if cfg.runner.val_check_interval > 0 else ()
 
 
 class PlayingChecks(EmbodiedChecks[Playing]):
@@ -335,7 +338,7 @@ class SacOffline(EmbodiedOffline[SacConfig]):
 
     def preparation(self, cfg: SacConfig) -> Preparation:
         """Returns the recording of the expert's episodes that fills the demonstration buffer before training, if any."""
-        return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
+        return _build_preparation(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
 class BcOffline(EmbodiedOffline[BcConfig]):
@@ -343,7 +346,7 @@ class BcOffline(EmbodiedOffline[BcConfig]):
 
     def preparation(self, cfg: BcConfig) -> Preparation:
         """Returns the recording of the expert's episodes before training, if any."""
-        return _recorded(cfg.workflow, cfg.demos.path)
+        return _build_preparation(cfg.workflow, cfg.demos.path)
 
     def evaluate(
         self,
@@ -390,7 +393,7 @@ class EmbodiedReporting(Reporting):
 
 _ACCOUNT = "rlhpc.embodied.planning.memory:accounts"
 _PLAYED_HEADLINES = (
-    *_EPISODES,
+    *_EPISODE_HEADLINES,
     Headline("train/episode_return", "training return"),
     Headline("rollout/env_steps", "env steps", "count"),
 )
@@ -403,21 +406,21 @@ PPO = TaskType(
             "rollout": "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker",
             "env": "rlhpc.embodied.workers.env:EnvWorker",
         },
-        _PLAYING,
+        _PLAYING_MODULES,
     ),
     "rlhpc.embodied.runners.rollout_runner:EmbodiedRunner",
     checks=PpoChecks(PpoConfig, conditional_keys.PPO),
     offline=EmbodiedOffline("embodied"),
     reporting=EmbodiedReporting(
         {
-            **_RETURNS,
+            **_RETURN_CHARTS,
             "policy_loss": "Policy loss",
             "value_loss": "Value loss",
             "entropy": "Entropy",
             "kl": "Policy change per update",
-            **_TIMES,
+            **_TIME_CHARTS,
         },
-        _PLAYED,
+        _PLAYED_METRICS,
         _PLAYED_HEADLINES,
     ),
     planning=Planning("rlhpc.embodied.planning.workload:ppo_workload", _ACCOUNT),
@@ -431,21 +434,21 @@ SAC = TaskType(
             "rollout": "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker",
             "env": "rlhpc.embodied.workers.off_policy:OffPolicyEnvWorker",
         },
-        (*_PLAYING, "rlhpc.embodied.workers.off_policy"),
+        (*_PLAYING_MODULES, "rlhpc.embodied.workers.off_policy"),
     ),
     "rlhpc.embodied.runners.rollout_runner:OffPolicyRunner",
     checks=SacChecks(SacConfig, conditional_keys.OFF_POLICY),
     offline=SacOffline("off_policy"),
     reporting=EmbodiedReporting(
         {
-            **_RETURNS,
+            **_RETURN_CHARTS,
             "entropy": "Entropy",
-            **_TIMES,
+            **_TIME_CHARTS,
             "q_loss": "Critics' loss",
             "actor_loss": "Actor's loss",
             "alpha": "Temperature",
         },
-        _PLAYED,
+        _PLAYED_METRICS,
         _PLAYED_HEADLINES,
     ),
     planning=Planning(account=_ACCOUNT),
@@ -475,9 +478,9 @@ BC = TaskType(
             "throughput": "Demonstrated steps per second",
             "time_per_phase": "Time per phase",
         },
-        (*_COMPARED, ("train/loss", "Imitation loss", "loss")),
+        (*_COMPARED_METRICS, ("train/loss", "Imitation loss", "loss")),
         (
-            *_EPISODES,
+            *_EPISODE_HEADLINES,
             Headline("eval/accuracy", "accuracy", "share"),
             Headline("train/holdout_loss", "held-out loss"),
             Headline("train/loss", "training loss"),

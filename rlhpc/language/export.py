@@ -76,7 +76,7 @@ def stream_shards(
     from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.training.distributed_checkpoint import saved_boxes
     from rlhpc.training.parameter_names import checkpoint_parts
-    from rlhpc.training.shard_layout import within
+    from rlhpc.training.shard_layout import intersect
 
     skeleton = load(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
@@ -99,7 +99,7 @@ def stream_shards(
                 yield part.name, full_box(part.shape), part.of(weight)
 
     _write_folder(folder, skeleton, model, layout, iter_slices())
-    return layout.parameters
+    return layout.num_parameters
 
 
 def stream_folder(
@@ -114,27 +114,27 @@ def stream_folder(
     from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.language.models.loading import model_file
     from rlhpc.training.safetensors_reader import Slices
-    from rlhpc.training.safetensors_writer import missing
+    from rlhpc.training.safetensors_writer import find_missing
 
     slices = Slices.of(partial(model_file, str(model.model_path)))
     skeleton = load(model, dtype=dtype, empty=True)
-    if slices is None or missing(skeleton, slices, iter(())):
+    if slices is None or find_missing(skeleton, slices, iter(())):
         return False, 0
     layout, _ = _layout(skeleton, dtype)
 
     def iter_slices() -> SliceStream:
         with slices:
-            for name, region in layout.places.items():
+            for name, region in layout.locations.items():
                 yield name, full_box(region.shape), slices.read(name)
 
     _write_folder(folder, skeleton, model, layout, iter_slices())
-    return True, layout.parameters
+    return True, layout.num_parameters
 
 
 def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
     """Returns the layout of the tensors in safetensors files, and the tensors' shapes by name in the module."""
     from rlhpc.training.safetensors_writer import Layout
-    from rlhpc.training.shard_layout import held, names_and_shapes
+    from rlhpc.training.shard_layout import iter_tensors, names_and_shapes
 
     tensors = names_and_shapes(skeleton).items()
     layout = Layout(
@@ -143,7 +143,7 @@ def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[
             for name, (shape, dtype_or_type) in tensors
         }
     )
-    return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
+    return layout, {name: tuple(tensor.shape) for name, tensor in iter_tensors(skeleton)}
 
 
 def untrained_weights(
@@ -176,10 +176,10 @@ def untrained_weights(
     from rlhpc.language.models.loading import model_file
     from rlhpc.training.parameter_names import checkpoint_parts
     from rlhpc.training.safetensors_reader import Slices
-    from rlhpc.training.shard_layout import held
+    from rlhpc.training.shard_layout import iter_tensors
 
     parameters = {name for name, _ in skeleton.named_parameters()}
-    missing_shapes = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
+    missing_shapes = {name: tuple(tensor.shape) for name, tensor in iter_tensors(skeleton) if name not in trained}
     for name, shape in missing_shapes.items():
         if name in parameters and name not in frozen:
             raise CheckpointError(f"{source}: {name} {list(shape)} is missing")

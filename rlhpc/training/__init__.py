@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rlhpc.runtime.imports import lazy_names
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "rlhpc.training.backend": ["Blueprint", "TrainingBackend"],
     "rlhpc.training.registry": ["make_backend"],
     "rlhpc.training.data_parallel": ["ReplicatedBackend"],
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names)
+__getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import Blueprint as Blueprint

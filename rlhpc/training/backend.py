@@ -553,13 +553,13 @@ class OffloadingBackend(TrainingBackend):
     `offloadable_tensors`, and reads or writes them inside `awake`.
     """
 
-    _parked: OffloadedTensors | None = None
+    _offloaded: OffloadedTensors | None = None
     _host: HostMemory | None = None
 
     @property
     def away(self) -> bool:
         """True if the tensors are offloaded, so that their storages are empty."""
-        return self._parked is not None
+        return self._offloaded is not None
 
     def offload(self) -> None:
         """Moves the tensors to the host; does nothing on a CPU or if they are already offloaded."""
@@ -573,21 +573,21 @@ class OffloadingBackend(TrainingBackend):
         contents, scratch = (
             [t for t in tensors if t.device.type == self.device.type] for tensors in self.offloadable_tensors()
         )
-        self._parked = OffloadedTensors(contents, scratch, self._host)
-        return self._parked.nbytes
+        self._offloaded = OffloadedTensors(contents, scratch, self._host)
+        return self._offloaded.nbytes
 
     def reload(self) -> None:
         """Moves the tensors back to the accelerator; does nothing if they are not offloaded."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-            self.returned()
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+            self.recreate_freed()
 
     @abc.abstractmethod
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy to the host, in any order and on any device, and the tensors to free without a copy."""
 
-    def returned(self) -> None:
+    def recreate_freed(self) -> None:
         """Recreates the tensors that were freed without a copy; `reload` calls it at its end."""
 
 

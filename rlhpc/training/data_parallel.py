@@ -40,7 +40,7 @@ class ReplicatedBackend(OffloadingBackend):
         # A task package that writes the weights itself keeps them in the compute dtype.
         dtype = None if blueprint.keeps_weights else self.dtype
 
-        def flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
+        def build_flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
             reduce, look = worker.all_reduce, blueprint.look
             return FlatModule(
                 self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, is_included=is_included
@@ -48,9 +48,9 @@ class ReplicatedBackend(OffloadingBackend):
 
         policies = blueprint.policies
         self._flats = (
-            {name: flat(partial(lora.belongs_to_adapter, adapter=name)) for name in policies}
+            {name: build_flat(partial(lora.belongs_to_adapter, adapter=name)) for name in policies}
             if policies
-            else {"": flat()}
+            else {"": build_flat()}
         )
         self.prepare_reference()
 
@@ -91,8 +91,8 @@ class ReplicatedBackend(OffloadingBackend):
         """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
         return [name for flat in self._flats.values() for name in flat.bad_gradients()]
 
-    def _named(self) -> dict[str, torch.Tensor]:
-        return {name: view for flat in self._flats.values() for name, view in flat.named().items()}
+    def _named_weights(self) -> dict[str, torch.Tensor]:
+        return {name: view for flat in self._flats.values() for name, view in flat.named_weights().items()}
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
@@ -106,7 +106,7 @@ class ReplicatedBackend(OffloadingBackend):
         """Yields names and tensors of the trained weights and of the optimizer's averages."""
         with self.awake():
             for policy, flat in self._flats.items():
-                yield from flat.named().items()
+                yield from flat.named_weights().items()
                 optimizer, prefix = flat.optimizer, f"{policy}." if policy else ""
                 yield from (
                     (f"optimizer.{prefix}exp_avg", optimizer.exp_avg),
@@ -120,9 +120,9 @@ class ReplicatedBackend(OffloadingBackend):
             folder.mkdir(parents=True, exist_ok=True)
             with self.awake():
                 if not self.blueprint.keeps_weights:
-                    save_tensors(folder / MODEL, self._named())
+                    save_tensors(folder / MODEL, self._named_weights())
                 for policy, flat in self._flats.items():
-                    save_state(folder / _optimizer(policy), flat.state_dict())
+                    save_state(folder / _optimizer_file(policy), flat.state_dict())
             self.write_identity(folder)
         self.worker.barrier()
 
@@ -133,7 +133,7 @@ class ReplicatedBackend(OffloadingBackend):
         with self.awake():
             if not self.blueprint.keeps_weights:
                 tensors = load_tensors(folder / MODEL)
-                shapes = {name: tensor.shape for name, tensor in self._named().items()}
+                shapes = {name: tensor.shape for name, tensor in self._named_weights().items()}
                 if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
                     raise CheckpointError(
                         f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
@@ -141,7 +141,7 @@ class ReplicatedBackend(OffloadingBackend):
                 for flat in self._flats.values():
                     flat.replace(tensors)
             for policy, flat in self._flats.items():
-                flat.load_state_dict(load_state(folder / _optimizer(policy)))
+                flat.load_state_dict(load_state(folder / _optimizer_file(policy)))
                 flat.zero_grad()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
@@ -152,12 +152,12 @@ class ReplicatedBackend(OffloadingBackend):
         state = [tensor for flat in flats for tensor in flat.state()]
         return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
 
-    def returned(self) -> None:
-        """Recreates copies and gradients (`OffloadingBackend.returned`)."""
+    def recreate_freed(self) -> None:
+        """Recreates copies and gradients (`OffloadingBackend.recreate_freed`)."""
         for flat in self._flats.values():
             flat.renew()
 
 
-def _optimizer(policy: str) -> str:
+def _optimizer_file(policy: str) -> str:
     """Returns the file name of the state of a policy's optimizer."""
     return f"optimizer-{policy}.pt" if policy else OPTIMIZER

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def partitioned(
+def build_partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """Builds a ZeRO-3 module. Rank 0 reads the weights, then each parameter is broadcast and partitioned. All ranks call
@@ -104,10 +104,10 @@ def _pickle_stage_by_value() -> None:
     call to `getattr`, which a restricted unpickler cannot allow.
     """
 
-    def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
+    def reduce_stage(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
         return type(stage), (int(stage.value),)
 
-    importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
+    importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduce_stage
 
 
 class DeepSpeedBackend(OffloadingBackend):
@@ -123,18 +123,18 @@ class DeepSpeedBackend(OffloadingBackend):
         super().__init__(blueprint, actor, worker)
         self.config = deepspeed_config(actor, self.dtype)
         self.stage = int(self.config["zero_optimization"]["stage"])
-        self.deepspeed = self._started()
-        self.module = self._built(blueprint.build)
+        self.deepspeed = self._import_deepspeed()
+        self.module = self._build(blueprint.build)
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._shapes = {name: _shape(p) for name, p in trained}
         self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
         self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in trained]))
-        self._accumulated = False
+        self._has_gradients = False
         self.prepare_reference()
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
-    def _started(self) -> Any:
+    def _import_deepspeed(self) -> Any:
         """Imports DeepSpeed, initializes it on the worker group's process group, and returns the package."""
         is_on_gpu = self.device.type != "cpu"
         if not is_on_gpu:
@@ -161,11 +161,11 @@ class DeepSpeedBackend(OffloadingBackend):
             _pickle_stage_by_value()
         return deepspeed
 
-    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
+    def _build(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Builds the module in the compute dtype on the device. With stage 3, the module is partitioned over the ranks."""
         if self.stage == 3:
             with _quiet():
-                return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
+                return build_partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
         module = build()
         for parameter in module.parameters():  # buffers, such as position frequencies, keep their precision
             parameter.data = parameter.data.to(self.dtype)
@@ -181,7 +181,7 @@ class DeepSpeedBackend(OffloadingBackend):
             raise ConfigError(f"DeepSpeed refuses {KEY}: {error}") from error
 
     def _make_reference(self) -> nn.Module:
-        reference = self._built(self.blueprint.build_reference)
+        reference = self._build(self.blueprint.build_reference)
         if self.stage < 3:
             return reference
         zero = {key: option for key, option in self.config["zero_optimization"].items() if key != "offload_optimizer"}
@@ -210,9 +210,9 @@ class DeepSpeedBackend(OffloadingBackend):
         Raises:
             RuntimeError: A second call came before `optimizer_step`.
         """
-        if self._accumulated:
+        if self._has_gradients:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
-        self._accumulated = True
+        self._has_gradients = True
         return super().forward_backward(micro_batches, loss)
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -226,7 +226,7 @@ class DeepSpeedBackend(OffloadingBackend):
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
-        self._accumulated = False
+        self._has_gradients = False
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -268,7 +268,7 @@ class DeepSpeedBackend(OffloadingBackend):
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-        def one_at_a_time() -> Iterator[torch.Tensor]:
+        def iter_full_parameters() -> Iterator[torch.Tensor]:
             for parameter in trained:
                 if not hasattr(parameter, "ds_id"):
                     yield parameter.detach()
@@ -277,7 +277,7 @@ class DeepSpeedBackend(OffloadingBackend):
                 with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     yield parameter.detach()
 
-        edit(one_at_a_time())
+        edit(iter_full_parameters())
 
     def local_tensors(self) -> Named:
         """Yields names and tensors of this rank's weights. With stage 3, the tensors are flat partitions without padding."""
@@ -300,7 +300,7 @@ class DeepSpeedBackend(OffloadingBackend):
         if "checkpoint" not in self.config:  # a writer from the user's configuration stays
             self.engine.checkpoint_engine.save = _write
         with self.awake(), _quiet():
-            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._frozen)
+            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._has_frozen)
         if self.rank == 0:
             layout = {**self._layout(), "parameters": self._shapes}
             write_durably(folder / LAYOUT, json.dumps(layout, indent=1).encode() + b"\n")
@@ -310,7 +310,7 @@ class DeepSpeedBackend(OffloadingBackend):
         self.worker.barrier()
 
     @property
-    def _frozen(self) -> bool:
+    def _has_frozen(self) -> bool:
         """True if some weights are frozen; they are restored from the model's files, not from checkpoints."""
         return not all(parameter.requires_grad for parameter in self.module.parameters())
 
@@ -358,7 +358,9 @@ class DeepSpeedBackend(OffloadingBackend):
         self.engine._config.load_universal_checkpoint = universal
         try:
             with _quiet():
-                loaded_path, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self._frozen)
+                loaded_path, _ = self.engine.load_checkpoint(
+                    str(source), tag=TAG, load_module_strict=not self._has_frozen
+                )
         finally:
             self.engine._config.load_universal_checkpoint = False
         if loaded_path is None:
@@ -384,9 +386,9 @@ class DeepSpeedBackend(OffloadingBackend):
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy and the tensors to free (`OffloadingBackend.offloadable_tensors`)."""
         buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
-        return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
+        return self._iter_tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def _iter_tensors(self) -> Iterator[torch.Tensor]:
         """Yields all tensors of model, optimizer and reference, in any order."""
         for tensor in tensors_of(self.module, self._reference):
             yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rlhpc.training.backend import TrainingRanks
 
 
-_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
-_UNPARTITIONED = "mp_rank_00_model_states.pt"
+_RANK_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
+_UNPARTITIONED_FILE = "mp_rank_00_model_states.pt"
 
 
 @dataclass
@@ -73,7 +73,7 @@ def files_of(folder: Path, rank: int) -> list[Path]:
     return [
         path
         for path in sorted(folder.glob("*_states.pt"))
-        if path.name == _UNPARTITIONED or ((match := _PART.search(path.name)) and int(match[1]) == rank)
+        if path.name == _UNPARTITIONED_FILE or ((match := _RANK_FILE.search(path.name)) and int(match[1]) == rank)
     ]
 
 
@@ -86,27 +86,27 @@ def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         CheckpointError: Files are missing or damaged.
     """
-    optim_paths, model_paths = _parts(folder, "optim"), _parts(folder, "model")
+    optim_paths, model_paths = _rank_files(folder, "optim"), _rank_files(folder, "model")
     if not optim_paths:
         raise CheckpointError(f"{folder}: holds no *_optim_states.pt, so it is no DeepSpeed checkpoint")
     states = [_load(path)["optimizer_state_dict"] for path in optim_paths]
-    num_ranks = int(_count(states[0], len(states)))
+    num_ranks = int(_saved_world_size(states[0], len(states)))
     if len(states) != num_ranks:
         raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {num_ranks} that there were")
-    shapes = _load(model_paths[0] if model_paths else folder / _UNPARTITIONED)["param_shapes"]
+    shapes = _load(model_paths[0] if model_paths else folder / _UNPARTITIONED_FILE)["param_shapes"]
     if "fp32_flat_groups" in states[0]:
-        yield from _stage_3(states, shapes)
+        yield from _iter_stage_3(states, shapes)
     else:
-        yield from _stages_1_2(states, shapes)
+        yield from _iter_stages_1_2(states, shapes)
 
 
-def _count(state: dict[str, Any], default: int) -> Any:
+def _saved_world_size(state: dict[str, Any], default: int) -> Any:
     """Returns the world size at which the state was saved."""
     count = state.get("partition_count", default)
     return max(count) if isinstance(count, (list, tuple)) else count
 
 
-def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     for group, group_shapes in enumerate(shapes):
         for name, shape in group_shapes.items():
             partitions = []
@@ -118,7 +118,7 @@ def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> I
             yield name, _assemble(name, partitions, shape)
 
 
-def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     for group, group_shapes in enumerate(shapes):
         start = 0
         for name, shape in group_shapes.items():
@@ -138,9 +138,11 @@ def _assemble(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor
     return flat.detach()[: size.numel()].view(size)
 
 
-def _parts(folder: Path, kind: str) -> list[Path]:
+def _rank_files(folder: Path, kind: str) -> list[Path]:
     """Returns the ranks' files of one kind (`optim` or `model`), in rank order."""
-    paths_by_rank = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
+    paths_by_rank = {
+        int(m[1]): path for path in folder.glob("*.pt") if (m := _RANK_FILE.search(path.name)) and m[2] == kind
+    }
     return [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
 
 

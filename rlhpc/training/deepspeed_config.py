@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEY = "actor.deepspeed.config"
 
 #: DeepSpeed keys that rlhpc sets, and the rlhpc keys that determine them.
-DECIDED = {
+FIXED_KEYS = {
     "train_batch_size": "actor.global_batch_size",
     "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
     "gradient_accumulation_steps": "actor.max_tokens_per_micro_batch",
@@ -69,7 +69,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
     user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
-    _check(user_config)
+    _check_user_config(user_config)
     is_bfloat16 = dtype == torch.bfloat16
     defaults: dict[str, Any] = {"steps_per_print": 2**31}
     if parameters is not None:
@@ -95,9 +95,9 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     return _merge(_merge(defaults, user_config), fixed_options)
 
 
-def _check(user_config: dict[str, Any]) -> None:
+def _check_user_config(user_config: dict[str, Any]) -> None:
     """Rejects keys that rlhpc sets, and sections that DeepSpeed would ignore."""
-    for path, actor_key in DECIDED.items():
+    for path, actor_key in FIXED_KEYS.items():
         section, _, key = path.partition(".")
         section_config = user_config.get(section)
         if (section in user_config and not key) or (key and isinstance(section_config, dict) and key in section_config):
@@ -114,9 +114,9 @@ def _check(user_config: dict[str, Any]) -> None:
         raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
 
 
-def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(under)
-    for key, value in over.items():
+def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(base)
+    for key, value in overrides.items():
         are_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if are_mappings else copy.deepcopy(value)
     return merged

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhpc.training.backend import TrainingRanks
 
 #: File name of a rank's shards, as in PyTorch; numbers start at 1.
-_SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
+_SHARD_FILE = "shard-{number:05d}-model-00001-of-00001.safetensors"
 
 
 def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingRanks) -> None:
@@ -59,7 +59,7 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
         tensor_data = [(write_item.index.fqn, write_item.tensor_data) for write_item in plan.items]
         offsets = {name: {"saved_offsets": data.chunk.offsets} for name, data in tensor_data if data is not None}
         metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
-        path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
+        path = folder / _SHARD_FILE.format(number=plan.storage_data["shard_index"])
         write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), metadata))
     fsync_folder(folder)
 

@@ -223,7 +223,7 @@ class FlatModule:
         """All trainable parameters as one flat view."""
         return self._weights
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def named_weights(self) -> dict[str, torch.Tensor]:
         """Returns views of the optimizer's weights, by parameter name."""
         return dict(zip(self.names, self.split(self._weights), strict=True))
 
@@ -256,10 +256,10 @@ class FlatModule:
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step(lr)
-        self._copied()
+        self._update_copies()
 
     @torch.no_grad()
-    def _copied(self) -> None:
+    def _update_copies(self) -> None:
         if self.mixed:
             self._compute.copy_(self._weights)
 
@@ -278,9 +278,9 @@ class FlatModule:
     @torch.no_grad()
     def replace(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the values of all trained weights, and keeps the optimizer's state."""
-        for name, weight in self.named().items():
+        for name, weight in self.named_weights().items():
             weight.copy_(tensors[name])
-        self._copied()
+        self._update_copies()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, by parameter name; tensors are views of it."""
@@ -326,4 +326,4 @@ class FlatModule:
     def renew(self) -> None:
         """Recreates the tensors of `scratch` from `state`, with zero gradients."""
         self.zero_grad()
-        self._copied()
+        self._update_copies()

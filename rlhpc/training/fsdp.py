@@ -37,10 +37,10 @@ from rlhpc.training.backend import (
     tensors_of,
 )
 from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
-from rlhpc.training.mesh import Mesh, form_single_rank_group, shared_by
+from rlhpc.training.mesh import Mesh, form_single_rank_group, ranks_per_shard
 from rlhpc.training.parameter_names import require_same_shapes
 from rlhpc.training.safetensors_reader import Slices
-from rlhpc.training.safetensors_writer import fill, missing
+from rlhpc.training.safetensors_writer import fill, find_missing
 from rlhpc.training.shard_layout import Region, copy_full, local_part, pieces
 from rlhpc.training.tensor_parallel import make_buffers
 
@@ -68,24 +68,24 @@ class FsdpBackend(OffloadingBackend):
         form_single_rank_group(self.device.type)
         self.mesh: Mesh = Mesh(self.sizes, self.rank, self.device.type)
         #: Device of a rank's shards between uses.
-        self.home = torch.device("cpu") if self.options.cpu_offload else self.device
+        self.shard_device = torch.device("cpu") if self.options.cpu_offload else self.device
         is_mixed = self.dtype != torch.float32
         precision = MixedPrecisionPolicy(self.dtype, torch.float32) if is_mixed else MixedPrecisionPolicy()
-        self.module = self._sharded(blueprint.build, precision, bool(self.options.reshard_after_forward))
-        self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        self._copies = {name: shared_by(p, self.ranks) for name, p in self._parameters()}
+        self.module = self._build_sharded(blueprint.build, precision, bool(self.options.reshard_after_forward))
+        self._num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        self._copies = {name: ranks_per_shard(p, self.ranks) for name, p in self._parameters()}
         self._moments = {
             name: {moment: torch.zeros_like(p.to_local()) for moment in _MOMENTS} for name, p in self._parameters()
         }
         #: Number of optimizer steps of each parameter; a parameter without a gradient is not updated.
         self._steps = {name: 0 for name, _ in self._parameters()}
-        self._bad: list[str] = []
-        self._bind()
+        self._bad_gradients: list[str] = []
+        self._build_optimizer()
         self.prepare_reference()
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
-    def _sharded(
+    def _build_sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
         """Builds a sharded module. Each rank reads its slices of the weights from the files if possible. Otherwise rank 0
@@ -98,7 +98,7 @@ class FsdpBackend(OffloadingBackend):
             root: Also free the gathered weights of the root and the last layer, although a backward pass needs them first.
         """
         blueprint = self.blueprint
-        module, slices = self._empty(build)
+        module, slices = self._build_empty(build)
         source, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if slices is None:
             module = build(empty=self.rank != 0)
@@ -137,30 +137,30 @@ class FsdpBackend(OffloadingBackend):
                 reshard_after_forward=frees_weights,
             )
         if slices is not None or self.rank != 0:
-            module.to_empty(device=self.home)
+            module.to_empty(device=self.shard_device)
         if slices is not None:
-            self._read(module, slices)
+            self._fill_from_files(module, slices)
         else:
             self._distribute(module, source, buffers)
-        for fsdp_module in _parts(module):
+        for fsdp_module in _fsdp_modules(module):
             fsdp_module.set_force_sum_reduction_for_comms(True)
             fsdp_module.set_gradient_divide_factor(1.0)
         return module
 
-    def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
+    def _build_empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
         """Returns a model on the meta device and a reader of its weights; None for both if rank 0 must read the weights."""
         slices = self.blueprint.slices()
         if not all(self.worker.all_gather_object(slices is not None)) or slices is None:
             return None, None
         module = build(empty=True)
-        if missing_names := missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
+        if missing_names := find_missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
             log.info(
                 "rank 0 reads the weights and sends the others theirs: there is no %s in the files", missing_names[0]
             )
             return None, None
         return module, slices
 
-    def _read(self, module: nn.Module, slices: Slices) -> None:
+    def _fill_from_files(self, module: nn.Module, slices: Slices) -> None:
         fill(
             module, self.mesh, slices, self.blueprint.created_tensors(module), f"{self.blueprint.key}.model.model_path"
         )
@@ -183,12 +183,12 @@ class FsdpBackend(OffloadingBackend):
         """
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
-                copy_full(parameter, self._from_first(source.pop(name, None), parameter))
+                copy_full(parameter, self._broadcast_from_first(source.pop(name, None), parameter))
         for name, buffer in module.named_buffers():
-            full_buffer = self._from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
+            full_buffer = self._broadcast_from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
             self._set_buffer(module, name, full_buffer)
 
-    def _from_first(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def _broadcast_from_first(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         value = value.to(self.device).contiguous()
@@ -196,7 +196,7 @@ class FsdpBackend(OffloadingBackend):
         return value
 
     def _make_reference(self) -> nn.Module:
-        return self._sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
+        return self._build_sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
         """Yields the names and tensors of trainable parameters, in the model's order."""
@@ -205,12 +205,12 @@ class FsdpBackend(OffloadingBackend):
                 assert isinstance(parameter, DTensor)
                 yield name, parameter
 
-    def _bind(self) -> None:
+    def _build_optimizer(self) -> None:
         """Builds the optimizer over the local shards on their current device. Empty shards of small tensors are omitted."""
         nonempty = {name: p for name, p in self._parameters() if p.to_local().numel()}
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in nonempty.items()}
         # A rank with no elements at all still needs an optimizer, over a dummy tensor.
-        parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
+        parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.shard_device))]
         self.optimizer = self.optim.torch_optimizer(parameters)
         for name, shard in self._local.items():
             step = torch.full((), float(self._steps[name]), device=shard.device)
@@ -221,7 +221,7 @@ class FsdpBackend(OffloadingBackend):
     @property
     def parameters_trained(self) -> int:
         """Number of trainable parameters, over all ranks."""
-        return self._trained
+        return self._num_trained
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Returns `forward(called, batch)`, run without gradients (`TrainingBackend.evaluate`)."""
@@ -230,7 +230,7 @@ class FsdpBackend(OffloadingBackend):
         return outputs
 
     def _reshard(self) -> None:
-        for submodule in _parts(self.module):
+        for submodule in _fsdp_modules(self.module):
             submodule.reshard()
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -241,7 +241,7 @@ class FsdpBackend(OffloadingBackend):
     def _clear(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._bad = []
+        self._bad_gradients = []
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Clips by the norm over all ranks, updates the weights, and clears gradients (`TrainingBackend.optimizer_step`)."""
@@ -254,13 +254,13 @@ class FsdpBackend(OffloadingBackend):
                 self._local[name].grad = None if gradient is None else gradient.to_local()
             parameter.grad = None
         local_parameters = list(self._local.values())
-        norm = self.worker.all_reduce(self._squares().to(self.device)).sqrt()
+        norm = self.worker.all_reduce(self._squared_norm().to(self.device)).sqrt()
         if self.refuses(norm):
-            self._bad = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
+            self._bad_gradients = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
             self.optimizer.zero_grad()
             return norm
         if self.optim.clip_grad > 0:
-            clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.home))
+            clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.shard_device))
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -268,11 +268,11 @@ class FsdpBackend(OffloadingBackend):
             self._steps[name] += 1
         return norm
 
-    def _squares(self) -> torch.Tensor:
+    def _squared_norm(self) -> torch.Tensor:
         """Returns this rank's part of the squared gradient norm. A shard that n ranks hold counts 1/n on each of
         them. torch cannot compute this norm, because the parameters are on meshes of different dimensions.
         """
-        squared_norm = torch.zeros((), device=self.home)
+        squared_norm = torch.zeros((), device=self.shard_device)
         for num_copies in sorted(set(self._copies.values())):
             gradients = [
                 p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == num_copies
@@ -283,7 +283,7 @@ class FsdpBackend(OffloadingBackend):
 
     def bad_gradients(self) -> list[str]:
         """Returns the names of parameters with non-finite gradients (`TrainingBackend.bad_gradients`)."""
-        return sorted(set().union(*self.worker.all_gather_object(self._bad)))
+        return sorted(set().union(*self.worker.all_gather_object(self._bad_gradients)))
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers a full weight (`TrainingBackend.full`)."""
@@ -322,7 +322,7 @@ class FsdpBackend(OffloadingBackend):
             for name, parameter in self.module.named_parameters():
                 yield name, local_part(parameter)
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _checkpoint_state(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of a checkpoint, as DTensors that share memory with the live tensors."""
         self._reshard()
         state: dict[str, torch.Tensor] = {}
@@ -338,7 +338,7 @@ class FsdpBackend(OffloadingBackend):
         """Writes each rank's shards as safetensors, in the layout of PyTorch's distributed checkpoints."""
         folder = Path(folder)
         with self.awake():
-            save_sharded(folder / SHARDS, self._state(), self.worker)
+            save_sharded(folder / SHARDS, self._checkpoint_state(), self.worker)
         if self.rank == 0:
             max_steps = max(self._steps.values(), default=0)
             state = {"name": self.optim.name, "steps": max_steps, "parameters": self._steps}
@@ -352,7 +352,7 @@ class FsdpBackend(OffloadingBackend):
         folder = Path(folder)
         self.check_identity(folder)
         with self.awake():
-            load_sharded(folder / SHARDS, self._state())
+            load_sharded(folder / SHARDS, self._checkpoint_state())
         try:
             state = json.loads((folder / OPTIMIZER).read_text())
             # Older checkpoints have one number for all parameters.
@@ -372,7 +372,7 @@ class FsdpBackend(OffloadingBackend):
 
     def park(self) -> int:
         """Moves this rank's tensors to the host (`OffloadingBackend.park`); gathered weights are freed."""
-        for submodule in (submodule for module in self.models for submodule in _parts(module)):
+        for submodule in (submodule for module in self.models for submodule in _fsdp_modules(module)):
             submodule.reshard()
         return super().park()
 
@@ -382,6 +382,6 @@ class FsdpBackend(OffloadingBackend):
         return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
 
 
-def _parts(module: nn.Module) -> list[FSDPModule]:
+def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     submodules: Iterator[Any] = module.modules()
     return [submodule for submodule in submodules if isinstance(submodule, FSDPModule)]

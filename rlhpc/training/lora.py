@@ -24,28 +24,34 @@ from rlhpc.training.parameter_names import PEFT_PREFIX, plain
 from rlhpc.training.targets import is_all_linear, is_target
 
 #: Start index of a slice of a weight in each dimension.
-Part = tuple[int, ...]
+SliceStart = tuple[int, ...]
 
 #: Number of evenly spaced elements in a sample. The sample also contains the same number of elements closest to zero, out of
-#: `_AMONG` evenly spaced elements, because in half precision a small update changes only elements near zero.
-_SAMPLE, _AMONG = 4096, 1 << 18
+#: `_NUM_CANDIDATES` evenly spaced elements, because in half precision a small update changes only elements near zero.
+_SAMPLE_SIZE, _NUM_CANDIDATES = 4096, 1 << 18
 #: Tolerance of the product, relative to the sum of its terms' magnitudes. Some kernels round factors to ten bits.
-_ROUNDED = 2.0**-9
+_TOLERANCE = 2.0**-9
 
 
 class _Sample(NamedTuple):
-    """Positions in a flattened weight (`at`), and the original elements there (`held`)."""
+    """Sample of a weight: positions in the flattened weight, and the original values at these positions."""
 
-    at: torch.Tensor
-    held: torch.Tensor
+    positions: torch.Tensor
+    values: torch.Tensor
 
 
 #: Samples by layer and by slice of the layer's weight; an entry lives as long as the layer.
-_BASES: weakref.WeakKeyDictionary[nn.Module, dict[Part, _Sample]] = weakref.WeakKeyDictionary()
+_BASES: weakref.WeakKeyDictionary[nn.Module, dict[SliceStart, _Sample]] = weakref.WeakKeyDictionary()
 
 
 def merged(
-    layer: Any, name: str, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, part: Part = ()
+    layer: Any,
+    name: str,
+    base: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    slice_start: SliceStart = (),
 ) -> torch.Tensor:
     """Returns a layer's weight with its adapter merged, W + scale · B A, in the weight's dtype; the layer is not changed.
 
@@ -56,15 +62,15 @@ def merged(
         a: LoRA factor A, `[rank, in]`, of the slice.
         b: LoRA factor B, `[out, rank]`, of the slice.
         scale: Factor of the product.
-        part: Start of the slice; empty for a full weight.
+        slice_start: Start of the slice; empty for a full weight.
 
     Raises:
         RlhpcError: The base weight has changed since the first call, or the result is not the sum of weight and product.
     """
     if not base.numel():
         return base
-    sample = _sample_of(layer, part, base)
-    if layer.merged or not torch.equal(_bytes(base, sample.at), _bytes(sample.held)):
+    sample = _sample_of(layer, slice_start, base)
+    if layer.merged or not torch.equal(_bytes(base, sample.positions), _bytes(sample.values)):
         raise RlhpcError(
             f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
             "merge_adapter(), or writes to the model's weights, let it do so to a copy"
@@ -82,27 +88,31 @@ def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, tra
     return (base.float() + (delta.T if transposed else delta)).to(base.dtype)
 
 
-def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
+def _sample_of(layer: nn.Module, slice_start: SliceStart, base: torch.Tensor) -> _Sample:
     """Returns the sample of a slice of a layer's weight. The first call takes the sample."""
     samples = _BASES.setdefault(layer, {})
-    if part not in samples:
-        flat, spaced_indices, candidates = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
+    if slice_start not in samples:
+        flat, spaced_indices, candidates = (
+            base.flatten(),
+            _spaced_positions(base, _SAMPLE_SIZE),
+            _spaced_positions(base, _NUM_CANDIDATES),
+        )
         smallest_candidates = (
-            flat[candidates].abs().float().topk(min(_SAMPLE, len(candidates)), largest=False).indices.cpu()
+            flat[candidates].abs().float().topk(min(_SAMPLE_SIZE, len(candidates)), largest=False).indices.cpu()
         )
         sample_indices = torch.cat([spaced_indices, candidates[smallest_candidates]]).cpu()
-        samples[part] = _Sample(sample_indices, flat[sample_indices].cpu())
-    return samples[part]
+        samples[slice_start] = _Sample(sample_indices, flat[sample_indices].cpu())
+    return samples[slice_start]
 
 
-def _every(base: torch.Tensor, count: int) -> torch.Tensor:
+def _spaced_positions(base: torch.Tensor, count: int) -> torch.Tensor:
     """Returns the positions of at most `count` evenly spaced elements."""
     return torch.arange(0, base.numel(), max(1, -(-base.numel() // count)))
 
 
-def _bytes(tensor: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the elements (at positions `at`) as bytes on the host. A comparison of bytes treats NaN as equal to itself."""
-    return (tensor if at is None else tensor.flatten()[at]).cpu().contiguous().view(torch.uint8)
+def _bytes(tensor: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the elements (at `positions`) as bytes on the host. A comparison of bytes treats NaN as equal to itself."""
+    return (tensor if positions is None else tensor.flatten()[positions]).cpu().contiguous().view(torch.uint8)
 
 
 def _is_sum(
@@ -112,14 +122,14 @@ def _is_sum(
 
     The product is computed element by element, because a matrix kernel as in `_sum` may round its factors to ten bits.
     """
-    row_indices, column_indices = sample.at // result.shape[1], sample.at % result.shape[1]
+    row_indices, column_indices = sample.positions // result.shape[1], sample.positions % result.shape[1]
     output_indices, input_indices = (column_indices, row_indices) if transposed else (row_indices, column_indices)
     terms = b[output_indices].float() * a.T[input_indices].float() * scale
     delta, magnitude = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
-    expected, float32 = sample.held.double() + delta, torch.finfo(torch.float32)
-    tolerance = expected.abs() * float32.eps + magnitude * _ROUNDED + float32.tiny
+    expected, float32 = sample.values.double() + delta, torch.finfo(torch.float32)
+    tolerance = expected.abs() * float32.eps + magnitude * _TOLERANCE + float32.tiny
     lower_bound, upper_bound = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
-    actual = result.flatten()[sample.at].cpu()
+    actual = result.flatten()[sample.positions].cpu()
     # Non-finite values are reported elsewhere, in more detail.
     return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected.isfinite()).all())
 

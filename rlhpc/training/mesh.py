@@ -33,8 +33,8 @@ from rlhpc.config.parallel import MeshSizes
 from rlhpc.runtime.devices import collective_backends
 
 #: Dimensions of `MeshSizes` that each mesh dimension combines.
-_MADE_OF = {"fsdp": ("shard", "context"), "expert_fsdp": (), "expert": ()}
-_EXPERTS = frozenset({"expert_fsdp", "expert"})
+_COMBINED_DIMS = {"fsdp": ("shard", "context"), "expert_fsdp": (), "expert": ()}
+_EXPERT_DIMS = frozenset({"expert_fsdp", "expert"})
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Mesh:
         sharded_dims = {
             name for name, placement in zip(dim_names, tensor.placements, strict=True) if not placement.is_replicate()
         }
-        if sharded_dims & _EXPERTS or _EXPERTS & set(dim_names):
+        if sharded_dims & _EXPERT_DIMS or _EXPERT_DIMS & set(dim_names):
             coordinates = {"replicate": self.sizes.coordinates(self.rank)["replicate"]}
             expert_rank = self.rank % (self.sizes.ranks // self.sizes.replicate)
             coordinates["expert_fsdp"], coordinates["expert"] = divmod(expert_rank, self.sizes.expert)
@@ -126,7 +126,7 @@ class Mesh:
         else:
             coordinates = self.sizes.coordinates(self.rank)
             dim_sizes = {name: getattr(self.sizes, name) for name in coordinates}
-        sharded_dims = {size_name for name in sharded_dims for size_name in (_MADE_OF.get(name) or (name,))}
+        sharded_dims = {size_name for name in sharded_dims for size_name in (_COMBINED_DIMS.get(name) or (name,))}
         copy_index, num_copies = 0, 1
         for name in sorted(dim_sizes):
             if name not in sharded_dims:
@@ -141,7 +141,7 @@ def form_single_rank_group(device: str) -> None:
         dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def shared_by(tensor: torch.Tensor, ranks: int) -> int:
+def ranks_per_shard(tensor: torch.Tensor, ranks: int) -> int:
     """Returns the number of ranks that hold the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return ranks

@@ -82,19 +82,19 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
     peft_model: Any = module
     base_model = peft_model.get_base_model() if hasattr(peft_model, "get_base_model") else module
-    reverse_conversion = _Reverse(model) if model is not None and model is base_model else None
+    reverse_conversion = _ReverseConversion(model) if model is not None and model is base_model else None
     views_by_tensor: dict[str, list[ParameterView]] = {}
     for name, shape in shapes.items():
         full_range = tuple((0, size) for size in shape)
         views_by_tensor[name] = (
             [ParameterView(plain(name), full_range)]
             if reverse_conversion is None
-            else list(reverse_conversion.parts(plain(name), shape))
+            else list(reverse_conversion.split_views(plain(name), shape))
         )
     return views_by_tensor
 
 
-class _Reverse:
+class _ReverseConversion:
     """transformers' checkpoint conversions of a model, in reverse."""
 
     def __init__(self, model: Any) -> None:
@@ -113,7 +113,7 @@ class _Reverse:
         }
         self._model = type(model).__name__
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
+    def split_views(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
         """Yields the checkpoint tensors that a tensor of the module is split into."""
         checkpoint_name, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
         full_range = tuple((0, num_rows) for num_rows in shape)

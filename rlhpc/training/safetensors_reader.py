@@ -25,7 +25,7 @@ class Slices:
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = dict(files)
-        self._open: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
         self._stack = contextlib.ExitStack()
 
     @classmethod
@@ -57,7 +57,7 @@ class Slices:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
+        self._open_files.clear()
         self._stack.close()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -65,12 +65,12 @@ class Slices:
         from safetensors import safe_open
 
         path = self.files[name]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
+        if path not in self._open_files:
+            self._open_files[path] = self._stack.enter_context(safe_open(path, "pt"))
         if box is None or not box.sizes:
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
+            tensor: torch.Tensor = self._open_files[path].get_tensor(name)
             return tensor
-        tensor_slice: torch.Tensor = self._open[path].get_slice(name)[box.slices]
+        tensor_slice: torch.Tensor = self._open_files[path].get_slice(name)[box.slices]
         return tensor_slice
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import checkpoint_parts, model_in
 from rlhpc.training.safetensors_reader import Slices
-from rlhpc.training.shard_layout import copy_full, held, named_tensor, regions
+from rlhpc.training.shard_layout import copy_full, iter_tensors, named_tensor, regions
 
 #: Maximum bytes of tensors in a file, unless a single tensor is larger; transformers uses the same limit.
 MAX_FILE_BYTES = 5 * 10**9
@@ -69,9 +69,9 @@ class Layout:
                 file_bytes = 0
             names_by_file[-1].append(name)
             file_bytes += nbytes
-        self.total = sum(sizes.values())
-        self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
-        self.places: dict[str, TensorLocation] = {}
+        self.total_bytes = sum(sizes.values())
+        self.num_parameters = sum(math.prod(shape) for shape, _ in tensors.values())
+        self.locations: dict[str, TensorLocation] = {}
         self._headers: dict[str, tuple[bytes, int]] = {}
         for file_number, names in enumerate(names_by_file, 1):
             file = (
@@ -80,7 +80,7 @@ class Layout:
             header = safetensors_header({name: tensors[name] for name in names})
             offset = len(header)
             for name in names:
-                self.places[name] = TensorLocation(file, offset, *tensors[name])
+                self.locations[name] = TensorLocation(file, offset, *tensors[name])
                 offset += sizes[name]
             self._headers[file] = header, offset
 
@@ -95,8 +95,8 @@ class Layout:
                 stream.truncate(size)
         if len(self._headers) > 1:
             index = {
-                "metadata": {"total_size": self.total, "total_parameters": self.parameters},
-                "weight_map": {name: location.file for name, location in sorted(self.places.items())},
+                "metadata": {"total_size": self.total_bytes, "total_parameters": self.num_parameters},
+                "weight_map": {name: location.file for name, location in sorted(self.locations.items())},
             }
             write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
 
@@ -115,7 +115,7 @@ class Layout:
         num_written = 0
         try:
             for name, box, values in boxes:
-                location = self.places[name]
+                location = self.locations[name]
                 if location.file not in files:
                     files[location.file] = os.open(folder / location.file, os.O_WRONLY)
                 num_written += _write_box(files[location.file], location, box, values.detach())
@@ -131,19 +131,19 @@ class Layout:
         fsync_folder(folder)
 
 
-def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
+def _write_box(file: int, location: TensorLocation, box: Box, values: torch.Tensor) -> int:
     """Writes a box in runs of bytes that are contiguous in the file, and returns the number of bytes."""
     total_written = 0
-    for start, run in _runs(place.shape, box, values):
-        file_offset = place.offset + start * place.dtype.itemsize
-        step = max(1, CHUNK // place.dtype.itemsize)
+    for start, run in _runs(location.shape, box, values):
+        file_offset = location.offset + start * location.dtype.itemsize
+        step = max(1, CHUNK // location.dtype.itemsize)
         for chunk_start in range(0, run.numel(), step):
-            chunk = run[chunk_start : chunk_start + step].to("cpu", place.dtype).contiguous()
+            chunk = run[chunk_start : chunk_start + step].to("cpu", location.dtype).contiguous()
             chunk_bytes = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
             num_written = 0
             while num_written < len(chunk_bytes):
                 num_written += os.pwrite(
-                    file, chunk_bytes[num_written:], file_offset + chunk_start * place.dtype.itemsize + num_written
+                    file, chunk_bytes[num_written:], file_offset + chunk_start * location.dtype.itemsize + num_written
                 )
             total_written += len(chunk_bytes)
     return total_written
@@ -174,14 +174,14 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
         yield run_start, values[tuple(index)].reshape(-1)
 
 
-def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _rows(first_element: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields the rows of one run, some rows at a time, so that copies stay small."""
     if values.is_contiguous():
-        yield first, values.reshape(-1)
+        yield first_element, values.reshape(-1)
         return
     step = max(1, CHUNK // max(1, values[:1].numel() * values.element_size())) if len(values) else 1
     for start in range(0, len(values), step):
-        yield first + start * stride, values[start : start + step].reshape(-1)
+        yield first_element + start * stride, values[start : start + step].reshape(-1)
 
 
 @torch.no_grad()
@@ -215,11 +215,11 @@ def fill(
             region.of(module).copy_(slices.read(region.name, region.box))
 
 
-def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:
+def find_missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:
     """Returns the names of a module's tensors that are neither in the files nor created."""
     created_names = set(created)
     if getattr(getattr(model_in(module), "config", None), "quantization_config", None) is not None:
         return ["weight that is not quantized"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
+    shapes = {name: tuple(tensor.shape) for name, tensor in iter_tensors(module) if name not in created_names}
     views_by_tensor = checkpoint_parts(module, shapes)
     return [view.name for name in shapes for view in views_by_tensor[name] if view.name not in slices.files]

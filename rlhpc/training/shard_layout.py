@@ -43,7 +43,11 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     if not isinstance(tensor, DTensor):
         return [(full_box(tensor.shape), full_box(tensor.shape))]
     runs_by_dim = [
-        _runs(size, tensor.device_mesh, tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements))
+        _runs(
+            size,
+            tensor.device_mesh,
+            tuple(_placement_along(placement, dim, tensor.ndim) for placement in tensor.placements),
+        )
         for dim, size in enumerate(tensor.shape)
     ]
     pairs = []
@@ -64,7 +68,7 @@ def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
         cut(local_part(target), local_box).copy_(cut(full, box))
 
 
-def _along(placement: Placement, dim: int, ndim: int) -> Placement:
+def _placement_along(placement: Placement, dim: int, ndim: int) -> Placement:
     """Returns the placement of a vector of indices along one dimension that corresponds to a placement of the tensor."""
     sharded_dim = getattr(placement, "dim", None)
     if sharded_dim is None or sharded_dim % ndim != dim:
@@ -77,11 +81,11 @@ def _along(placement: Placement, dim: int, ndim: int) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
+def _runs(size: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
     """Returns the index runs of a dimension that are on this rank: (start, size, start in the local tensor)."""
-    if all(placement.is_replicate() for placement in along):
+    if all(placement.is_replicate() for placement in placements):
         return [(0, size, 0)]
-    local_indices = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
+    local_indices = distribute_tensor(torch.arange(size), mesh, placements, src_data_rank=None).to_local().cpu()
     if not len(local_indices):
         return []
     breaks = (torch.nonzero(local_indices.diff() != 1).flatten() + 1).tolist()
@@ -130,7 +134,7 @@ def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors of parameters and persistent buffers. A tied tensor is yielded once, by its first name."""
     ids = set[int]()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -169,7 +173,7 @@ def _checkpoint_views(
     module: nn.Module, is_included: Callable[[str], bool], *, adapters: bool = False
 ) -> list[tuple[str, torch.Tensor, list[ParameterView]]]:
     """Returns each tensor of a module, with its name and its included checkpoint views."""
-    tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
+    tensors = {name: tensor for name, tensor in iter_tensors(module) if adapters or ".lora_" not in name}
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return [
         (name, tensor, [view for view in views_by_tensor[name] if is_included(view.name)])
@@ -194,11 +198,11 @@ def regions_of(
         Region(view.name, view.shape, tensor.dtype, overlap[0], name, overlap[1], copy_index, num_copies, frozen)
         for view in parts
         for box, local_box in boxes(tensor)
-        if (overlap := within(view.index, box, local_box)) is not None
+        if (overlap := intersect(view.index, box, local_box)) is not None
     ]
 
 
-def within(
+def intersect(
     index: tuple[int | tuple[int, int], ...], box: Box, local: Box
 ) -> tuple[Box, tuple[int | slice, ...]] | None:
     """Returns the intersection of a box with a view of the same tensor; None if it is empty.
@@ -269,7 +273,7 @@ def pieces(
             continue
         layer = layers.get(id(tensor))
         factors = None if layer is None else factors_of(layer, full)
-        resharded = _rows_of(tensor) if rows else tensor
+        resharded = _reshard_to_rows(tensor) if rows else tensor
         for region in regions_of(name, resharded, views, mesh, frozen=plain(name) in frozen_tensors):
             if factors is None:
                 yield region, partial(region.view, resharded)
@@ -286,7 +290,7 @@ def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> t
     return merged(adapted.layer, region.name, region.view(tensor), a, b, adapted.scale, region.box.starts)
 
 
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def _reshard_to_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Redistributes a tensor so that it is sharded along its first dimension only, and returns it."""
     if not isinstance(tensor, DTensor) or tensor.ndim < 2:
         return tensor

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from rlhpc.training.mesh import Mesh
 
-_SUMMED = "replicated_with_grad_allreduce"
-_DISPATCH = "ep_dispatch_experts"
+_SUMMED_GRADIENT_STYLE = "replicated_with_grad_allreduce"
+_DISPATCH_STYLE = "ep_dispatch_experts"
 #: LoRA factor that is cut with its layer, by the layer's style.
-_HALF = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
+_CUT_FACTOR = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
 
 
 def divide(model: Any, mesh: Mesh, key: str) -> None:
@@ -45,7 +45,7 @@ def divide(model: Any, mesh: Mesh, key: str) -> None:
     """
     tensor, expert = mesh.sizes.tensor, mesh.sizes.expert
     check_heads(model, mesh, key)
-    experts = _experts(model, expert, key) if expert > 1 else {}
+    experts = _expert_plan(model, expert, key) if expert > 1 else {}
     styles = _tensor_plan(model, tensor, experts, key) if tensor > 1 else {}
     _Divider(model, key).apply(styles, mesh.tensor, experts, mesh.expert)
 
@@ -81,14 +81,14 @@ def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) ->
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(submodule): name for name, submodule in model.named_modules()}
     if embedding is not None and lm_head is not None:
-        plan.setdefault(_wild(names[id(embedding)]), "embedding_rowwise")
+        plan.setdefault(_wildcard_name(names[id(embedding)]), "embedding_rowwise")
         vocabulary = lm_head.out_features
         if vocabulary % size:
             raise ConfigError(f"{key}.tensor({size}) does not divide the vocabulary of {vocabulary} tokens")
     if experts:  # the experts' plan applies to the modules it names, and their submodules
         is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
         plan = {name: style for name, style in plan.items() if not is_expert(name)}
-    parameter_names = {_wild(name) for name, _ in model.named_parameters()}
+    parameter_names = {_wildcard_name(name) for name, _ in model.named_parameters()}
     packed_names = sorted(
         name for name, style in plan.items() if style.startswith("packed_") and name in parameter_names
     )
@@ -100,9 +100,9 @@ def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) ->
     return plan
 
 
-def _experts(model: Any, size: int, key: str) -> dict[str, str]:
+def _expert_plan(model: Any, size: int, key: str) -> dict[str, str]:
     plan = dict(model.ep_plan or {})
-    if _DISPATCH not in plan.values():
+    if _DISPATCH_STYLE not in plan.values():
         raise ConfigError(
             f"{key}.expert({size}): transformers has no plan to share out experts of {type(model).__name__}"
         )
@@ -115,11 +115,11 @@ def _experts(model: Any, size: int, key: str) -> dict[str, str]:
 
 def expert_modules(model: Any) -> list[nn.Module]:
     """Returns the modules whose parameters are sharded by experts."""
-    names = [name for name, style in (model.ep_plan or {}).items() if style == _DISPATCH]
-    return [module for name, module in model.named_modules() if _wild(plain(name)) in names]
+    names = [name for name, style in (model.ep_plan or {}).items() if style == _DISPATCH_STYLE]
+    return [module for name, module in model.named_modules() if _wildcard_name(plain(name)) in names]
 
 
-def _wild(name: str) -> str:
+def _wildcard_name(name: str) -> str:
     """Returns a name with wildcards instead of layer numbers, as plans use it."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -129,7 +129,7 @@ class _Divider:
 
     def __init__(self, model: Any, key: str) -> None:
         self._model, self._key = model, key
-        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._sharded_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def apply(
         self, plan: dict[str, str], tensor: DeviceMesh | None, experts: dict[str, str], expert: DeviceMesh | None
@@ -137,12 +137,12 @@ class _Divider:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
         styles: dict[str, Any] = {name: ALL_PARALLEL_STYLES[name] for name in {*plan.values(), *experts.values()}}
-        if _SUMMED in styles:
-            styles[_SUMMED] = summed_gradient()
+        if _SUMMED_GRADIENT_STYLE in styles:
+            styles[_SUMMED_GRADIENT_STYLE] = summed_gradient()
         for name, module in list(self._model.named_modules()):
             if hasattr(module, "base_layer"):  # the wrapped layer is visited separately
                 continue
-            wildcard_name = _wild(plain(f"{name}.").removesuffix("."))
+            wildcard_name = _wildcard_name(plain(f"{name}.").removesuffix("."))
             for rules, mesh in ((plan, tensor), (experts, expert)):
                 if mesh is None:
                     continue
@@ -155,36 +155,36 @@ class _Divider:
                     continue
                 if style == "mla_kv_a_proj":
                     module.config = self._model.config.get_text_config()
-                if style == _DISPATCH:
+                if style == _DISPATCH_STYLE:
                     styles[style].install_forward(module, ep_mesh=mesh, tp_mesh=tensor)
                 else:
                     styles[style].install_forward(module, mesh)
         if tensor is not None:
-            self._adapters(plan, styles, tensor)
+            self._shard_adapters(plan, styles, tensor)
 
-    def _adapters(self, plan: dict[str, str], styles: dict[str, Any], mesh: DeviceMesh) -> None:
+    def _shard_adapters(self, plan: dict[str, str], styles: dict[str, Any], mesh: DeviceMesh) -> None:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
         for name, layer in adapted_layers(self._model):
-            style = plan.get(_wild(plain(name)))
+            style = plan.get(_wildcard_name(plain(name)))
             if style is None:
                 continue
-            if style not in _HALF:
+            if style not in _CUT_FACTOR:
                 raise ConfigError(
                     f"{self._key}.tensor: {name} is cut by {style}, and cannot have an adapter; leave it out of "
                     "actor.lora.target_modules"
                 )
-            factor = getattr(layer, _HALF[style])[ADAPTER]
+            factor = getattr(layer, _CUT_FACTOR[style])[ADAPTER]
             factor_style = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
-            self._shard(factor_style, factor, "weight", mesh, f"{name}.{_HALF[style]}")
+            self._shard(factor_style, factor, "weight", mesh, f"{name}.{_CUT_FACTOR[style]}")
             if style != "colwise_gather_output":  # the head, whose factors are used directly
                 factor_style.install_forward(factor, mesh)
 
     def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
         original = module._parameters[name]
         assert original is not None
-        if id(original) in self._cut:  # tied
-            module._parameters[name] = self._cut[id(original)][1]
+        if id(original) in self._sharded_parameters:  # tied
+            module._parameters[name] = self._sharded_parameters[id(original)][1]
             return
         style.validate_param(module, name, mesh, parameter_name=full)
         style.shard_param(module, name, mesh)
@@ -197,7 +197,7 @@ class _Divider:
                 raise ConfigError(
                     f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(original.shape)} evenly"
                 )
-        self._cut[id(original)] = original, sharded  # the original, so that its id is not reused
+        self._sharded_parameters[id(original)] = original, sharded  # the original, so that its id is not reused
 
 
 def summed_gradient() -> Any:
@@ -230,7 +230,7 @@ def summed_gradient() -> Any:
     return SummedGradient()
 
 
-def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def computed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors of the buffers that no checkpoint contains, such as position tables. Building a model computes
     them.
     """
@@ -242,7 +242,7 @@ def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def make_buffers(module: nn.Module) -> list[str]:
-    """Computes the buffers that no checkpoint contains (`made_buffers`), for a model that was built empty.
+    """Computes the buffers that no checkpoint contains (`computed_buffers`), for a model that was built empty.
 
     transformers does the same after it has read the weights.
 
@@ -254,11 +254,11 @@ def make_buffers(module: nn.Module) -> list[str]:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     buffers_by_fill: list[dict[str, torch.Tensor]] = []
     for fill in (0, 1):  # buffers without a value differ between the two passes
-        for _, tensor in made_buffers(module):
+        for _, tensor in computed_buffers(module):
             tensor.fill_(fill)
         for submodule in model.modules():
             if submodule._non_persistent_buffers_set and not submodule._parameters:
                 with contextlib.suppress(NotImplementedError):
                     model._init_weights(submodule)
-        buffers_by_fill.append({name: tensor.clone() for name, tensor in made_buffers(module)})
+        buffers_by_fill.append({name: tensor.clone() for name, tensor in computed_buffers(module)})
     return [name for name, tensor in buffers_by_fill[0].items() if not torch.equal(tensor, buffers_by_fill[1][name])]

@@ -31,7 +31,7 @@ from rlhpc.runtime.comm.device_memory import current_device
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 
-_SHORTEST_S, _LONGEST_S = 0.0002, 0.02
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.0002, 0.02
 #: Interval at which a waiting rank checks its peers in the registry's files, and the number of peers it checks each time. A
 #: rank that finds a missing peer notifies all ranks.
 _CHECK_INTERVAL_S, _PEERS_PER_CHECK = 0.5, 8
@@ -125,13 +125,15 @@ class WeightProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         peers = [0] if self._rank else self._presence.peers
-        self._begin(lambda torch_group: [torch_group.broadcast([flat], options)], [flat], peers)
+        self._start_works(lambda torch_group: [torch_group.broadcast([flat], options)], [flat], peers)
 
     def confirm(self) -> None:
         """Starts an all-reduce that completes when all ranks have the data sent before it. The sender needs this, because a
         rank that forwards data may be lost after the sender has sent the data.
         """
-        self._begin(lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers)
+        self._start_works(
+            lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers
+        )
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Starts sends to some ranks and receives from others, which run at the same time."""
@@ -144,7 +146,7 @@ class WeightProcessGroup:
             return [torch_group._end_coalescing()] if self.kind == "nccl" else works
 
         transfers = [*sends, *receives]
-        self._begin(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
+        self._start_works(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
 
     def wait(self) -> None:
         """Waits until all started operations are done.
@@ -211,7 +213,7 @@ class WeightProcessGroup:
 
     def _wait_for(self, missing: Callable[[], Sequence[int]]) -> None:
         """Waits until no rank is missing."""
-        context, pause, start = current(), _SHORTEST_S, time.monotonic()
+        context, pause, start = current(), _MIN_PAUSE_S, time.monotonic()
         next_check = start + _CHECK_INTERVAL_S
         while ranks := missing():
             context.check()
@@ -226,12 +228,14 @@ class WeightProcessGroup:
                     f"update of weights by {self.kind}"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
     # -- torch's group ----------------------------------------------------------------------------------------------
 
-    def _begin(self, begin: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]) -> None:
-        torch_group = self._form()
+    def _start_works(
+        self, begin: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]
+    ) -> None:
+        torch_group = self._get_torch_group()
         self.wait()
         self._buffers, self._peers = buffers, peers
         try:
@@ -240,7 +244,7 @@ class WeightProcessGroup:
             raise self._group_lost(peers, str(error).strip().partition("\n")[0]) from error
         self._work = _Works(works) if self.kind == "nccl" else _as_future(works)
 
-    def _form(self) -> Any:
+    def _get_torch_group(self) -> Any:
         if self._torch_group is None:
             context, size = current(), len(self.members)
             timeout_s = min(context.wait_deadline, 1800)

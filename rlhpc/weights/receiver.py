@@ -18,9 +18,9 @@ from rlhpc.weights.verification import UpdateVerification
 
 #: `(chunk, is_late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its payload. The memory
 #: of a retained chunk is writable. `is_late`: the chunk was announced with an earlier version.
-Open = Callable[[WeightChunk, bool], Any]
+OpenChunk = Callable[[WeightChunk, bool], Any]
 #: Skips a chunk of an aborted version, or one that was received before.
-Skip = Callable[[WeightChunk], None]
+SkipChunk = Callable[[WeightChunk], None]
 #: Announcement and the memory of its chunk.
 ReceivedChunk = tuple[Announcement, Any]
 
@@ -47,9 +47,9 @@ class Subscriber:
     def receive(
         self,
         next_announcement: Callable[[], Announcement],
-        read: Open,
+        read: OpenChunk,
         prefetch: Callable[[Iterator[ReceivedChunk]], Iterator[ReceivedChunk]] = lambda chunks: chunks,
-        skip: Skip | None = None,
+        skip: SkipChunk | None = None,
     ) -> Update:
         """Waits for the next version.
 
@@ -75,36 +75,36 @@ class Subscriber:
         return Update(
             announcement.version,
             complete,
-            self._tensors(announcement, known_serial, chunks, read),
+            self._iter_tensors(announcement, known_serial, chunks, read),
             lambda: self._receipt,
         )
 
-    def _tensors(
-        self, first: Announcement, known_serial: int, chunks: Iterator[ReceivedChunk], read: Open
+    def _iter_tensors(
+        self, first_announcement: Announcement, known_serial: int, chunks: Iterator[ReceivedChunk], read: OpenChunk
     ) -> NamedUpdates:
         assembles = self._complete_updates or known_serial < 0
         retained, self._retained = self._retained, {}
         self.forget()  # until the complete version has been received
-        for chunk in first.log:
+        for chunk in first_announcement.log:
             if chunk.serial > known_serial:
                 yield from _iter_entries(chunk, read(chunk, True), retained if assembles else None)
-        latest = first
-        for latest, memory in chunks:
-            if latest.chunk is not None:
-                yield from _iter_entries(latest.chunk, memory, retained if assembles else None)
+        announcement = first_announcement
+        for announcement, memory in chunks:
+            if announcement.chunk is not None:
+                yield from _iter_entries(announcement.chunk, memory, retained if assembles else None)
             del memory  # before waiting for the next
-        self._receipt = latest.receipt
+        self._receipt = announcement.receipt
         if assembles:
             yield from retained.items()
         self._retained = retained if self._complete_updates else {}
-        self._stream, self._serial = first.stream, latest.serial
+        self._stream, self._serial = first_announcement.stream, announcement.serial
 
 
 def _iter_chunks(
-    first: Announcement, next_announcement: Callable[[], Announcement], read: Open, skip: Skip
+    first_announcement: Announcement, next_announcement: Callable[[], Announcement], read: OpenChunk, skip: SkipChunk
 ) -> Iterator[ReceivedChunk]:
     """Yields the chunks of a version, and opens each one when it is announced."""
-    announcement = first
+    announcement = first_announcement
     while True:
         yield announcement, None if announcement.chunk is None else read(announcement.chunk, False)
         if announcement.last:

@@ -142,7 +142,7 @@ class ShardSync:
 
     Attributes:
         transport: Transport to request from `transport_select.choose`.
-        sent: Bytes of weights that this rank sent, or forwarded over a group, in the last version.
+        sent_bytes: Bytes of weights that this rank sent, or forwarded over a group, in the last version.
     """
 
     transport = AUTO
@@ -159,7 +159,7 @@ class ShardSync:
         self._address, self._receivers = (worker.group_name, worker.rank), receivers
         self._layouts: ShardLayouts | None = None
         self._collective: CollectiveReshard | None = None
-        self.sent = 0
+        self.sent_bytes = 0
         # state of a trainer rank
         self._streams: list[_SliceStream] = []
         self._shard_index: dict[str, int] = {}
@@ -183,17 +183,17 @@ class ShardSync:
             p2p.begin_broadcast(
                 Header(version, self._layouts if has_new_layouts else None), *self._src, self._receivers
             )()
-        self.sent = 0
+        self.sent_bytes = 0
         sent_over_group = not has_new_layouts and self._send_over_group(version, shards)
         streams = [(stream, stream.retained_slices if sent_over_group else stream.slices) for stream in self._streams]
-        self.sent += sum(
+        self.sent_bytes += sum(
             source_slice.nbytes
             for stream, slices in streams
             for source_slice in slices
             if source_slice.label not in stream.frozen_labels
         )
         async_works = [
-            in_background(f"shards-{index}", functools.partial(self._send, *stream, version, shards))
+            in_background(f"shards-{index}", functools.partial(self._send_stream, *stream, version, shards))
             for index, stream in enumerate(streams)
             if stream[1]
         ]
@@ -205,7 +205,7 @@ class ShardSync:
         """Sends the slices that are not retained over the process group; returns whether all ranks have received them."""
         if self._collective is None:
             return False
-        rank, values = self._worker.rank, functools.partial(self._value, shards)
+        rank, values = self._worker.rank, functools.partial(self._slice_values, shards)
         for _ in self._collective.run(
             version, lambda group: send_rounds(group, self._reader_groups, rank, values, version)
         ):
@@ -216,22 +216,24 @@ class ShardSync:
             for transfer_round in readers.rounds
             for source_slice, _ in transfer_round.slices_of(rank)
         )
-        self.sent += sum(source_slice.nbytes for source_slice in sent_slices) if self._collective.succeeded else 0
+        self.sent_bytes += sum(source_slice.nbytes for source_slice in sent_slices) if self._collective.succeeded else 0
         return self._collective.succeeded
 
-    def _send(self, stream: _SliceStream, slices: list[SourceSlice], version: int, shards: Sequence[Shard]) -> None:
+    def _send_stream(
+        self, stream: _SliceStream, slices: list[SourceSlice], version: int, shards: Sequence[Shard]
+    ) -> None:
         """Sends a stream's slices of a version."""
         frozen = {source_slice.label for source_slice in slices if shards[self._shard_index[source_slice.label]].frozen}
         unsent_slices = (source_slice for source_slice in slices if source_slice.label not in stream.frozen_labels)
         stream.sender.send(
             version,
-            ((source_slice.label, self._value(shards, source_slice)) for source_slice in unsent_slices),
+            ((source_slice.label, self._slice_values(shards, source_slice)) for source_slice in unsent_slices),
             frozen=frozen,
         )
         if self._delta != "off":
             stream.frozen_labels |= frozen
 
-    def _value(self, shards: Sequence[Shard], source_slice: SourceSlice) -> torch.Tensor:
+    def _slice_values(self, shards: Sequence[Shard], source_slice: SourceSlice) -> torch.Tensor:
         """Returns the values of a slice, in the dtype in which they are sent."""
         shard = shards[self._shard_index[source_slice.label]]
         values = cut(shard.values(), source_slice.box.within(shard.box)).detach()
@@ -353,7 +355,7 @@ class ShardSync:
                 yield name, tensor
         is_received = collective is not None and collective.succeeded
         is_last = collective is None or self._reader_groups[0].ranks[-1] == collective.rank
-        self.sent = (
+        self.sent_bytes = (
             sum(source_slice.nbytes for source_slice in self._moving_slices) if is_received and not is_last else 0
         )
         order = self._retained_slices if is_received else self._ordered_slices
@@ -377,7 +379,10 @@ class ShardSync:
         streams = {rank: verification.complete_tensors() for rank, verification in verifications.items()}
         early_tensors = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
         for source_slice in order:
-            yield source_slice, _next(streams[source_slice.source], early_tensors[source_slice.source], source_slice)
+            yield (
+                source_slice,
+                _take_slice(streams[source_slice.source], early_tensors[source_slice.source], source_slice),
+            )
         for rank, stream in streams.items():
             for label, _ in stream:
                 raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
@@ -422,7 +427,7 @@ class ShardSync:
             self.want(self._requested)  # the request may have been lost
 
 
-def _next(
+def _take_slice(
     stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], source_slice: SourceSlice
 ) -> torch.Tensor:
     """Returns a slice from its stream. Stores slices that arrive earlier in `early`; only retained slices, which stay mapped,

@@ -26,7 +26,7 @@ from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.process_group import GroupLost, Presence, RankAddress, WeightProcessGroup, group_ranks
 from rlhpc.weights.transfer_plan import (
-    DIGEST,
+    DIGEST_BYTES,
     ShardMetadata,
     SliceReaders,
     SourceSlice,
@@ -260,7 +260,7 @@ def unpack_round(
     digests_by_label = _digests([(source_slice.label, tensor) for source_slice, tensor in tensors], version)
     for source, (start, _) in transfer_round.spans.items():
         source_slices = transfer_round.slices_of(source)
-        sent_digests = flat[start:][: DIGEST * len(source_slices)].cpu().numpy().view(np.uint64)
+        sent_digests = flat[start:][: DIGEST_BYTES * len(source_slices)].cpu().numpy().view(np.uint64)
         for (source_slice, _), sent_digest in zip(source_slices, sent_digests, strict=True):
             if digests_by_label[source_slice.label] != int(sent_digest):
                 raise WeightsDiffer(

@@ -80,7 +80,7 @@ def _lock_pages(segment: ShmSegment) -> torch.Tensor:
 #: Maximum number of unread chunks of a reader that has started: one in transit, and one being written. With fewer, the sender
 #: would wait for readers of a chunk that it has not announced yet.
 MAX_UNREAD_CHUNKS = 2
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.0005, 0.02
 
 
 class ChunkWindow:
@@ -123,7 +123,7 @@ class ChunkWindow:
         Raises:
             DeadlineExceeded: The wait took too long; the message names the readers that did not read.
         """
-        start, pause = time.monotonic(), _SHORTEST_S
+        start, pause = time.monotonic(), _MIN_PAUSE_S
         while lagging_readers := self._lagging_readers():
             self._check()
             replaced = {reader for reader in lagging_readers if not self._is_present(reader)}
@@ -134,7 +134,7 @@ class ChunkWindow:
                 names = ", ".join(self._readers[reader] for reader in sorted(lagging_readers))
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
     def all_started(self) -> bool:
         """Returns whether all readers have started to read the version."""
@@ -243,7 +243,7 @@ class _Bucket:
         self.nbytes += sum(sizes)
 
 
-def _memory(tensor: torch.Tensor) -> Any:
+def _as_ctypes(tensor: torch.Tensor) -> Any:
     """Returns a contiguous tensor's memory as a ctypes array; for hundreds of tensors this is ten times as fast as numpy."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
@@ -305,7 +305,7 @@ class Publisher:
         """
         pending: tuple[Announcement, Callable[[], None]] | None = None  # chunk whose writing has started
         try:
-            announcements = self._announcements(version, tensors, frozen, window)
+            announcements = self._iter_announcements(version, tensors, frozen, window)
             for announcement, wait_written in itertools.chain(announcements, [(None, None)]):
                 if pending is not None:
                     (announced, wait_started), pending = pending, None
@@ -322,7 +322,7 @@ class Publisher:
                     for reader in range(self._readers):
                         self._pool.release(chunk.path, reader)
 
-    def _announcements(
+    def _iter_announcements(
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
         """Yields each announcement and a function that waits until its chunk is written; None if it is already written."""
@@ -373,7 +373,7 @@ class Publisher:
 
         for name, tensor in tensors:
             is_frozen = self._delta != "off" and name in frozen and name not in self._changed_frozen
-            if is_frozen and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
+            if is_frozen and (count := _count_in_place_changes(tensor)) != self._frozen_counts.setdefault(name, count):
                 self._changed_frozen.add(name)  # for example, a moving average
                 is_frozen = False
             elif is_frozen and name in sent_frozen:
@@ -386,7 +386,7 @@ class Publisher:
                 update = self._shadow.changes(name, update)
             if update is None:
                 continue
-            if buckets[is_frozen].entries and buckets[is_frozen].nbytes + _size(update) > self._chunk_bytes:
+            if buckets[is_frozen].entries and buckets[is_frozen].nbytes + _num_bytes(update) > self._chunk_bytes:
                 yield announce(is_frozen, last=False)
             buckets[is_frozen].add(name, update)
         if buckets[True].entries and buckets[False].entries:
@@ -423,7 +423,7 @@ class Publisher:
         if self._device_writer is not None:
             path, span, wait_written = self._device_writer.begin(bucket.tensors, table, readers, retain=retain)
         else:
-            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=retain)
+            path, spans = self._pool.write([*map(_as_ctypes, bucket.tensors), table], readers, keep=retain)
             span = spans[-1]
         if serial is None:
             self._serial += 1
@@ -463,7 +463,7 @@ class Publisher:
             base.append(chunk)
 
         for name, tensor in self._shadow.tensors():
-            if bucket.entries and bucket.nbytes + _size(tensor) > self._chunk_bytes:
+            if bucket.entries and bucket.nbytes + _num_bytes(tensor) > self._chunk_bytes:
                 write()
                 bucket = _Bucket()
             bucket.add(name, tensor)
@@ -484,9 +484,9 @@ class Publisher:
             self._replaced = []
 
 
-def _changes_in_place(tensor: torch.Tensor) -> int:
+def _count_in_place_changes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _size(value: torch.Tensor | Elements) -> int:
+def _num_bytes(value: torch.Tensor | Elements) -> int:
     return value.index.nbytes + value.values.nbytes if isinstance(value, Elements) else value.nbytes

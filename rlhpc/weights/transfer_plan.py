@@ -112,13 +112,13 @@ def plan_transfer(
             sizes[name], dtypes[name] = itemsize, dtype
             if is_frozen:
                 frozen.add(name)
-    boxes_by_name = _atoms(shapes, requested)
+    boxes_by_name = _disjoint_boxes(shapes, requested)
     if unknown := sorted(boxes_by_name.keys() - shapes.keys()):
         raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
     total_bytes = sum(box.numel * sizes[name] for name, boxes in boxes_by_name.items() for box in boxes)
     block_bytes = max(_MIN_BLOCK_BYTES, total_bytes // max(1, len(shards)) // _BLOCKS_PER_RANK)
     bytes_by_rank, slices = Counter(other_bytes or {}), list[SourceSlice]()
-    for name in sorted(boxes_by_name, key=_natural):
+    for name in sorted(boxes_by_name, key=_natural_sort_key):
         for target in boxes_by_name[name]:
             max_rows = block_bytes // max(
                 1, sizes[name] * target.numel // max(1, target.sizes[0] if target.sizes else 1)
@@ -129,7 +129,7 @@ def plan_transfer(
     return TransferPlan(tuple(_join_blocks(slices, sizes)), shapes, frozenset(frozen), dtypes)
 
 
-def _atoms(
+def _disjoint_boxes(
     shapes: Mapping[str, tuple[int, ...]], requested: Mapping[str, Sequence[Box]] | None
 ) -> dict[str, list[Box]]:
     """Returns the requested slices as boxes that do not overlap."""
@@ -143,18 +143,20 @@ def _atoms(
     return boxes_by_name
 
 
-def _has_copies(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
+def _has_copies(holders: Sequence[tuple[int, Box]], target: Box) -> bool:
     """Returns whether several ranks hold the same elements of a box."""
-    overlaps = [overlap for _, box in holders if (overlap := atom.meet(box)) is not None]
-    return sum(overlap.numel for overlap in overlaps) > atom.numel
+    overlaps = [overlap for _, box in holders if (overlap := target.meet(box)) is not None]
+    return sum(overlap.numel for overlap in overlaps) > target.numel
 
 
-def _cut_rows(atom: Box, rows: int) -> list[Box]:
+def _cut_rows(box: Box, max_rows: int) -> list[Box]:
     """Cuts a box along its first dimension."""
-    if not atom.sizes or atom.sizes[0] <= rows:
-        return [atom]
-    (start, *starts), (size, *sizes) = atom
-    return [Box((start + offset, *starts), (min(rows, size - offset), *sizes)) for offset in range(0, size, rows)]
+    if not box.sizes or box.sizes[0] <= max_rows:
+        return [box]
+    (start, *starts), (size, *sizes) = box
+    return [
+        Box((start + offset, *starts), (min(max_rows, size - offset), *sizes)) for offset in range(0, size, max_rows)
+    ]
 
 
 def _assign_sources(
@@ -194,14 +196,14 @@ def _join_blocks(slices: Sequence[SourceSlice], sizes: Mapping[str, int]) -> lis
     return joined
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that puts layer 2 before layer 10."""
     return [(int(token), "") if token.isdigit() else (-1, token) for token in re.split(r"(\d+)", name)]
 
 
 _ALIGN = 16
 #: Bytes of a digest.
-DIGEST = 8
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def _build_round(slices: Sequence[SourceSlice]) -> TransferRound:
             size,
             [slice_index for slice_index, source_slice in enumerate(slices) if source_slice.source == source],
         )
-        size += DIGEST * len(slice_indices)
+        size += DIGEST_BYTES * len(slice_indices)
         for slice_index in slice_indices:
             offsets[slice_index] = size + -size % _ALIGN
             size = offsets[slice_index] + slices[slice_index].nbytes

@@ -162,7 +162,7 @@ class WeightSender:
                 context.service.pool, len(receivers), self._delta, self._chunk_bytes, transport=self.transport
             )
         slots, depth = _assign_slots(context, receivers)
-        window = _window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
+        window = _build_window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
         self.transport.begin_version([*slots], window.all_started)
         pending_waits: list[Callable[[], None]] = []  # wait until all receivers have the announcement
         unannounced: str | None = None  # path of a chunk that is written but not announced yet
@@ -203,13 +203,13 @@ class WeightSender:
                 yield announcement
 
 
-def _assign_slots(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], ReaderSlot], int]:
+def _assign_slots(context: Context, receivers: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], ReaderSlot], int]:
     """Returns the receivers' positions, and the maximum number of hosts that forward a chunk on its way to a receiver.
 
     The sender sends data to two other hosts, and each host forwards it to two more. So each host sends at most two copies,
     however many hosts there are.
     """
-    readers = p2p.readers_of(context, names)
+    readers = p2p.readers_of(context, receivers)
     hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
     slots: dict[tuple[str, int], ReaderSlot] = {}
     for index, host_readers in enumerate(readers):
@@ -222,9 +222,9 @@ def _assign_slots(context: Context, names: list[tuple[str, int]]) -> tuple[dict[
     return slots, max(len(hosts) + 1, 2).bit_length() - 2
 
 
-def _window(context: Context, names: list[tuple[str, int]], max_unread: int) -> ChunkWindow:
+def _build_window(context: Context, receivers: list[tuple[str, int]], max_unread: int) -> ChunkWindow:
     """Builds the flow control of a version. It does not wait for restarted receivers, which do not read this version."""
-    reader_names = [f"{group}-{rank}" for group, rank in names]
+    reader_names = [f"{group}-{rank}" for group, rank in receivers]
     versions = [context.registry.version(MEMBERS, name) for name in reader_names]
     return ChunkWindow(
         lambda path: context.service.pool.awaited(path) or context.service.lane.pool.awaited(path),
@@ -232,7 +232,7 @@ def _window(context: Context, names: list[tuple[str, int]], max_unread: int) -> 
         check=context.check,
         is_present=lambda reader: (
             context.registry.version(MEMBERS, reader_names[reader]) == versions[reader]
-            and not context.has_left(*names[reader])
+            and not context.has_left(*receivers[reader])
         ),
         deadline=context.wait_deadline,
         max_unread=max_unread,
@@ -269,9 +269,9 @@ class WeightReceiver:
         """Waits for the next version and returns it; its chunks are read while its tensors are iterated."""
         self._check_abort = lambda: None
         self._transport.publish_device()
-        return self._subscriber.receive(self._next_announcement, self._read, self._prefetched, self._skip)
+        return self._subscriber.receive(self._next_announcement, self._read, self._prefetch_chunks, self._skip)
 
-    def _prefetched(self, chunks: Iterator[ReceivedChunk]) -> Iterator[ReceivedChunk]:
+    def _prefetch_chunks(self, chunks: Iterator[ReceivedChunk]) -> Iterator[ReceivedChunk]:
         """Prefetches the next chunk while one is in use, unless the sender is on this host."""
         if self._origin.host == current().service.endpoint["host"]:
             return chunks

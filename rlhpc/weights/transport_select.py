@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhpc.runtime.comm import device_memory as crossings
+from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import DeviceMessage, current_device, dtype_name
 from rlhpc.runtime.comm.payload import Origin
@@ -85,7 +85,7 @@ class Bucket(NamedTuple):
     kind: str
     members: tuple[RankAddress, ...]
     size: int
-    views: list[crossings.TensorView]
+    views: list[device_memory.TensorView]
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of the tensors in the bucket's memory."""
@@ -161,7 +161,7 @@ class TransportSender:
         self.transport, self._reason, self.num_staged = HOST, "", 0
         self._group: WeightProcessGroup | None = None
         self._ends: list[EndpointDevice | None] = []
-        self._sent: tuple[Bucket, torch.Tensor] | None = None
+        self._staged_bucket: tuple[Bucket, torch.Tensor] | None = None
         self._is_unsent = False
         self.lost_bucket: tuple[Bucket, torch.Tensor] | None = None
 
@@ -195,47 +195,47 @@ class TransportSender:
             payload = current().service.lane.pool.write(tensors, len(self._receivers))
         elif self.transport in (NCCL, GLOO) and self._all_started():
             self.wait_delivered()  # at most one bucket is in transit while the next is gathered
-            payload = self._bucket(tensors) if self.transport != HOST else None
+            payload = self._gather_bucket(tensors) if self.transport != HOST else None
         self.num_staged += payload is not None
         return payload
 
-    def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
+    def _gather_bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
             self._group = WeightProcessGroup(self.transport, (self._local_member, *self._receivers), self._local_member)
-        views, size = crossings.layout_tensors(
+        views, size = device_memory.layout_tensors(
             [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
         bucket = Bucket(self._group.name, self.transport, self._group.members, size, views)
         flat = self._group.memory(size)
         for target, tensor in zip(bucket.tensors(flat), tensors, strict=True):
             target.copy_(tensor.detach())
-        self._sent, self._is_unsent = (bucket, flat), True
+        self._staged_bucket, self._is_unsent = (bucket, flat), True
         return bucket
 
     def broadcast_bucket(self) -> None:
         """Starts the broadcast of the bucket, after the bucket was announced to all receivers."""
-        if self._sent is not None and self._group is not None and self._is_unsent:
+        if self._staged_bucket is not None and self._group is not None and self._is_unsent:
             self._is_unsent = False
-            with self._or_lost():
-                self._group.broadcast(self._sent[1])
+            with self._fall_back_if_lost():
+                self._group.broadcast(self._staged_bucket[1])
 
     def wait_delivered(self) -> None:
         """Waits until all receivers have the last bucket. If a receiver was lost, later chunks use the host transport."""
-        if self._group is not None and self._sent is not None and not self._is_unsent:
-            with self._or_lost():
+        if self._group is not None and self._staged_bucket is not None and not self._is_unsent:
+            with self._fall_back_if_lost():
                 self._group.wait()
                 self._group.confirm()
                 self._group.wait()
-                self._sent = None
+                self._staged_bucket = None
 
     @contextlib.contextmanager
-    def _or_lost(self) -> Iterator[None]:
+    def _fall_back_if_lost(self) -> Iterator[None]:
         try:
             yield
         except GroupLost as error:
             log.warning("%s; what is left of this version goes through the host", error)
             self.transport, self._reason, self._group = HOST, "the group has ended", None
-            self.lost_bucket, self._sent = self._sent, None
+            self.lost_bucket, self._staged_bucket = self._staged_bucket, None
 
     def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
         """Returns and forgets the last bucket and its memory if some receivers did not get the bucket."""
@@ -244,7 +244,7 @@ class TransportSender:
 
     def forget(self, *, notify: bool = False) -> None:
         """Ends the process group, since its members may change. With `notify`, the other members abort their operation."""
-        group, self._group, self._sent, self.lost_bucket = self._group, None, None, None
+        group, self._group, self._staged_bucket, self.lost_bucket = self._group, None, None, None
         if group is not None:
             group.end(notify=notify)
 

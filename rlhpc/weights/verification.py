@@ -140,19 +140,19 @@ class UpdateVerification:
 
     def __init__(self, update: Update, source: str = "the sender", *, digest_on_arrival: bool = True) -> None:
         self._update, self._source, self._digest_on_arrival = update, source, digest_on_arrival
-        self._passed_digests: dict[str, int] = {}
+        self._arrival_digests: dict[str, int] = {}
         self._duplicates: list[str] = []
 
     def tensors(self) -> NamedUpdates:
         """Yields the update's tensors, and computes the digest of each one first if `digest_on_arrival` is set."""
         version = self._update.version
         for name, tensor in self._update.tensors:
-            if name in self._passed_digests:
+            if name in self._arrival_digests:
                 self._duplicates.append(name)
-            self._passed_digests[name] = 0
+            self._arrival_digests[name] = 0
             if self._digest_on_arrival and not isinstance(tensor, Elements):
                 with COST.measuring():
-                    self._passed_digests[name] = digest(tensor, version)
+                    self._arrival_digests[name] = digest(tensor, version)
             yield name, tensor
 
     def complete_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,7 +178,7 @@ class UpdateVerification:
             return
         changed = self._differing_names(receipt, current_tensor)
         missing = (
-            [name for name in receipt.digests if name not in self._passed_digests] if self._update.complete else []
+            [name for name in receipt.digests if name not in self._arrival_digests] if self._update.complete else []
         )
         if receipt.version != self._update.version:
             raise WeightsDiffer(
@@ -209,7 +209,7 @@ class UpdateVerification:
         if applied == receipt.digests:
             return []
         received = {
-            name: digest_value for name, digest_value in self._passed_digests.items() if digest_value
+            name: digest_value for name, digest_value in self._arrival_digests.items() if digest_value
         }  # 0: elements are not digested
         return [
             name

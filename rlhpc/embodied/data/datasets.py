@@ -107,7 +107,7 @@ def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
         ConfigError: The datasets have several tasks or shapes, or lack fields that the format needs.
     """
     episodes = read(paths)
-    with _writer(paths, output, options) as writer:
+    with _open_writer(paths, output, options) as writer:
         for trajectory in episodes:
             writer.add(trajectory)
         return len(writer)
@@ -128,13 +128,13 @@ def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) 
     suffix = ".h5" if options.to == "hdf5" else ""
     names = [str(Path(output) / f"{index}{suffix}") for index in range(parts)]
     with ExitStack() as stack:
-        writers = [stack.enter_context(_writer(paths, name, options)) for name in names]
+        writers = [stack.enter_context(_open_writer(paths, name, options)) for name in names]
         for index, trajectory in enumerate(read(paths)):
             writers[index % parts].add(trajectory)
         return [(name, len(writer)) for name, writer in zip(names, writers, strict=True)]
 
 
-def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> EpisodeWriter:
+def _open_writer(paths: Sequence[str], output: str, options: WriteOptions) -> EpisodeWriter:
     env_info, target = _env_info(paths), Path(output)
     env_id = str(env_info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():
@@ -179,8 +179,8 @@ def _env_info(paths: Sequence[str]) -> dict[str, Any]:
 
 
 #: Number of pictures of an episode, width of a picture in pixels, and number of lines in a plot.
-_PICTURES, _WIDTH, _LINES = 8, 128, 8
-_SIZE = (420, 110)
+_NUM_PICTURES, _WIDTH, _MAX_LINES = 8, 128, 8
+_PLOT_SIZE = (420, 110)
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222;background:#fff}"
@@ -198,7 +198,7 @@ def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory
         trajectories: Episodes on the page.
     """
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(fact))}</td></tr>" for name, fact in facts.items())
-    sections = "".join(_episode(index, trajectory) for index, trajectory in enumerate(trajectories))
+    sections = "".join(_render_episode(index, trajectory) for index, trajectory in enumerate(trajectories))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1><table>{rows}</table>{sections}'
@@ -206,7 +206,7 @@ def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory
     )
 
 
-def _episode(number: int, trajectory: Trajectory) -> str:
+def _render_episode(number: int, trajectory: Trajectory) -> str:
     summary = [f"{len(trajectory['actions'])} steps"]
     if trajectory["rewards"] is not None:
         summary.append(f"return {float(trajectory['rewards'].sum()):.3f}")
@@ -215,55 +215,59 @@ def _episode(number: int, trajectory: Trajectory) -> str:
     summary.append("ended by the task" if trajectory["terminations"].any() else "cut off")
     obs = trajectory["obs"]
     arrays = obs if isinstance(obs, Mapping) else {} if obs is None else {"obs": obs}
-    figures = [_film(name, array) for name, array in arrays.items() if array.ndim == 4]
+    figures = [_render_frames(name, array) for name, array in arrays.items() if array.ndim == 4]
     if trajectory["rewards"] is not None:
-        figures.append(_plot("rewards", trajectory["rewards"]))
-    figures.append(_plot("actions", trajectory["actions"]))
-    figures += [_plot(name, array) for name, array in arrays.items() if array.ndim < 4]
+        figures.append(_render_plot("rewards", trajectory["rewards"]))
+    figures.append(_render_plot("actions", trajectory["actions"]))
+    figures += [_render_plot(name, array) for name, array in arrays.items() if array.ndim < 4]
     source = f"<p>{escape(str(trajectory['source']))}</p>"
     return f"<section><h2>Episode {number}: {', '.join(summary)}</h2>{source}{''.join(figures)}</section>"
 
 
-def _film(name: str, pictures: np.ndarray) -> str:
+def _render_frames(name: str, pictures: np.ndarray) -> str:
     """Returns HTML with evenly spaced pictures of an episode, from the first camera."""
-    step_indices = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
-    images = "".join(f'<img width="{_WIDTH}" alt="step {step}" src="{_png(pictures[step])}">' for step in step_indices)
+    step_indices = np.unique(np.linspace(0, len(pictures) - 1, _NUM_PICTURES).round().astype(int))
+    images = "".join(
+        f'<img width="{_WIDTH}" alt="step {step}" src="{_png_data_url(pictures[step])}">' for step in step_indices
+    )
     return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, step_indices))}</p>"
 
 
-def _png(picture: np.ndarray) -> str:
+def _png_data_url(picture: np.ndarray) -> str:
     from PIL import Image
 
-    image = Image.fromarray(_drawable(picture))
+    image = Image.fromarray(_to_drawable(picture))
     image.thumbnail((2 * _WIDTH, 2 * _WIDTH))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _drawable(picture: np.ndarray) -> np.ndarray:
+def _to_drawable(picture: np.ndarray) -> np.ndarray:
     """Converts a picture to uint8 `[H, W]` or `[H, W, 3]`. Uses the first of several cameras, and the last of stacked grey
     frames.
     """
     if not is_channel_last(picture.shape):
         picture = np.moveaxis(picture, 0, -1)
     if picture.dtype != np.uint8:
-        return _grey(picture[..., 0])
+        return _to_grey(picture[..., 0])
     return picture[..., :3] if picture.shape[-1] % 3 == 0 else picture[..., -1]
 
 
-def _grey(depth: np.ndarray) -> np.ndarray:
+def _to_grey(depth: np.ndarray) -> np.ndarray:
     low, high = float(depth.min()), float(depth.max())
     return ((depth - low) / ((high - low) or 1.0) * 255).astype(np.uint8)
 
 
-def _plot(name: str, values: np.ndarray) -> str:
+def _render_plot(name: str, values: np.ndarray) -> str:
     rows = np.asarray(values, np.float64).reshape(len(values), -1)
     finite = rows[np.isfinite(rows)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    lines = "".join(_line(rows[:, i], low, high, _COLORS[i % len(_COLORS)]) for i in range(min(rows.shape[1], _LINES)))
-    lines_text = f", the first {_LINES} of {rows.shape[1]}" if rows.shape[1] > _LINES else ""
-    width, height = _SIZE
+    lines = "".join(
+        _render_line(rows[:, i], low, high, _COLORS[i % len(_COLORS)]) for i in range(min(rows.shape[1], _MAX_LINES))
+    )
+    lines_text = f", the first {_MAX_LINES} of {rows.shape[1]}" if rows.shape[1] > _MAX_LINES else ""
+    width, height = _PLOT_SIZE
     svg_attributes = (
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}"'
     )
@@ -271,8 +275,8 @@ def _plot(name: str, values: np.ndarray) -> str:
     return f"<figure><svg {svg_attributes}>{lines}</svg>{caption}</figure>"
 
 
-def _line(column: np.ndarray, low: float, high: float, color: str) -> str:
-    width, height = _SIZE
+def _render_line(column: np.ndarray, low: float, high: float, color: str) -> str:
+    width, height = _PLOT_SIZE
     x = np.linspace(2, width - 2, len(column)) if len(column) > 1 else np.array([width / 2])
     y = height - 4 - (column - low) / ((high - low) or 1.0) * (height - 8)
     points: Sequence[str] = [f"{px:.1f},{py:.1f}" for px, py in zip(x, y, strict=True) if np.isfinite(py)]

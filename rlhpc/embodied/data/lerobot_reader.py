@@ -31,7 +31,7 @@ from rlhpc.runtime.text import first_line
 
 #: Maximum number of files in a folder, and maximum bytes of a file, as in lerobot.
 CHUNK = 1000
-MOST_BYTES = {"data": 100 << 20, "videos": 200 << 20}
+MAX_FILE_BYTES = {"data": 100 << 20, "videos": 200 << 20}
 PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 #: Column that marks the steps of an intervention; lerobot stores a teleoperator's events there.
 INTERVENTION = "complementary_info.is_intervention"
@@ -68,7 +68,7 @@ def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> di
         if is_instruction(name, column):
             continue
         if name in ("rgb", "image") or (column.ndim == 4 and column.dtype == np.uint8):
-            columns |= _cameras(name, column, str(trajectory["source"]), cameras if name == "rgb" else ())
+            columns |= _split_cameras(name, column, str(trajectory["source"]), cameras if name == "rgb" else ())
         else:
             columns[f"observation.{name}"] = column.reshape(len(column), -1).astype(np.float32)
     actions = np.asarray(trajectory["actions"])
@@ -98,7 +98,7 @@ def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
     return [decode_text(row) or task for row in np.asarray(instructions)[:length]]
 
 
-def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+def _split_cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Splits images along the last axis, and returns the images `[T, H, W, 3]` of each camera by column name."""
     count, remainder = divmod(pictures.shape[-1], 3)
     if pictures.dtype != np.uint8 or remainder or pictures.ndim != 4:
@@ -139,7 +139,7 @@ def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], vid
     return {**features, **index_features}
 
 
-def images(features: Mapping[str, Any]) -> list[str]:
+def image_columns(features: Mapping[str, Any]) -> list[str]:
     """Returns the names of the columns with images."""
     return [name for name, feature in features.items() if feature["dtype"] in ("image", "video")]
 
@@ -186,9 +186,9 @@ def tasks_table(tasks: list[str], arrow: Any) -> Any:
 
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
-_WIDEST = 20
+_MAX_DIGITS = 20
 _STATE, _IMAGE = "observation.state", "observation.image"
-_NEEDED = ("action", "episode_index", "frame_index")
+_REQUIRED_COLUMNS = ("action", "episode_index", "frame_index")
 
 
 def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
@@ -201,7 +201,7 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: A file is missing or does not match `info.json`.
     """
-    info = _info(folder)
+    info = _read_info(folder)
     features = info["features"]
     videos = [name for name, feature in features.items() if feature.get("dtype") == "video"]
     frames_table = _Frames(folder, info)
@@ -220,7 +220,7 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file does not match `info.json`.
     """
-    info = _info(folder)
+    info = _read_info(folder)
     features = info["features"]
     cameras = camera_columns(features)
     names = {name: spec["names"] for name, spec in features.items() if spec.get("names") and name not in cameras}
@@ -240,12 +240,12 @@ def camera_columns(features: dict[str, Any]) -> list[str]:
     return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
 
 
-def _info(folder: Path) -> dict[str, Any]:
+def _read_info(folder: Path) -> dict[str, Any]:
     path = _inside(folder, folder / "meta" / "info.json")
     try:
         info = read_json(path.read_bytes())
         version, features = str(info["codebase_version"]), info["features"]
-        missing = [name for name in _NEEDED if name not in features]
+        missing = [name for name in _REQUIRED_COLUMNS if name not in features]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a LeRobot dataset's info.json: {error!r}") from None
     if not version.startswith(("v2", "v3")):
@@ -263,16 +263,16 @@ class _Frames:
         self._parquet = arrow.parquet
         self._errors = (OSError, arrow.ArrowException)
         self._folder = folder
-        self._info = info
+        self._read_info = info
         self._files = sorted((folder / "data").glob("chunk-*/*.parquet"))
         if not self._files:
             raise ConfigError(f"{folder}/data has no file chunk-*/*.parquet")
-        self._places: dict[int, dict[str, Any]] = {}
+        self._video_locations: dict[int, dict[str, Any]] = {}
         if str(info["codebase_version"]).startswith("v3"):
             for file in sorted((folder / "meta" / "episodes").glob("chunk-*/*.parquet")):
                 for row in self._read(file).to_pylist():
                     video_location = {name: value for name, value in row.items() if name.startswith("videos/")}
-                    self._places[int(row["episode_index"])] = video_location
+                    self._video_locations[int(row["episode_index"])] = video_location
         self._readers: dict[str, VideoReader] = {}
 
     def _read(self, file: Path) -> Any:
@@ -304,12 +304,12 @@ class _Frames:
     def instructions(self) -> dict[int, str]:
         """Returns the tasks by index; {} if each task is empty or the robot's name."""
         tasks = self.tasks()
-        return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
+        return {} if set(tasks.values()) <= {"", str(self._read_info.get("robot_type"))} else tasks
 
     def episodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for file in self._files:
             table = self._read(file)
-            missing = [name for name in _NEEDED if name not in table.column_names]
+            missing = [name for name in _REQUIRED_COLUMNS if name not in table.column_names]
             if missing:
                 raise ConfigError(f"{file} has no column {', '.join(missing)}; it has: {', '.join(table.column_names)}")
             indices = np.asarray(table["episode_index"])
@@ -324,10 +324,10 @@ class _Frames:
         Raises:
             ConfigError: The file cannot be read, or ends too early.
         """
-        video_location, pattern = self._places.get(episode, {}), self._info.get("video_path")
+        video_location, pattern = self._video_locations.get(episode, {}), self._read_info.get("video_path")
         if not pattern:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
-        chunk = episode // max(1, int(self._info.get("chunks_size", 1000)))
+        chunk = episode // max(1, int(self._read_info.get("chunks_size", 1000)))
         path = self._folder / video_name(
             str(pattern),
             f"{self._folder}/meta/info.json",
@@ -341,9 +341,9 @@ class _Frames:
         if reader is None or reader.path != path:
             if reader is not None:
                 reader.close()
-            size = _picture_size(self._info["features"][camera])
+            size = _picture_size(self._read_info["features"][camera])
             reader = self._readers[camera] = VideoReader(_inside(self._folder, path), size)
-        start = round(float(video_location.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._info["fps"]))
+        start = round(float(video_location.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._read_info["fps"]))
         frames = reader.read(start, length)
         if len(frames) < length:
             raise ConfigError(f"{path} ends {length - len(frames)} frames before episode {episode} does")
@@ -397,15 +397,15 @@ def video_name(pattern: str, origin: str, **fields: Any) -> str:
     """
     prefix = f"{origin}: video_path is {pattern[:200]!r}"
 
-    def put(field: re.Match[str]) -> str:
+    def fill_field(field: re.Match[str]) -> str:
         name, width = field[1], int(field[2] or 0)
-        if name not in fields or width > _WIDEST or (name == "video_key" and field[2]):
+        if name not in fields or width > _MAX_DIGITS or (name == "video_key" and field[2]):
             raise ConfigError(
-                f"{prefix}; {field[0]} is not one of {', '.join(fields)}, each at most {_WIDEST} digits wide"
+                f"{prefix}; {field[0]} is not one of {', '.join(fields)}, each at most {_MAX_DIGITS} digits wide"
             )
         return str(fields[name]) if name == "video_key" else f"{int(fields[name]):0{width}d}"
 
-    name = _FIELD.sub(put, pattern)
+    name = _FIELD.sub(fill_field, pattern)
     if "{" in _FIELD.sub("", pattern) or "}" in _FIELD.sub("", pattern) or not is_plain_name(name):
         raise ConfigError(f"{prefix}, which is not the name of a file below the data set's folder")
     return name
@@ -422,7 +422,7 @@ def _trajectory(
     camera_pictures = []
     for name, column in obs_columns.items():
         if name.startswith(_IMAGE):
-            camera_pictures.append(_pictures(column, source))
+            camera_pictures.append(_decode_pictures(column, source))
         else:
             obs["state" if name == _STATE else name.removeprefix("observation.")] = _array(column, np.float32)
     if camera_pictures:
@@ -465,7 +465,7 @@ def _array(rows: Any, dtype: Any) -> np.ndarray:
     return array.reshape(len(array), -1) if array.ndim < 2 else array
 
 
-def _pictures(rows: Any, source: str) -> np.ndarray:
+def _decode_pictures(rows: Any, source: str) -> np.ndarray:
     """Returns images as uint8 `[T, H, W, C]`: decoded frames unchanged, and encoded images of a table decoded."""
     if isinstance(rows, np.ndarray):
         return rows

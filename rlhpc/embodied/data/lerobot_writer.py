@@ -19,12 +19,12 @@ import numpy as np
 
 from rlhpc.embodied.data.lerobot_reader import (
     CHUNK,
-    MOST_BYTES,
+    MAX_FILE_BYTES,
     PATTERN,
     arrow_package,
     columns_of,
     features_of,
-    images,
+    image_columns,
     table_of,
     tasks_of,
     tasks_table,
@@ -65,20 +65,20 @@ def picture_statistics(counts: np.ndarray, frames: int) -> Statistics:
     std = np.sqrt(np.maximum(counts @ levels**2 / total - mean**2, 0))
     cumulative_counts = np.cumsum(counts, 1)
     statistics = {
-        "min": _first(cumulative_counts > 0),
-        "max": _first(cumulative_counts == total[:, None]),
+        "min": _first_level(cumulative_counts > 0),
+        "max": _first_level(cumulative_counts == total[:, None]),
         "mean": mean,
         "std": std,
     }
-    statistics |= {_name(level): _first(cumulative_counts >= level * total[:, None]) for level in _QUANTILES}
+    statistics |= {_name(level): _first_level(cumulative_counts >= level * total[:, None]) for level in _QUANTILES}
     return {
         **{name: statistic.reshape(-1, 1, 1) for name, statistic in statistics.items()},
         "count": np.array([frames]),
     }
 
 
-def _first(where: np.ndarray) -> np.ndarray:
-    values: np.ndarray = where.argmax(1) / 255
+def _first_level(mask: np.ndarray) -> np.ndarray:
+    values: np.ndarray = mask.argmax(1) / 255
     return values
 
 
@@ -149,7 +149,7 @@ class CameraFiles:
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
         """Appends an episode's images, and returns their location as columns of the table of episodes."""
         # The file exists only after the encoder's first packet, which short episodes may not produce.
-        if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
+        if self._file is not None and self._path.exists() and self._path.stat().st_size >= MAX_FILE_BYTES["videos"]:
             self._finish()
             self._number, self._frames = self._number + 1, 0
         if self._file is None:
@@ -268,7 +268,7 @@ class LeRobotWriter(FolderWriter):
             self._features = features
             self._cameras = {
                 name: CameraFiles(self.root, name, self._fps)
-                for name in images(features)
+                for name in image_columns(features)
                 if features[name]["dtype"] == "video"
             }
         elif features != self._features:
@@ -286,7 +286,7 @@ class LeRobotWriter(FolderWriter):
             "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
         }
         statistics = {
-            name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
+            name: self._totals.add(name, column, name in image_columns(features)) for name, column in columns.items()
         }
         video_locations: dict[str, Any] = {}
         for name, camera in self._cameras.items():
@@ -317,7 +317,7 @@ class LeRobotWriter(FolderWriter):
         path = (
             self.root / f"data/{PATTERN.format(chunk_index=self._file // CHUNK, file_index=self._file % CHUNK)}.parquet"
         )
-        if self._table is not None and path.stat().st_size + table.nbytes >= MOST_BYTES["data"]:
+        if self._table is not None and path.stat().st_size + table.nbytes >= MAX_FILE_BYTES["data"]:
             self._table.close()
             self._table, self._file = None, self._file + 1
             self._write(table)
@@ -333,7 +333,7 @@ class LeRobotWriter(FolderWriter):
         Raises:
             ConfigError: The dataset has no episodes.
         """
-        with self.finished:
+        with self.commit:
             if not self._rows:
                 raise NothingToWrite("there is no episode to write")
             self._table.close()
@@ -351,7 +351,7 @@ class LeRobotWriter(FolderWriter):
         return {
             "codebase_version": "v3.0", "robot_type": self._robot, "total_episodes": len(self._rows),
             "total_frames": self._frames, "total_tasks": len(self._tasks), "chunks_size": CHUNK,
-            "data_files_size_in_mb": MOST_BYTES["data"] >> 20, "video_files_size_in_mb": MOST_BYTES["videos"] >> 20,
+            "data_files_size_in_mb": MAX_FILE_BYTES["data"] >> 20, "video_files_size_in_mb": MAX_FILE_BYTES["videos"] >> 20,
             "fps": self._fps, "splits": {"train": f"0:{len(self._rows)}"}, "data_path": f"data/{PATTERN}.parquet",
             "video_path": f"videos/{{video_key}}/{PATTERN}.mp4" if self._cameras else None, "features": self._features,
         }  # fmt: skip

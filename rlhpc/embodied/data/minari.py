@@ -22,7 +22,7 @@ from rlhpc.runtime.text import first_line
 #: Path of the data file in a dataset's folder.
 MAIN = Path("data", "main_data.hdf5")
 _GROUP = "episode_"
-_PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
+_FIELDS = ("observations", "actions", "rewards", "terminations", "truncations")
 
 
 def numbers(names: Iterator[str] | Any) -> list[int]:
@@ -45,18 +45,18 @@ def read_minari(path: Path) -> Iterator[Trajectory]:
             source = f"{path}, {_GROUP}{episode_number}"
             group = member(file, f"{_GROUP}{episode_number}")
             try:
-                yield _episode(group, source)
+                yield _read_episode(group, source)
             except (OSError, RuntimeError, MemoryError, KeyError, TypeError, ValueError, AttributeError) as error:
                 if isinstance(error, ConfigError):
                     raise
                 raise ConfigError(f"{source} is not what Minari writes: {first_line(error)}") from None
 
 
-def _episode(group: Any, source: str) -> Trajectory:
+def _read_episode(group: Any, source: str) -> Trajectory:
     names = set(group)
-    if missing := [name for name in _PARTS if name not in names]:
+    if missing := [name for name in _FIELDS if name not in names]:
         raise ConfigError(f"{source} lacks {', '.join(missing)}; it has: {', '.join(group) or 'nothing'}")
-    obs, actions, rewards, terminations, truncations = (_load(member(group, name), source) for name in _PARTS)
+    obs, actions, rewards, terminations, truncations = (_load(member(group, name), source) for name in _FIELDS)
     if isinstance(actions, dict):
         raise ConfigError(f"{source} has actions by name ({', '.join(actions)}); supported is one array")
     seed = group.attrs.get("seed")
@@ -67,7 +67,7 @@ def _episode(group: Any, source: str) -> Trajectory:
             "rewards": rewards.astype(np.float32),
             "terminations": terminations.astype(bool),
             "truncations": truncations.astype(bool),
-            "success": _success(group, len(actions)),
+            "success": _read_success(group, len(actions)),
             "env_states": None,
             "seed": None if seed is None else int(seed),
             "source": source,
@@ -86,7 +86,7 @@ def _load(node: Any, source: str) -> Any:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _success(group: Any, length: int) -> np.ndarray | None:
+def _read_success(group: Any, length: int) -> np.ndarray | None:
     """Returns the success flag of each step; None if the file has none. Minari's infos begin with the reset, which is
     omitted.
     """
@@ -129,7 +129,7 @@ class MinariWriter(FolderWriter):
             raise ConfigError(f"{trajectory['source']} has no {missing[0]}, which a Minari dataset needs")
         actions = np.asarray(trajectory["actions"])
         actions = actions.reshape(-1) if actions.dtype.kind in "iu" and actions.shape[1] == 1 else actions
-        spaces = {"observation_space": _space(trajectory["obs"]), "action_space": _space(actions)}
+        spaces = {"observation_space": _describe_space(trajectory["obs"]), "action_space": _describe_space(actions)}
         for name, space in spaces.items():
             if (source_space := joined_spaces(self._source_spaces.get(name), space)) is not None:
                 space = source_space
@@ -149,7 +149,7 @@ class MinariWriter(FolderWriter):
         for name, array in obs.items() if isinstance(obs, dict) else [("", obs)]:
             group[f"observations/{name}".rstrip("/")] = array
         group["actions"] = actions
-        for name in _PARTS[2:]:
+        for name in _FIELDS[2:]:
             group[name] = trajectory[name]
         if trajectory["success"] is not None:
             group["infos/success"] = np.concatenate([[False], trajectory["success"]])
@@ -161,7 +161,7 @@ class MinariWriter(FolderWriter):
         Raises:
             ConfigError: The dataset has no episodes.
         """
-        with self.finished:
+        with self.commit:
             if not self._count:
                 raise ConfigError("there is no episode to write")
             self._file.close()
@@ -222,10 +222,10 @@ def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
     return dict(one) if all(one.get(name) == other.get(name) for name in ("dtype", "shape")) else None
 
 
-def _space(value: Any) -> dict[str, Any]:
+def _describe_space(value: Any) -> dict[str, Any]:
     """Returns the space of one step's values in Minari's JSON. Floats get infinite bounds."""
     if isinstance(value, dict):
-        return {"type": "Dict", "subspaces": {name: _space(subspace) for name, subspace in value.items()}}
+        return {"type": "Dict", "subspaces": {name: _describe_space(subspace) for name, subspace in value.items()}}
     if value.dtype.kind in "iu" and value.ndim == 1:
         start = min(0, int(value.min(initial=0)))
         return {"type": "Discrete", "dtype": "int64", "start": start, "n": int(value.max(initial=0)) + 1 - start}

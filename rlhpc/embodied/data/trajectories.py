@@ -25,7 +25,7 @@ from rlhpc.runtime.text import first_line
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")
-_DEEPEST = 16
+_MAX_DEPTH = 16
 _SENSORS = ("sensor_data", "sensor_param")
 
 
@@ -57,7 +57,7 @@ def read_trajectories(
     sources = [_open(str(source_path), key) for source_path in paths]
     if not sources:
         raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
-    return _checked(
+    return _iter_checked(
         (trajectory for trajectories in sources for trajectory in trajectories),
         only_success,
         limit,
@@ -81,7 +81,7 @@ def _read(file: Path) -> Iterator[Trajectory]:
     return read_minari(file) if is_minari else read_maniskill(file)
 
 
-def _checked(
+def _iter_checked(
     trajectories: Iterator[Trajectory],
     only_success: bool,
     limit: int | None,
@@ -97,7 +97,7 @@ def _checked(
         num_read += 1
         for field in (*require, "success") if only_success else require:
             if trajectory[field] is None:
-                raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
+                raise ConfigError(f"{trajectory['source']} has no {field}{_HINTS.get(field, '')}")
         if only_success and not np.any(trajectory["success"]):
             continue
         if problem := describe_nonfinite(trajectory, require):
@@ -107,7 +107,7 @@ def _checked(
             continue
         if first_trajectory is None:
             first_trajectory = trajectory
-        _same_shapes(first_trajectory, trajectory)
+        _check_same_shapes(first_trajectory, trajectory)
         count += 1
         yield trajectory
     if limit != 0 and count == 0:
@@ -116,13 +116,13 @@ def _checked(
 
 
 _REPLAY = "; replay it with ManiSkill: python -m mani_skill.trajectory.replay_trajectory --traj-path FILE --save-traj "
-_WAY_OUT = {
+_HINTS = {
     "obs": f"{_REPLAY}-o state",
     "rewards": f"{_REPLAY}--record-rewards --reward-mode normalized_dense",
 }
 
 
-def _same_shapes(first: Trajectory, other: Trajectory) -> None:
+def _check_same_shapes(first: Trajectory, other: Trajectory) -> None:
     first_shapes, other_shapes = shapes(first), shapes(other)
     if first_shapes != other_shapes:
         raise ConfigError(
@@ -207,8 +207,8 @@ def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajecto
 def _load(node: Any, depth: int = 0) -> Any:
     if not isinstance(node, h5py.Group):
         return require_local(node)[()]
-    if depth > _DEEPEST:  # a group may be a member of itself
-        raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
+    if depth > _MAX_DEPTH:  # a group may be a member of itself
+        raise RuntimeError(f"{node.name[:100]} is nested deeper than {_MAX_DEPTH} groups")
     return {name: _load(child, depth + 1) for name, child in members(node)}
 
 
@@ -275,14 +275,14 @@ class TrajectoryWriter(EpisodeWriter):
         if self.path.suffix != ".h5":
             raise ConfigError(f"trajectories are written to {str(path)!r}, which does not end in .h5")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = self.path.with_name(f".{self.path.stem}.partial.h5")
-        self._file = h5py.File(self._partial, "w")
+        self._partial_path = self.path.with_name(f".{self.path.stem}.partial.h5")
+        self._file = h5py.File(self._partial_path, "w")
         kwargs = dict(env_kwargs or {})
         env_info: dict[str, Any] = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
         if facts:
             env_info["dataset"] = dict(facts)
         self._control_mode = kwargs.get("control_mode")
-        self._described: dict[str, Any] = {
+        self._metadata: dict[str, Any] = {
             "env_info": env_info,
             "commit_info": None,
             "source_type": source_type,
@@ -292,7 +292,7 @@ class TrajectoryWriter(EpisodeWriter):
         }
 
     def __len__(self) -> int:
-        return len(self._described["episodes"])
+        return len(self._metadata["episodes"])
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
         """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`; `source` is not written."""
@@ -330,20 +330,20 @@ class TrajectoryWriter(EpisodeWriter):
             _write(group, "env_states", fields["env_states"])
         if fields["rewards"] is not None:
             group.create_dataset("rewards", data=fields["rewards"], dtype=np.float32)
-        self._described["episodes"].append(episode)
+        self._metadata["episodes"].append(episode)
 
     def close(self) -> None:
         """Finishes both files and renames them to their final names."""
         self._file.close()
-        metadata_text = json.dumps(self._described, indent=2, default=_plain) + "\n"
+        metadata_text = json.dumps(self._metadata, indent=2, default=_to_json_value) + "\n"
         replace_durably(self.path.with_suffix(".json"), metadata_text.encode())
-        self._partial.replace(self.path)
+        self._partial_path.replace(self.path)
         fsync_folder(self.path.parent)
 
     def discard(self) -> None:
         """Removes the unfinished file."""
         self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
 
 
 _PER_STEP = ("actions", "rewards", "terminations", "truncations", "success")
@@ -359,5 +359,5 @@ def _write(group: Any, name: str, value: Any) -> None:
         group.create_dataset(name, data=np.asarray(value), **compression)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)

@@ -111,7 +111,7 @@ class EpisodeWriter(ABC):
             self.discard()
 
 
-class _Unwanted(Exception):
+class _DiscardFolder(Exception):
     """Exception that makes `FolderWriter` discard its folder."""
 
 
@@ -123,7 +123,7 @@ class FolderWriter(EpisodeWriter):
 
     Attributes:
         root: Temporary folder that the writer fills.
-        finished: Context that renames the temporary folder at its end, unless its body fails.
+        commit: Context that renames the temporary folder at its end, unless its body fails.
 
     Raises:
         ConfigError: The folder contains files.
@@ -132,10 +132,10 @@ class FolderWriter(EpisodeWriter):
     def __init__(self, folder: Path) -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
-        self.finished = ExitStack()
-        self.root = self.finished.enter_context(filled_folder(folder))
+        self.commit = ExitStack()
+        self.root = self.commit.enter_context(filled_folder(folder))
 
     def discard(self) -> None:
         """Removes the unfinished folder (`EpisodeWriter.discard`)."""
-        with suppress(_Unwanted), self.finished:
-            raise _Unwanted
+        with suppress(_DiscardFolder), self.commit:
+            raise _DiscardFolder

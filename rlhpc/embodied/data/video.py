@@ -88,10 +88,10 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
 
 #: Decoder options that allow only container files, because a playlist can name other files.
 _CONTAINERS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
-_LARGE, _MOST_PACKED = 1 << 30, 2000
+_LARGE_BYTES, _MAX_COMPRESSION = 1 << 30, 2000
 """Size of decoded pictures above which the compression is checked, and the maximum ratio of decoded to stored bytes. Videos of
 robots have a ratio of 50 to 500."""
-_MOST_PIXELS = 8192 * 8192
+_MAX_PIXELS = 8192 * 8192
 """Maximum pixels of a picture if its size is unknown."""
 _PADDING = 128
 """Rows and columns that a decoder may add to a picture, because it rounds sizes up to multiples of a block."""
@@ -129,12 +129,12 @@ class VideoReader:
             self._video = self._av.open(str(self.path), options=_CONTAINERS)
             context = self._video.streams.video[0].codec_context
             height, width = self._size or (0, 0)
-            max_pixels = (height + _PADDING) * (width + _PADDING) if self._size else _MOST_PIXELS
+            max_pixels = (height + _PADDING) * (width + _PADDING) if self._size else _MAX_PIXELS
             context.options = {**context.options, "max_pixels": str(max_pixels)}
             self._require_size(context.height, context.width)
             self._frames = self._decode()
         except (OSError, ValueError, IndexError, self._av.error.FFmpegError) as error:
-            raise self._unreadable(error) from None
+            raise self._read_error(error) from None
         self._position = self._packed_bytes = 0
 
     def _decode(self) -> Iterator[Any]:
@@ -148,7 +148,7 @@ class VideoReader:
                 f"{self.path} has pictures of {height}x{width}, and info.json says {self._size[0]}x{self._size[1]}"
             )
 
-    def _unreadable(self, error: Exception) -> ConfigError:
+    def _read_error(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.path} cannot be read as a video: {error}")
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -178,11 +178,11 @@ class VideoReader:
                     frames_read[length] = pixels
                     length += 1
         except (OSError, ValueError, self._av.error.FFmpegError) as error:
-            raise self._unreadable(error) from None
+            raise self._read_error(error) from None
         return np.empty((0, 0, 0, 3), np.uint8) if frames_read is None else frames_read[:length]
 
     def _check_size(self, size: int, stored: int) -> None:
-        if size > _LARGE and size > _MOST_PACKED * stored:
+        if size > _LARGE_BYTES and size > _MAX_COMPRESSION * stored:
             raise ConfigError(
                 f"{self.path} has {stored} bytes, and pictures of {size / 1e9:.1f} GB are asked of it; "
                 "encode the video anew if it is no attack"

@@ -161,7 +161,7 @@ def evaluate_checkpoint(
     """
     folder = expand_home(checkpoint).absolute()
     require_valid(folder, hint="or evaluate another checkpoint")
-    cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
+    cfg = _load_config(folder, Trust(trust_code)) if cfg is None else cfg
     env_cfg, seed = cfg.env.eval, cfg.runner.seed
     policy = load_policy(folder, Trust.of(plain(cfg), trust_code))
     films: list[Film] = []
@@ -262,7 +262,7 @@ def record_episodes(
         ) from error
 
 
-def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
+def _load_config(folder: Path, trust: Trust) -> EmbodiedConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")

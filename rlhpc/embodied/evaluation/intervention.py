@@ -179,7 +179,7 @@ class Person(Intervention):
 
         if hz <= 0 or size < 1:
             raise ConfigError(f"--intervene: hz is {hz} and size {size}; both must be above 0")
-        self._pygame, self._period, self._next = pygame, 1.0 / hz, 0.0
+        self._pygame, self._period, self._next_step_time = pygame, 1.0 / hz, 0.0
         # SDL would try all its drivers, and the libraries of some abort the process if there is no screen.
         if sys.platform == "linux" and not any(os.environ.get(name) for name in _SCREENS):
             raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
@@ -203,9 +203,9 @@ class Person(Intervention):
     def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Chooses the actions of this step (`Intervention.act`)."""
         del obs
-        self._show(picture)
-        time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic() + self._period
+        self._show_picture(picture)
+        time.sleep(max(0.0, self._next_step_time - time.monotonic()))
+        self._next_step_time = time.monotonic() + self._period
         for event in self._pygame.event.get():
             if event.type == self._pygame.QUIT:
                 raise KeyboardInterrupt
@@ -218,7 +218,7 @@ class Person(Intervention):
                 person_actions[0, axis] += amount
         return person_actions, np.ones(1, bool)
 
-    def _show(self, picture: np.ndarray | None) -> None:
+    def _show_picture(self, picture: np.ndarray | None) -> None:
         pygame = self._pygame
         if picture is not None:
             pygame.transform.scale(

@@ -55,13 +55,13 @@ class EpisodeRecorder(Watch):
         self._teacher, self._gated = teacher, gated
         self._writer, self._env, self._only_success, self._num_episodes = writer, env, only_success, num_episodes
         self._before: dict[str, Any] = {}
-        self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
+        self._open_steps: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
         self.played = 0
         self.success_known = False
 
     def forget(self) -> None:
         """Drops the unfinished episodes."""
-        self._open = [[] for _ in self._open]
+        self._open_steps = [[] for _ in self._open_steps]
 
     @property
     def missing(self) -> int:
@@ -89,7 +89,7 @@ class EpisodeRecorder(Watch):
         has_failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
             if has_failed[slot]:
-                self._open[slot] = []
+                self._open_steps[slot] = []
                 continue
             step = {name: _row(column, slot) for name, column in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
@@ -97,12 +97,12 @@ class EpisodeRecorder(Watch):
                 step["taken"] = bool(self._gated.intervened[slot])
             if "success" in infos:
                 step["success"] = bool(infos["success"][slot])
-            self._open[slot].append(step)
+            self._open_steps[slot].append(step)
             if terminations[slot] or truncations[slot]:
-                self._finish(slot, infos)
+                self._write_episode(slot, infos)
 
-    def _finish(self, slot: int, infos: Mapping[str, Any]) -> None:
-        steps, self._open[slot] = self._open[slot], []
+    def _write_episode(self, slot: int, infos: Mapping[str, Any]) -> None:
+        steps, self._open_steps[slot] = self._open_steps[slot], []
         self.played += 1
         episode = infos.get("episode", {})
         flags = [step.get("success") for step in steps]  # some environments report success only at the end
@@ -130,7 +130,7 @@ class EpisodeRecorder(Watch):
         })  # fmt: skip
 
 
-class TakenRecorder(EpisodeRecorder):
+class InterventionRecorder(EpisodeRecorder):
     """Observer of `play` that writes only interventions, each as a separate episode that ends when the policy regains
     control.
 
@@ -159,24 +159,26 @@ class TakenRecorder(EpisodeRecorder):
         is_done, has_failed = terminations | truncations, env_failed(infos, len(slots))
         intervened = self._gated.intervened & ~has_failed
         for slot in np.flatnonzero(slots).tolist():
-            steps = self._open[slot]
+            steps = self._open_steps[slot]
             if intervened[slot]:
                 step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
                 steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
                 self.taken_steps += 1
             if steps and (is_done[slot] or not intervened[slot]):
-                self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
+                self._write_intervention(
+                    slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot)
+                )
             self.played += int(is_done[slot] and not has_failed[slot])
         if is_done.any():
             self._gated.intervention.end_episodes(is_done)
 
-    def _cut(self, slot: int, last: Any) -> None:
-        steps, self._open[slot] = self._open[slot], []
+    def _write_intervention(self, slot: int, final_obs: Any) -> None:
+        steps, self._open_steps[slot] = self._open_steps[slot], []
         truncations = np.zeros(len(steps), bool)
         truncations[-1] = not steps[-1]["terminations"]
         self._writer.add({
             "source": f"a part of episode {self.played + 1} of the recording",
-            "obs": _stack([*(step["obs"] for step in steps), last]),
+            "obs": _stack([*(step["obs"] for step in steps), final_obs]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
             "truncations": truncations, "taken": np.ones(len(steps), bool),
@@ -218,7 +220,7 @@ def record(
         mode: "eval" takes the most likely action, "train" samples an action.
         teacher: See `EpisodeRecorder`.
         intervention: Observer that may act instead of the actor.
-        only_taken: Write only interventions; `episodes` then counts the watched episodes (`TakenRecorder`).
+        only_taken: Write only interventions; `episodes` then counts the watched episodes (`InterventionRecorder`).
         source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format does not store them.
         options: Format of the output; ManiSkill's HDF5 by default.
 
@@ -269,7 +271,7 @@ def record(
                 writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated_policy
             )
             if only_taken and gated_policy is not None:
-                recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated_policy)
+                recorder = InterventionRecorder(writer, env, num_episodes=episodes, gated=gated_policy)
             while (num_missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
@@ -305,6 +307,6 @@ def record(
     }
     if successes:
         summary["success_once"] = float(np.mean(successes))
-    if isinstance(recorder, TakenRecorder):
+    if isinstance(recorder, InterventionRecorder):
         summary["taken_steps"] = recorder.taken_steps
     return summary | {"env_id": env_cfg.env_id, "output": str(output)}

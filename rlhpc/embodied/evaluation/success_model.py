@@ -77,10 +77,10 @@ def score_predictions(model: Policy, trajectories: list[Trajectory]) -> dict[str
             np.append(labels, trajectory["success"]),
         )
 
-    def part(mask: np.ndarray) -> float:
+    def rate(mask: np.ndarray) -> float:
         return float(is_correct[mask].mean()) if mask.any() else 1.0
 
     return {
-        "steps": len(labels), "successes": int(labels.sum()), "accuracy": part(np.ones(len(labels), bool)),
-        "recall": part(labels), "specificity": part(~labels),
+        "steps": len(labels), "successes": int(labels.sum()), "accuracy": rate(np.ones(len(labels), bool)),
+        "recall": rate(labels), "specificity": rate(~labels),
     }  # fmt: skip

@@ -24,12 +24,12 @@ from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.trust import Trust
 
 #: Default number of episodes.
-_EPISODES = 4
+_DEFAULT_EPISODES = 4
 #: Minimum length of a window's shorter side, in pixels.
-_SMALLEST = 480
+_MIN_SIDE = 480
 
 
-class _Closed(Exception):
+class _WindowClosed(Exception):
     """Exception raised when the user closes the window."""
 
 
@@ -50,7 +50,7 @@ class EnvWindow(Watch):
 
         self._pygame, self._env, self._name, self._period_s = pygame, env, name, 1.0 / fps
         self._surface: Any = None
-        self._next, self._return, self._episode = 0.0, 0.0, 1
+        self._next_frame_time, self._return, self._episode = 0.0, 0.0, 1
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
@@ -73,7 +73,7 @@ class EnvWindow(Watch):
     def _show(self, picture: np.ndarray) -> None:
         pygame = self._pygame
         height, width = picture.shape[:2]
-        factor = max(1, -(-_SMALLEST // min(height, width)))
+        factor = max(1, -(-_MIN_SIDE // min(height, width)))
         if self._surface is None:
             self._surface = pygame.display.set_mode((width * factor, height * factor))
         self._surface.blit(
@@ -85,9 +85,9 @@ class EnvWindow(Watch):
             if event.type == pygame.QUIT or (
                 event.type == pygame.KEYDOWN and event.key in (pygame.K_ESCAPE, pygame.K_q)
             ):
-                raise _Closed
-        time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic() + self._period_s
+                raise _WindowClosed
+        time.sleep(max(0.0, self._next_frame_time - time.monotonic()))
+        self._next_frame_time = time.monotonic() + self._period_s
 
     def close(self) -> None:
         """Closes the window."""
@@ -128,7 +128,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     """
     folder = expand_home(checkpoint).absolute()
     policy = load_policy(folder, Trust.of(plain(cfg), options.trust_code))
-    episodes = _EPISODES if options.episodes is None else options.episodes
+    episodes = _DEFAULT_EPISODES if options.episodes is None else options.episodes
     in_window = has_display()
     if not in_window:
         pyav()
@@ -151,7 +151,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         evaluation = evaluate_policy(
             policy, env_cfg, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
         )
-    except _Closed:
+    except _WindowClosed:
         return {}
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={env_cfg.env_id} does not fit {folder}'s policy: {error}") from error

@@ -23,9 +23,9 @@ def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
         samples=num_slots * cfg.algorithm.rollout_steps * cfg.actor.model.num_action_chunks,
         unit="environment steps",
         knobs=(
-            Knob(STAGES, _values(cfg, STAGES, [n for n in (1, 2, 4) if num_slots % (n * group_size) == 0])),
+            Knob(STAGES, _knob_values(cfg, STAGES, [n for n in (1, 2, 4) if num_slots % (n * group_size) == 0])),
             Knob(STALENESS, tuple(range(ahead + 1))),
-            Knob(MICRO, _values(cfg, MICRO, [None, *(batch_size // n for n in (2, 4) if batch_size % n == 0)])),
+            Knob(MICRO, _knob_values(cfg, MICRO, [None, *(batch_size // n for n in (2, 4) if batch_size % n == 0)])),
         ),
         stages=STAGES,
         turns="time/rollout_s",
@@ -35,7 +35,7 @@ def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
             n: (
                 f"env.train.num_envs={num_slots // n}",
                 f"actor.global_batch_size={batch_size // n}",
-                f"{MICRO}={_part(cfg, n)}",
+                f"{MICRO}={_scaled_micro_batch(cfg, n)}",
             )
             for n in (2, 4)
             if num_slots % (n * group_size) == 0 and batch_size % n == 0 and (cfg.actor.micro_batch_size or n) % n == 0
@@ -45,12 +45,12 @@ def ppo_workload(cfg: PpoConfig, ahead: int) -> Workload:
     )
 
 
-def _values(cfg: PpoConfig, key: str, values: list[int | None] | list[int]) -> tuple[int | None, ...]:
+def _knob_values(cfg: PpoConfig, key: str, values: list[int | None] | list[int]) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys([*values, select(cfg, key)]))
 
 
-def _part(cfg: PpoConfig, n: int) -> str:
-    return "null" if cfg.actor.micro_batch_size is None else str(cfg.actor.micro_batch_size // n)
+def _scaled_micro_batch(cfg: PpoConfig, divisor: int) -> str:
+    return "null" if cfg.actor.micro_batch_size is None else str(cfg.actor.micro_batch_size // divisor)
 
 
 def _on_accelerator(cfg: PpoConfig) -> bool:

@@ -182,7 +182,7 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Contain
         curves=list(learning_curves(rows, always).values()),
         evaluation=_success_model_table(judgements)
         if judgements
-        else _evaluation(paths, rows, evaluations, films=linked),
+        else _evaluation_section(paths, rows, evaluations, films=linked),
         times=list(time_curves(rows).values())[::-1],
         evaluated=text_by_step,
         trained=("train/episode_return", "training return"),
@@ -196,7 +196,7 @@ def _env_id(paths: RunPaths) -> str:
         return ""
 
 
-def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def _last_value(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = series(rows, name)[1]
     return values[-1] if values else None
 
@@ -211,9 +211,9 @@ def _key_figures(
     best_evaluation = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last_evaluation = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall_s, episode_return = (
-        _last(rows, column) for column in ("rollout/env_steps", "time/wall_s", "train/episode_return")
+        _last_value(rows, column) for column in ("rollout/env_steps", "time/wall_s", "train/episode_return")
     )
-    demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
+    demonstrations, loss = _last_value(rows, "train/demonstrations"), _last_value(rows, "train/loss")
     rates = series(rows, "time/env_steps_per_s")[1]
     rate = env_steps / wall_s if env_steps and wall_s else (sum(rates) / len(rates) if rates else None)
 
@@ -255,14 +255,14 @@ def _key_figures(
             if demonstrations is None
             else ""
         )
-        + _robot(rows)
+        + _robot_card(rows)
         + "</div>"
     )
 
 
-def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
+def _robot_card(rows: Sequence[Mapping[str, Any]]) -> str:
     """Builds the card with a robot's timing; empty for runs without a robot."""
-    latency = _last(rows, "env/robot_latency_ms_p50")
+    latency = _last_value(rows, "env/robot_latency_ms_p50")
     if latency is None:
         return ""
     counts = {name: sum(series(rows, f"env/robot_{name}")[1]) for name in ("late", "dropped", "lost")}
@@ -270,7 +270,7 @@ def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
     return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {counts_text} in all")
 
 
-def _evaluation(
+def _evaluation_section(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
 ) -> str:
     """Builds HTML with the charts of all evaluations and a table of the checkpoints' evaluations. The most important chart
@@ -299,7 +299,7 @@ def _evaluation(
             str(evaluation["suite"]),
             evaluation["global_step"],
             evaluation.get("episodes", "–"),
-            *(_rate(evaluation, name) for name in rates),
+            *(_format_rate(evaluation, name) for name in rates),
             f"{evaluation['return_mean']:.2f}"
             + (" ★" if evaluation["return_mean"] == best_returns[str(evaluation["suite"])] else ""),
             f"{evaluation['return_std']:.2f}" if isinstance(evaluation.get("return_std"), (int, float)) else "–",
@@ -317,7 +317,7 @@ def _evaluation(
         "95 % interval",
     ]
     html += f'<div class="scroll">{table(head, body, text_columns={0})}</div>'
-    return html + (_videos(evaluations) if films else "")
+    return html + (_video_figures(evaluations) if films else "")
 
 
 def _success_model_table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -335,14 +335,14 @@ def _success_model_table(results: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
 
 
-def _rate(result: Mapping[str, Any], name: str) -> str:
+def _format_rate(result: Mapping[str, Any], name: str) -> str:
     """Formats a success rate with its interval."""
     if not isinstance(result.get(name), (int, float)):
         return "–"
     return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", to=" … ")
 
 
-def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _video_figures(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Builds HTML with the newest video of each suite. The video files are next to the evaluations' results."""
     newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
     film_figures = [

@@ -141,7 +141,11 @@ class SuccessRewardEnv(VectorEnv):
     def _replace_rewards(self, step: Step) -> Step:
         obs, _, terminations, truncations, infos = step
         is_done = terminations | truncations
-        last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), is_done) if is_done.any() else as_arrays(obs)
+        last_obs = (
+            _select_last_obs(as_arrays(obs), as_arrays(infos["final_obs"]), is_done)
+            if is_done.any()
+            else as_arrays(obs)
+        )
         success_probability = self.model.value(to_tensors(last_obs, self.device)).cpu().numpy().astype(np.float32)
         rewards = self._scale * (success_probability - self._before if self._relative else success_probability)
         rewards[env_failed(infos, self.num_envs)] = 0
@@ -186,8 +190,8 @@ class SuccessRewardEnv(VectorEnv):
         self.env.close()
 
 
-def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
+def _select_last_obs(obs: Any, final: Any, is_done: np.ndarray) -> Any:
     """Returns the observation of each slot after the step: `final` if its episode ended, otherwise `obs`."""
     if isinstance(obs, dict):
-        return {key: _last(array, final[key], done) for key, array in obs.items()}
-    return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)
+        return {key: _select_last_obs(array, final[key], is_done) for key, array in obs.items()}
+    return np.where(is_done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

@@ -189,7 +189,7 @@ def _secret_of(folder: Path, slot: int, name: str) -> str | None:
         return None
 
 
-def _use(folder: Path, slot: int, name: str, check_fit: Callable[[], None]) -> None:
+def _mark_used(folder: Path, slot: int, name: str, check_fit: Callable[[], None]) -> None:
     """Marks a key as used.
 
     Args:
@@ -256,17 +256,17 @@ class RobotListener:
     ) -> None:
         self._folder, self._slot, self._misfit = folder, slot, misfit
         make_private(folder, parents=True)
-        _refuse_two(folder, slot)
+        _check_not_waiting(folder, slot)
         listener = TcpListener(address)
         port = listener.address[1]
         self.place = _RobotMeetingPoint(
             robot, slot, address, port, node_name(), run, connected=False, since=time.time()
         )
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._unproven = ConnectionTable[socket.socket](_MAX_UNPROVEN)
         self._unproven_lock = threading.Lock()
         self._connection: RobotConnection | None = None
-        self._fresh = False
+        self._is_fresh = False
         self._session: tuple[str, str] = ("", "")
         self.place.withdraw(folder)
         self.place.publish(folder)
@@ -278,12 +278,12 @@ class RobotListener:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._changed:
+            with self._condition:
                 if self._connection is not None and not self._connection.loss_reason:
-                    is_fresh, self._fresh = self._fresh, False
+                    is_fresh, self._is_fresh = self._is_fresh, False
                     return self._connection, is_fresh
                 self._publish_presence(connected=False)
-                self._changed.wait(_POLL_S)
+                self._condition.wait(_POLL_S)
             check()
             if time.monotonic() > deadline:
                 return None
@@ -332,7 +332,7 @@ class RobotListener:
         send_greeting(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
         greeting = receive_greeting(sock, GREETING_S)
         name, peer_nonce, spaces_text = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
-        with self._changed:
+        with self._condition:
             is_rejoin = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
             secret = self._session[1] if is_rejoin else _secret_of(self._folder, self._slot, name)
             if secret is None or not hmac.compare_digest(
@@ -352,10 +352,10 @@ class RobotListener:
             send_greeting(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
             if not is_rejoin:
                 self._session = _session_of(secret, nonce, peer_nonce)
-                self._fresh = True
+                self._is_fresh = True
             self._connection = RobotConnection(sock, _connection_key(secret, nonce, peer_nonce), b"run", b"robot")
             self._publish_presence(connected=True)
-            self._changed.notify_all()
+            self._condition.notify_all()
         log.info("%s %s", self.place.robot, "is back" if is_rejoin else "has joined")
         return True
 
@@ -367,7 +367,7 @@ class RobotListener:
 
         deadline = time.monotonic() + _LOSS_NOTICED_S
         while self._connection is not None and not self._connection.loss_reason and time.monotonic() < deadline:
-            self._changed.wait(_POLL_S / 4)
+            self._condition.wait(_POLL_S / 4)
 
         def check_fit() -> None:
             if self._connection is not None and not self._connection.loss_reason:
@@ -375,10 +375,10 @@ class RobotListener:
             if reason := self._misfit(json.loads(about)):
                 raise RobotRefused(reason)
 
-        _use(self._folder, self._slot, name, check_fit)
+        _mark_used(self._folder, self._slot, name, check_fit)
 
 
-def _refuse_two(folder: Path, slot: int) -> None:
+def _check_not_waiting(folder: Path, slot: int) -> None:
     """Checks that no other process waits for the same robot.
 
     Raises:

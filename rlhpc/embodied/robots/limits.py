@@ -51,13 +51,15 @@ def why_no_max_change(driver: Robot) -> str:
     return ""
 
 
-def nearest_command(action: np.ndarray, space: Any, here: np.ndarray | None, change: float | None) -> np.ndarray | None:
+def nearest_command(
+    action: np.ndarray, space: Any, position: np.ndarray | None, max_change: float | None
+) -> np.ndarray | None:
     """Returns the command nearest to `action` that is within the bounds of `space` and at most `change` from `here`, in the
     space's dtype; None if the bounds exclude all such commands.
     """
     low, high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
-    if change is None or here is None:
+    if max_change is None or position is None:
         return np.clip(action, low, high).astype(space.dtype)
-    command = np.clip(np.clip(action, here - change, here + change), low, high).astype(space.dtype)
-    is_within = np.abs(command - here) <= change + 1e-5 * np.maximum(1.0, np.abs(here))  # for float32
+    command = np.clip(np.clip(action, position - max_change, position + max_change), low, high).astype(space.dtype)
+    is_within = np.abs(command - position) <= max_change + 1e-5 * np.maximum(1.0, np.abs(position))  # for float32
     return command if is_within.all() else None

@@ -34,7 +34,7 @@ def robot_name(path: str, kwargs: Mapping[str, Any]) -> str:
     return f"{re.sub('[^A-Za-z0-9]+', '-', path).strip('-')}-{digest[:6]}"
 
 
-def _process_began(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """Returns the start time of a process of this machine, in kernel ticks; None if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -51,7 +51,7 @@ class Notice:
 
     def __init__(self, robot: str) -> None:
         self.robot = robot
-        self._path, self._word = (notices_folder() / f"{robot}.{suffix}" for suffix in ("json", "resume"))
+        self._path, self._resume_path = (notices_folder() / f"{robot}.{suffix}" for suffix in ("json", "resume"))
         make_private(self._path.parent, parents=True)
         self._id, self._reason = 0, ""
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Notice:
             return "the notice of the process before cannot be read"
         if reason:
             return "" if self._is_withdrawn(notice_id) else reason
-        if node == node_name() and _process_began(pid) == record.get("began"):
+        if node == node_name() and _process_start_time(pid) == record.get("began"):
             return ""
         return f"process {pid} on {node} ended without closing it"
 
@@ -83,7 +83,7 @@ class Notice:
 
     def _write(self) -> None:
         record = {"robot": self.robot, "reason": self._reason, "since": time.time(), "id": self._id, "node": node_name(),
-                  "pid": os.getpid(), "began": _process_began(os.getpid())}  # fmt: skip
+                  "pid": os.getpid(), "began": _process_start_time(os.getpid())}  # fmt: skip
         replace_durably(self._path, json.dumps(record).encode(), mode=0o600, sync=False)
 
     def resumed(self) -> bool:
@@ -92,13 +92,13 @@ class Notice:
 
     def _is_withdrawn(self, number: int) -> bool:
         with suppress(OSError, ValueError):
-            return self._word.read_text() == str(number)
+            return self._resume_path.read_text() == str(number)
         return False
 
     def remove(self) -> None:
         """Removes the notice that this process has posted."""
         with self._lock:
-            for path in (self._path, self._word) if self._id else ():
+            for path in (self._path, self._resume_path) if self._id else ():
                 path.unlink(missing_ok=True)
             self._id = 0
 

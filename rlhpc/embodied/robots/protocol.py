@@ -96,16 +96,16 @@ def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
         ConnectionLost: The message did not arrive in time, or is invalid.
     """
     deadline = time.monotonic() + timeout_s
-    sizes = _HEAD.unpack(_exactly(sock, _HEAD.size, deadline))
+    sizes = _HEAD.unpack(_receive_exactly(sock, _HEAD.size, deadline))
     if sizes[0] > MAX_GREETING or sizes[1]:
         raise ConnectionLost("what answers there is no robot and no run")
     try:
-        return unpack_message(_exactly(sock, sizes[0], deadline), b"").fields
+        return unpack_message(_receive_exactly(sock, sizes[0], deadline), b"").fields
     except (ValueError, TypeError):
         raise ConnectionLost("what answers there is no robot and no run") from None
 
 
-def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     received = b""
     while len(received) < size:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -136,8 +136,8 @@ class RobotConnection:
 
     def __init__(self, sock: socket.socket, key: bytes, role: bytes, peer_role: bytes) -> None:
         self._sock, self._key, self._roles, self._counts = sock, key, (role, peer_role), [0, 0]
-        self._sending = threading.Lock()
-        self._received: queue.Queue[Message | None] = queue.Queue()
+        self._send_lock = threading.Lock()
+        self._inbox: queue.Queue[Message | None] = queue.Queue()
         self.loss_reason = ""
         self.round_trips_s: list[float] = []
         sock.settimeout(None)
@@ -155,12 +155,12 @@ class RobotConnection:
             ConnectionLost: The other side is gone.
         """
         buffers = pack_message(fields, arrays or {})
-        with self._sending:
+        with self._send_lock:
             if not self.loss_reason:
                 try:
                     self._sock.sendall(b"".join([*buffers, self._mac(0, buffers)]))
                 except OSError as error:
-                    self._lose("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
+                    self._set_lost("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
         if self.loss_reason:
             raise ConnectionLost(self.loss_reason)
 
@@ -171,25 +171,25 @@ class RobotConnection:
             ConnectionLost: The other side is gone.
         """
         try:
-            message = self._received.get(timeout=timeout_s)
+            message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if message is None:
-            self._received.put(None)
+            self._inbox.put(None)
             raise ConnectionLost(self.loss_reason)
         return message
 
     def close(self) -> None:
         """Ends the connection."""
-        self._lose("the line was closed")
+        self._set_lost("the line was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._sock.close()
 
-    def _lose(self, reason: str) -> None:
+    def _set_lost(self, reason: str) -> None:
         if not self.loss_reason:
             self.loss_reason = reason
-            self._received.put(None)
+            self._inbox.put(None)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -212,12 +212,12 @@ class RobotConnection:
                         raise ConnectionLost("its connection ended")
                     buffer += received
                     last_received = time.monotonic()
-                    while (message := self._next(buffer)) is not None:
+                    while (message := self._pop_message(buffer)) is not None:
                         self._handle(message)
                 elif time.monotonic() - last_received > LOST_S:
                     raise ConnectionLost(f"nothing was heard for {LOST_S:g} s")
         except (OSError, ValueError, TypeError) as error:
-            self._lose(str(getattr(error, "strerror", None) or error))
+            self._set_lost(str(getattr(error, "strerror", None) or error))
 
     def _handle(self, message: Message) -> None:
         if "sign" in message.fields:
@@ -225,9 +225,9 @@ class RobotConnection:
         elif "seen" in message.fields:
             self.round_trips_s.append(time.monotonic() - float(message.fields["seen"]))
         else:
-            self._received.put(message)
+            self._inbox.put(message)
 
-    def _next(self, buffer: bytearray) -> Message | None:
+    def _pop_message(self, buffer: bytearray) -> Message | None:
         if len(buffer) < _HEAD.size:
             return None
         header_bytes, body_bytes = _HEAD.unpack_from(buffer)
@@ -255,11 +255,13 @@ def observation_space_of(description: Any) -> spaces.Space[Any]:
         ConfigError: The value is not such a description.
     """
     if isinstance(description, Mapping):
-        return spaces.Dict({str(name): _box(f"{_KEY}.observes.{name}", shape) for name, shape in description.items()})
-    return _box(f"{_KEY}.observes", description)
+        return spaces.Dict(
+            {str(name): _parse_box(f"{_KEY}.observes.{name}", shape) for name, shape in description.items()}
+        )
+    return _parse_box(f"{_KEY}.observes", description)
 
 
-def _box(key: str, shape: Any) -> spaces.Box:
+def _parse_box(key: str, shape: Any) -> spaces.Box:
     sizes = [shape] if isinstance(shape, int) else shape
     try:
         sizes = tuple(sizes)
@@ -309,13 +311,13 @@ def misfit(expected: Mapping[str, Any], description: Any) -> str:
         expected_part, robot_part = expected[name], description.get(name) if isinstance(description, Mapping) else None
         is_same = expected_part == robot_part
         if name == "acts" and isinstance(robot_part, Mapping):
-            is_same = all(_near(expected_part[bound], robot_part.get(bound)) for bound in ("low", "high"))
+            is_same = all(_are_close(expected_part[bound], robot_part.get(bound)) for bound in ("low", "high"))
         if not is_same:
             return f"{_KEY}.{name} of the run says {expected_part}, and this robot {robot_part}"
     return ""
 
 
-def _near(expected: list[float], received: Any) -> bool:
+def _are_close(expected: list[float], received: Any) -> bool:
     if not isinstance(received, list) or len(expected) != len(received):
         return False
     return bool(np.allclose(expected, np.asarray(received, float)))

@@ -20,7 +20,7 @@ from rlhpc.embodied.robots.protocol import (
     misfit,
     observation_space_of,
 )
-from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
+from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, positive_number
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.files import expand_home
@@ -69,7 +69,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         pace = Pace.of(num_envs, kwargs)
         self._max_change = pace.max_change
         self.control_hz = pace.hz
-        self._wait_s = above_0("wait_s", kwargs.pop("wait_s", 600.0))
+        self._wait_s = positive_number("wait_s", kwargs.pop("wait_s", 600.0))
         self._folder, self._interface = kwargs.pop("folder", None), kwargs.pop("interface", None)
         self.observation_space, self.action_space = (
             observation_space_of(kwargs.pop("observes", None)),
@@ -84,7 +84,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         self.timing = Timing()
         self._listener: RobotListener | None = None
         self._connection: RobotConnection | None = None
-        self._num_requests = self._num_begins = self._trips = 0
+        self._num_requests = self._num_begins = self._num_round_trips = 0
         self._lost_reason, self._needs_begin = "", False
         self._wait_reason = ""
 
@@ -149,13 +149,13 @@ class DistantRobotVectorEnv(OneRobotEnv):
         """Starts an episode, once the robot has joined (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed = seed
-        return self._begin(seed), {}
+        return self._begin_episode(seed), {}
 
-    def _begin(self, seed: int | None) -> Any:
+    def _begin_episode(self, seed: int | None) -> Any:
         deadline = time.monotonic() + self._wait_s
         while True:
             connection, is_fresh = self._wait_for_robot(deadline)
-            self._trips = 0 if connection is not self._connection else self._trips
+            self._num_round_trips = 0 if connection is not self._connection else self._num_round_trips
             self._connection = connection
             try:
                 self._needs_begin |= is_fresh
@@ -171,7 +171,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 self._needs_begin, self._obs = False, self._observation_from(answer, "obs")
                 return self._obs
             except ConnectionLost as error:
-                self._lose(error)
+                self._drop_connection(error)
 
     def refresh(self) -> Any:
         """Returns a current observation (`VectorEnv.refresh`). The next step reports a lost robot."""
@@ -180,7 +180,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 self._request({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs"
             )
         except ConnectionLost as error:
-            self._lose(error)
+            self._drop_connection(error)
         return self._obs
 
     def step(self, actions: np.ndarray) -> Step:
@@ -189,16 +189,16 @@ class DistantRobotVectorEnv(OneRobotEnv):
         action = np.asarray(actions, space.dtype).reshape(space.shape)
         try:
             answer = self._request({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
-            return self._stepped(answer)
+            return self._parse_step(answer)
         except ConnectionLost as error:
-            self._lose(error)
-        final_obs, obs = self._obs, self._begin(None)
+            self._drop_connection(error)
+        final_obs, obs = self._obs, self._begin_episode(None)
         mask = np.array([False])
         episode = {"return": np.zeros(1), "length": np.zeros(1, np.int64), "mask": mask}
         infos = {"final_obs": final_obs, "episode": episode, "lost": np.array([True])}
         return obs, np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
 
-    def _stepped(self, answer: Message) -> Step:
+    def _parse_step(self, answer: Message) -> Step:
         fields, arrays = answer
         self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMING_NAMES})
         self._obs = self._observation_from(answer, "obs")
@@ -225,8 +225,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
         connection.send({**fields, "number": self._num_requests}, arrays)
         while True:
             answer = connection.receive(_POLL_S)
-            round_trips_s = connection.round_trips_s[self._trips :]
-            self._trips += len(round_trips_s)
+            round_trips_s = connection.round_trips_s[self._num_round_trips :]
+            self._num_round_trips += len(round_trips_s)
             self.timing.record_round_trips(round_trips_s)
             if answer is not None and answer.fields.get("number") == self._num_requests:
                 if "waits" in answer.fields:  # the robot waits for a person, without a deadline
@@ -251,7 +251,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 self._name, self._slot, reason,
             )  # fmt: skip
 
-    def _lose(self, error: ConnectionLost) -> None:
+    def _drop_connection(self, error: ConnectionLost) -> None:
         self._lost_reason = str(error)
         self.timing.record_loss()
         log.warning("%s of slot %d was lost: %s", self._name, self._slot, error)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 
-__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Verdict", "above_0"]
+__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Verdict", "positive_number"]
 
 log = logging.getLogger(__name__)
 
 #: Maximum number of consecutive commands that are rejected because the policy takes too long.
-_REFUSALS = 20
+_MAX_REFUSALS = 20
 #: Number of consecutive stops during resets after which a robot with `resume: auto` raises an error.
-_STOPS = 3
+_MAX_STOPS = 3
 
 
 class OneRobotEnv(VectorEnv):
@@ -92,15 +92,15 @@ class RobotVectorEnv(OneRobotEnv):
         self.timing = self._core.timing
         self.on_wait = check_run
         self._refusals = 0
-        self._tick = 0.0
+        self._step_start = 0.0
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Starts an episode (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
-        return self._begin(), {}
+        return self._begin_episode(), {}
 
-    def _begin(self) -> Any:
+    def _begin_episode(self) -> Any:
         """Begins an episode once the robot may move, and returns the first observation."""
         (seed,) = self.episodes.begin(np.array([0]))
         for num_stops in range(1 << 62):
@@ -109,18 +109,18 @@ class RobotVectorEnv(OneRobotEnv):
                 observation = self._core.begin(seed)
                 break
             except RobotStopped:
-                if num_stops + 1 >= _STOPS and self._core.limits.resume == "auto":
+                if num_stops + 1 >= _MAX_STOPS and self._core.limits.resume == "auto":
                     raise
-        self._tick = time.monotonic()
-        return _row(observation.obs)
+        self._step_start = time.monotonic()
+        return _add_batch_axis(observation.obs)
 
     def refresh(self) -> Any:
         """Returns a current observation (`VectorEnv.refresh`). The next step reports a stopped robot."""
-        self._tick = time.monotonic()
+        self._step_start = time.monotonic()
         try:
-            return _row(self._core.observe().obs)
+            return _add_batch_axis(self._core.observe().obs)
         except RobotStopped:
-            return self._newest()
+            return self._newest_row()
 
     def step(self, actions: np.ndarray) -> Step:
         """Executes one step of the control period (`VectorEnv.step`)."""
@@ -132,27 +132,27 @@ class RobotVectorEnv(OneRobotEnv):
             self._core.end()
             raise
         self._refusals = 0
-        rewards, terminations, truncations = self._count(verdict)
-        obs, infos = self._newest(), {}
+        rewards, terminations, truncations = self._record_verdict(verdict)
+        obs, infos = self._newest_row(), {}
         if terminations[0] or truncations[0]:
             infos = {"final_obs": obs, "episode": self.episodes.report(np.array([True]))}
             log.info("an episode of the robot: %s", self.timing)
-            obs = self._begin()
+            obs = self._begin_episode()
         return obs, rewards, terminations, truncations, infos
 
     def _end_lost_episode(self, refusal: RlhpcError) -> Step:
         """Ends the episode after a stop or a rejected command, and begins the next episode."""
         self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
-        if self._refusals >= _REFUSALS:
+        if self._refusals >= _MAX_REFUSALS:
             raise RlhpcError(
-                f"{refusal}, {_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
+                f"{refusal}, {_MAX_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
             ) from None
         log.info("an episode of the robot is lost: %s; %s", refusal, self.timing)
-        infos = {"final_obs": self._newest(), "episode": self.episodes.report(np.array([False]))}
+        infos = {"final_obs": self._newest_row(), "episode": self.episodes.report(np.array([False]))}
         infos["lost"] = np.array([True])
-        return self._begin(), np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
+        return self._begin_episode(), np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
 
-    def _count(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _record_verdict(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         success = None if verdict.success is None else np.array([verdict.success])
         return self.episodes.add(
             np.array([verdict.reward], np.float32), np.array([verdict.failed]), success, np.array([True])
@@ -161,21 +161,21 @@ class RobotVectorEnv(OneRobotEnv):
     def _move(self, actions: np.ndarray) -> Verdict:
         """Sends the command, waits for the end of the step, and returns the driver's verdict on the step."""
         previous_observation = self._core.observation
-        step_end = self._tick + self._period
+        step_end = self._step_start + self._period
         within_s = max(step_end - time.monotonic(), 0.0) + self._period if self._stops_late else None
         sent_time = self._core.command(actions[0], within_s)
-        self._tick = max(step_end, sent_time)
+        self._step_start = max(step_end, sent_time)
         assert previous_observation is not None
         self.timing.record_command(sent_time - previous_observation.taken_at, is_late=sent_time > step_end)
-        if (pause_s := self._tick - time.monotonic()) > 0:
+        if (pause_s := self._step_start - time.monotonic()) > 0:
             time.sleep(pause_s)
         self.timing.record_step(dropped=self._core.observe().taken_at == previous_observation.taken_at)
         return self._core.judge()
 
-    def _newest(self) -> Any:
+    def _newest_row(self) -> Any:
         observation = self._core.observation
         assert observation is not None
-        return _row(observation.obs)
+        return _add_batch_axis(observation.obs)
 
     def close(self) -> None:
         """Stops the robot and releases it."""
@@ -212,8 +212,8 @@ class Pace(NamedTuple):
             raise ConfigError(
                 f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
             )
-        rate_hz = above_0("hz", kwargs.pop("hz", 10.0))
-        stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
+        rate_hz = positive_number("hz", kwargs.pop("hz", 10.0))
+        stale_s = positive_number("stale_s", kwargs.pop("stale_s", 0.5))
         max_change = kwargs.pop("max_change", None)
         if (late_action := kwargs.pop("late", "keep")) not in ("keep", "stop"):
             raise ConfigError(
@@ -224,11 +224,15 @@ class Pace(NamedTuple):
                 f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
             )
         return cls(
-            rate_hz, stale_s, None if max_change is None else above_0("max_change", max_change), late_action, resume
+            rate_hz,
+            stale_s,
+            None if max_change is None else positive_number("max_change", max_change),
+            late_action,
+            resume,
         )
 
 
-def above_0(name: str, value: Any) -> float:
+def positive_number(name: str, value: Any) -> float:
     """Checks a number of `kwargs` and returns it as a float.
 
     Raises:
@@ -239,5 +243,5 @@ def above_0(name: str, value: Any) -> float:
     return float(value)
 
 
-def _row(obs: Any) -> Any:
+def _add_batch_axis(obs: Any) -> Any:
     return {key: array[None] for key, array in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]

@@ -66,10 +66,10 @@ class SafetyCore:
         self.timing = Timing()
         self._states = StateMachine(self.name)
         self._last_command = np.zeros(self.action_space.shape)
-        self._call_under_way: tuple[str, float, float] | None = None  # name, start time, maximum seconds
-        self._unconfirmed = False  # the driver raised in `stop`
-        self._calls = threading.RLock()  # serializes all calls except stops
-        self._sending = threading.RLock()  # locked while a movement begins
+        self._current_call: tuple[str, float, float] | None = None  # name, start time, maximum seconds
+        self._is_stop_unconfirmed = False  # the driver raised in `stop`
+        self._call_lock = threading.RLock()  # serializes all calls except stops
+        self._move_lock = threading.RLock()  # locked while a movement begins
         self._closed, self._released = threading.Event(), threading.Event()
         try:
             self.set_limits(limits)
@@ -109,7 +109,7 @@ class SafetyCore:
 
         Raises: RobotStopped: The robot is stopped, or was stopped during the reset.
         """
-        with self._calls:
+        with self._call_lock:
             self._states.require()
             self.end()
             self._post_notice()
@@ -125,7 +125,7 @@ class SafetyCore:
         Raises:
             RobotStopped: The observation is too old or unsafe, or the robot was stopped before.
         """
-        with self._calls:
+        with self._call_lock:
             self._states.require(State.HELD, State.MOVING)
             return self._observe()
 
@@ -140,7 +140,7 @@ class SafetyCore:
             StaleObservation: The observation is too old; the robot holds still.
             RobotStopped: The robot was stopped before, or because of this command.
         """
-        with self._calls:
+        with self._call_lock:
             self._states.require(State.HELD, State.MOVING)
             action = np.asarray(action, np.float64).reshape(self.action_space.shape)
             if not np.isfinite(action).all():
@@ -149,7 +149,7 @@ class SafetyCore:
             while True:
                 self._states.require(State.HELD, State.MOVING)
                 previous_state = self.state
-                limited_action = self._limited(action, previous_state)
+                limited_action = self._limit_command(action, previous_state)
                 now = self._require_fresh()
                 deadline = now + min(self.limits.stale_s, np.inf if within_s is None else within_s)
                 if self._move("act", limited_action, previous_state, State.MOVING, deadline):
@@ -162,7 +162,7 @@ class SafetyCore:
         Raises:
             RobotStopped: The robot is stopped.
         """
-        with self._calls:
+        with self._call_lock:
             self._states.require(State.HELD, State.MOVING)
             assert self.observation is not None
             verdict: Verdict = self._call(
@@ -185,7 +185,7 @@ class SafetyCore:
             raise StaleObservation(f"a command was chosen from an observation that is {age:.2f} s old")
         return now
 
-    def _limited(self, action: np.ndarray, state: State) -> np.ndarray:
+    def _limit_command(self, action: np.ndarray, state: State) -> np.ndarray:
         """Returns the command within the limits that is nearest to `action`.
 
         Raises:
@@ -193,7 +193,7 @@ class SafetyCore:
         """
         max_change, origin = self.limits.max_change, None
         if max_change is not None and self.__driver.control_mode == "absolute":
-            origin = self._position()
+            origin = self._read_position()
         elif max_change is not None:
             origin = self._last_command if state is State.MOVING else np.zeros(self.action_space.shape)
         command = nearest_command(action, self.action_space, origin, max_change)
@@ -203,7 +203,7 @@ class SafetyCore:
         assert command is not None
         return command
 
-    def _position(self) -> np.ndarray:
+    def _read_position(self) -> np.ndarray:
         position = np.asarray(self._call("position"), np.float64)
         if position.shape != self.action_space.shape or not np.isfinite(position).all():
             self.stop(f"its measured position is {position}")
@@ -230,7 +230,7 @@ class SafetyCore:
         the robot if the call hangs.
         """
         max_s = self.__driver.reset_s if name == "reset" else self.limits.stale_s
-        self._call_under_way = (name, time.monotonic(), max_s)
+        self._current_call = (name, time.monotonic(), max_s)
         try:
             return getattr(self.__driver, name)(*args)
         except KeyboardInterrupt:
@@ -240,7 +240,7 @@ class SafetyCore:
             self.stop(f"{name} raised {type(error).__name__}: {error}")
             raise
         finally:
-            self._call_under_way = None
+            self._current_call = None
 
     def _move(self, name: str, argument: Any, before: State, after: State, until: float | None = None) -> bool:
         """Makes a call that moves the robot if the robot is still in the state `before`. A stop that arrives during the call
@@ -249,7 +249,7 @@ class SafetyCore:
         Returns:
             Whether the call was made; False if the robot was no longer in the state `before`.
         """
-        with self._sending:
+        with self._move_lock:
             self._check_watchdog(moving=True)
             if not self._states.move(before, after, until):
                 return False
@@ -272,24 +272,24 @@ class SafetyCore:
 
     def _stop_driver(self) -> None:
         """Calls the driver's `stop`, after a short wait for a movement that is running or about to begin."""
-        pending_call, wait_s = self._call_under_way, _SENDING_S
+        pending_call, wait_s = self._current_call, _SENDING_S
         if pending_call is None:
             wait_s = _BEGINNING_S  # a movement must not begin after the stop
         elif pending_call[0] == "act":
             wait_s = max(wait_s, pending_call[1] + pending_call[2] - time.monotonic())
-        has_lock = self._sending.acquire(timeout=wait_s)
+        has_lock = self._move_lock.acquire(timeout=wait_s)
         try:
             self.__driver.stop()
-            self._unconfirmed = False
+            self._is_stop_unconfirmed = False
         except Exception as error:  # the watchdog tries again
-            if not self._unconfirmed:
+            if not self._is_stop_unconfirmed:
                 log.exception("%s: stop() failed; it is tried again", self.name)
-            self._unconfirmed = True
+            self._is_stop_unconfirmed = True
             if self.state is not State.STOPPED:
                 self.stop(f"stop raised {type(error).__name__}: {error}")
         finally:
             if has_lock:
-                self._sending.release()
+                self._move_lock.release()
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class SafetyCore:
         """
         last_reminder = -np.inf
         while self.state is State.STOPPED:
-            if not self._unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
+            if not self._is_stop_unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
                 if self._notice is not None:
                     self._notice.remove()
                 self._states.resume()
@@ -368,7 +368,9 @@ class SafetyCore:
         self._closed.set()
         if self._process is not None:
             self._process.close()
-        stays_stopped = self._unconfirmed or (previous_state is State.STOPPED and self.limits.resume == "person")
+        stays_stopped = self._is_stop_unconfirmed or (
+            previous_state is State.STOPPED and self.limits.resume == "person"
+        )
         if self._notice is not None and not stays_stopped:
             self._notice.remove()
         close_thread = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
@@ -387,14 +389,14 @@ class SafetyCore:
 
     def _check(self) -> None:
         """Makes the robot hold still once its last command has expired, and stops it if its driver hangs."""
-        now, pending_call = time.monotonic(), self._call_under_way
+        now, pending_call = time.monotonic(), self._current_call
         self._check_watchdog(moving=self.state in (State.RESETTING, State.MOVING))
         if pending_call is not None and self.state in LIVE and now - pending_call[1] > pending_call[2]:
             self.stop(f"its driver hangs: {pending_call[0]} has not returned for {now - pending_call[1]:.2f} s")
         elif self._states.is_over(now):
             self.timing.record_hold()
             self.hold()
-        elif self._unconfirmed:
+        elif self._is_stop_unconfirmed:
             self._stop_driver()
 
 

@@ -204,16 +204,16 @@ class RobotServer:
                 continue
             fields = message.fields
             if "begin" in fields:
-                self._begin(fields["begin"], int(fields["seed"]))
+                self._configure(fields["begin"], int(fields["seed"]))
             elif fields["do"] == "leave":
-                return self._leave(connection, fields["number"])
+                return self._confirm_release(connection, fields["number"])
             else:
                 try:
-                    self._do(connection, message)
+                    self._execute(connection, message)
                 except ConnectionLost:
                     raise
                 except _RobotReleased as release:
-                    return self._leave(connection, release.args[0])
+                    return self._confirm_release(connection, release.args[0])
                 except Exception as error:
                     self._core.end()
                     error_text = f"{type(error).__name__}: {error}"[:500]
@@ -223,13 +223,13 @@ class RobotServer:
                         f"the robot's own code failed in {fields['do']}, and it is stopped: {error_text}"
                     ) from error
 
-    def _leave(self, connection: RobotConnection, number: int) -> bool:
+    def _confirm_release(self, connection: RobotConnection, number: int) -> bool:
         self._core.end()
         with contextlib.suppress(ConnectionLost):
             connection.send({"number": number})
         return True
 
-    def _remind(self, connection: RobotConnection, number: int) -> Callable[[str], None]:
+    def _make_reminder(self, connection: RobotConnection, number: int) -> Callable[[str], None]:
         """Returns a function that tells the run that the robot waits for a person, and that ends the wait if the run is
         gone.
         """
@@ -246,7 +246,7 @@ class RobotServer:
 
         return remind
 
-    def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
+    def _configure(self, settings: Mapping[str, Any], seed: int) -> None:
         robot_kwargs: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
         for name in BOUNDS:
             bounds = [bound for bound in (settings[name], self._bounds.get(name)) if bound is not None]
@@ -260,11 +260,11 @@ class RobotServer:
         )
         self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
 
-    def _do(self, connection: RobotConnection, message: Message) -> None:
+    def _execute(self, connection: RobotConnection, message: Message) -> None:
         fields, env = message.fields, self._env
         if env is None:
             raise ConnectionLost("the run did not say how the robot is moved")
-        env.on_wait = self._remind(connection, fields["number"])
+        env.on_wait = self._make_reminder(connection, fields["number"])
         if fields["do"] in ("reset", "refresh"):
             if fields["do"] == "refresh":
                 obs = env.refresh()

@@ -39,7 +39,7 @@ class SimulatedRobot(Robot):
         self._reward, self._terminated = 0.0, False
         self.stop()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         while not self._closed.wait(self._period):
             with self._lock:
                 if not self._terminated:
@@ -55,7 +55,7 @@ class SimulatedRobot(Robot):
             self._observation = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
             self._reward, self._terminated = 0.0, False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._live, name="simulated-robot", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="simulated-robot", daemon=True)
             self._thread.start()
 
     def act(self, action: np.ndarray) -> None:

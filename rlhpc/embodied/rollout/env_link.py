@@ -23,13 +23,13 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 
 #: Maximum bytes of a message by mailbox. For larger messages, a copy costs more than a channel.
-_LARGEST = 1 << 20
+_MAX_MAILBOX_BYTES = 1 << 20
 #: Capacity of a mailbox for one slot's actions, in bytes.
 _ACTION_BYTES = 16 << 10
 #: Seconds between checks of a waiting rank that its peer is still present.
-_LOOK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 #: Seconds of polling without sleep while waiting for several peers, and maximum seconds of a sleep afterwards.
-_SPIN_S, _NAP_S = 0.0005, 0.001
+_SPIN_S, _MAX_SLEEP_S = 0.0005, 0.001
 #: Seconds within which the driver notices that an unreachable rank has ended.
 _NOTICE_S = 5.0
 
@@ -53,7 +53,7 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
     def check() -> None:
         nonlocal last_check
         context.check()
-        if time.monotonic() - last_check > _LOOK_S:
+        if time.monotonic() - last_check > _CHECK_INTERVAL_S:
             last_check = time.monotonic()
             if context.has_left(group, rank):
                 raise PeerLeft(f"{group}-{rank}")
@@ -78,7 +78,7 @@ def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]
     while True:
         try:
             with _peer_left_on_error(peer):
-                return channel.get(key=key, timeout=_LOOK_S)
+                return channel.get(key=key, timeout=_CHECK_INTERVAL_S)
         except DeadlineExceeded:
             check()
             if time.monotonic() > deadline:
@@ -161,7 +161,7 @@ class EnvLinks:
         start = last_check = time.monotonic()
         while not (ready := [peer for peer in peers if self._stages[peer[0]][peer[1]][2].ready()]):
             now = time.monotonic()
-            if now - last_check > _LOOK_S:
+            if now - last_check > _CHECK_INTERVAL_S:
                 last_check = now
                 current().check()
                 for stage, index in peers:
@@ -174,7 +174,7 @@ class EnvLinks:
             if (waited_s := now - start) < _SPIN_S:
                 os.sched_yield()
             else:
-                time.sleep(min(waited_s / 20, _NAP_S))
+                time.sleep(min(waited_s / 20, _MAX_SLEEP_S))
         return ready
 
     def has_gone(self, stage: int, index: int) -> bool:
@@ -344,7 +344,7 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
             if env in slots.absent:
                 link = ClosedLink()
             elif not stays_on_device:
-                link = _mailbox(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
+                link = _open_mailboxes(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
             if link is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
@@ -354,7 +354,7 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
     return EnvLinks(worker, peer_group, links_by_stage)
 
 
-def _mailbox(
+def _open_mailboxes(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
 ) -> EnvLink | None:
     """Opens the mailboxes of a pair of ranks. Returns None if the ranks are on different hosts or messages are too large; both
@@ -362,7 +362,11 @@ def _mailbox(
     """
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
-    if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:
+    if (
+        not available()
+        or context.member(*peer)["host"] != context.host
+        or size * sum(bytes_a_slot.values()) > _MAX_MAILBOX_BYTES
+    ):
         return None
     mailboxes: dict[str, Mailbox] = {}
     for index, (key, count) in enumerate(bytes_a_slot.items()):

@@ -286,7 +286,7 @@ class UnitMap(SlotMap):
         """Returns all slots of this rank."""
         return self._share(stage, 0, 1)
 
-    def _share(self, stage: int, place: int, places: int) -> range:
+    def _share(self, stage: int, index: int, count: int) -> range:
         return range(self.first, self.first + self.num_envs)
 
 

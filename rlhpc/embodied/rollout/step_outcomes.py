@@ -140,7 +140,7 @@ class Outcomes:
         spoiled: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
         num_slots = len(share)
-        self._spoiled, self._steps = spoiled, steps
+        self._on_nonfinite, self._steps = spoiled, steps
         self._per_action = reward_per_action and chunk > 1
         self.rewards = np.zeros((num_slots, steps, chunk) if self._per_action else (num_slots, steps), np.float32)
         self.terminations = np.zeros((num_slots, steps), bool)
@@ -192,7 +192,7 @@ class Outcomes:
                 column[~self._alive, t] = 0
             self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
         if not is_finite(self.rewards[:, t]):
-            self._spoil("reward", t, bad_rows(self.rewards[:, t]), (t,))
+            self._handle_nonfinite("reward", t, bad_rows(self.rewards[:, t]), (t,))
             self.rewards[:, t] = cleaned(self.rewards[:, t])
         ended_slots = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not ended_slots.size:
@@ -201,15 +201,15 @@ class Outcomes:
         if not all_finite(final_obs):
             rows = np.zeros(len(self.rewards), bool)
             rows[ended_slots] = bad_slots(final_obs)
-            self._spoil("last observation of an episode", t, rows, (t,))
+            self._handle_nonfinite("last observation of an episode", t, rows, (t,))
             final_obs = cleaned(final_obs)
         self._finals.append((t, ended_slots, final_obs))
         return ended_slots
 
-    def _spoil(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
-        if self._spoiled is None:
+    def _handle_nonfinite(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
+        if self._on_nonfinite is None:
             return
-        self._spoiled(quantity, t, rows)
+        self._on_nonfinite(quantity, t, rows)
         for step in at:
             if 0 <= step < self._steps:
                 self._optional["nonfinite"][rows, step] = True
@@ -222,7 +222,7 @@ class Outcomes:
         if self._alive is not None:
             rows &= self._alive  # steps after an episode's end do not train
         if rows.any():
-            self._spoil("observation", t, rows, (t - 1, t))
+            self._handle_nonfinite("observation", t, rows, (t - 1, t))
         return cleaned(obs)
 
     def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> SlotOutcomes:

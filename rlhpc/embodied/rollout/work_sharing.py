@@ -95,8 +95,8 @@ class ShardTracker:
 
     def __init__(self, units: int, decisions: int) -> None:
         self._units, self._decisions = units, decisions
-        self._number = self._keys = 0
-        self._free: list[int] = []
+        self._last_number = self._num_keys = 0
+        self._free_keys: list[int] = []
         self.delivered: Counter[int] = Counter()
         self.useless: list[int] = []
         self.clear()
@@ -104,10 +104,10 @@ class ShardTracker:
     def clear(self) -> None:
         """Drops all steps and shards in progress. Shard numbers are not reused."""
         #: Unassigned work: step, unit, number of decisions.
-        self._open: deque[tuple[int, int, int]] = deque()
+        self._unassigned: deque[tuple[int, int, int]] = deque()
         #: Shards in progress with their ranks, by number.
-        self._under_way: dict[int, tuple[RolloutShard, int]] = {}
-        self._done: dict[int, list[list[DeliveredShard]]] = {}
+        self._in_progress: dict[int, tuple[RolloutShard, int]] = {}
+        self._delivered: dict[int, list[list[DeliveredShard]]] = {}
         #: Number of decisions, summed over units, that are not delivered yet, by step.
         self._missing: dict[int, int] = {}
 
@@ -120,61 +120,61 @@ class ShardTracker:
             pieces: Number of shards of a unit that may be played at the same time.
         """
         num_decisions = self._decisions if decisions is None else decisions
-        self._done[step], self._missing[step] = [[] for _ in range(self._units)], num_decisions * self._units
+        self._delivered[step], self._missing[step] = [[] for _ in range(self._units)], num_decisions * self._units
         sizes = [num_decisions * (piece + 1) // pieces - num_decisions * piece // pieces for piece in range(pieces)]
-        self._open.extend((step, unit, size) for size in sizes for unit in range(self._units))
+        self._unassigned.extend((step, unit, size) for size in sizes for unit in range(self._units))
 
     @property
     def steps(self) -> list[int]:
         """Steps that were added and not closed yet."""
-        return list(self._done)
+        return list(self._delivered)
 
     @property
     def waiting(self) -> bool:
         """True if unassigned work exists."""
-        return bool(self._open)
+        return bool(self._unassigned)
 
     def num_assigned(self, rank: int) -> int:
         """Returns the number of shards in progress on a rank."""
-        return sum(owner == rank for _, owner in self._under_way.values())
+        return sum(owner == rank for _, owner in self._in_progress.values())
 
     def assign(self, rank: int, version: int) -> RolloutShard | None:
         """Assigns the next shard to a rank; returns None if no work is left."""
-        if not self._open:
+        if not self._unassigned:
             return None
-        step, unit, decisions = self._open.popleft()
-        self._number += 1
-        if not self._free:
-            self._keys += 1
-            self._free.append(self._keys)
-        shard = RolloutShard(self._number, self._free.pop(), step, unit, decisions, version)
-        self._under_way[shard.number] = shard, rank
+        step, unit, decisions = self._unassigned.popleft()
+        self._last_number += 1
+        if not self._free_keys:
+            self._num_keys += 1
+            self._free_keys.append(self._num_keys)
+        shard = RolloutShard(self._last_number, self._free_keys.pop(), step, unit, decisions, version)
+        self._in_progress[shard.number] = shard, rank
         return shard
 
     def accept(self, report: DeliveredShard) -> bool:
         """Records a delivery report, and returns whether the report counts."""
-        assignment = self._under_way.pop(report.number, None)
+        assignment = self._in_progress.pop(report.number, None)
         if assignment is None:  # the shard was reassigned to another rank, or its step was given up
             self.useless.append(report.key)
             return False
         shard, rank = assignment
         if not report.decisions:
-            self._free.append(report.key)
+            self._free_keys.append(report.key)
         else:
-            self._done[shard.step][shard.unit].append(report)
+            self._delivered[shard.step][shard.unit].append(report)
             self.delivered[rank] += report.decisions
             self._missing[shard.step] -= report.decisions
         if report.decisions < shard.decisions:
-            self._open.appendleft((shard.step, shard.unit, shard.decisions - report.decisions))
+            self._unassigned.appendleft((shard.step, shard.unit, shard.decisions - report.decisions))
         return True
 
     def lose(self, rank: int) -> None:
         """Returns the undelivered shards of a lost rank to the unassigned work."""
-        shards = [shard for shard, owner in self._under_way.values() if owner == rank]
+        shards = [shard for shard, owner in self._in_progress.values() if owner == rank]
         for shard in reversed(shards):
-            del self._under_way[shard.number]
+            del self._in_progress[shard.number]
             self.useless.append(shard.key)
-            self._open.appendleft((shard.step, shard.unit, shard.decisions))
+            self._unassigned.appendleft((shard.step, shard.unit, shard.decisions))
 
     def is_complete(self, step: int) -> bool:
         """Returns whether all shards of a step have been delivered."""
@@ -184,20 +184,20 @@ class ShardTracker:
         """Closes a complete step, and returns the shards of each unit, in order. Keys are reused, so actors must receive these
         shards before later shards.
         """
-        units = self._done.pop(step)
+        units = self._delivered.pop(step)
         del self._missing[step]
-        self._free += [shard.key for unit in units for shard in unit]
+        self._free_keys += [shard.key for unit in units for shard in unit]
         return units
 
     def give_up(self, step: int) -> None:
         """Closes a step that the original ranks will play instead. Its shards, delivered or in progress, are not used."""
-        for delivered_shard in (delivered_shard for unit in self._done.pop(step) for delivered_shard in unit):
+        for delivered_shard in (delivered_shard for unit in self._delivered.pop(step) for delivered_shard in unit):
             self.useless.append(delivered_shard.key)
             self.delivered[delivered_shard.rank] -= delivered_shard.decisions
         del self._missing[step]
-        self._open = deque(open_shard for open_shard in self._open if open_shard[0] != step)
-        for shard in [shard for shard, _ in self._under_way.values() if shard.step == step]:
-            del self._under_way[shard.number]
+        self._unassigned = deque(open_shard for open_shard in self._unassigned if open_shard[0] != step)
+        for shard in [shard for shard, _ in self._in_progress.values() if shard.step == step]:
+            del self._in_progress[shard.number]
             self.useless.append(shard.key)
 
     def pop_useless(self) -> list[int]:
@@ -246,7 +246,7 @@ def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
         for pieces in range(1, min(remainder, ranks) + 1):
             joined_decisions = -(-units * pieces // ranks) * -(-remainder // pieces)
             options.append((max(decisions - remainder, joined_decisions), decisions - remainder, pieces))
-    duration, original_decisions, pieces = min(options, key=lambda way: (way[0], -way[1], way[2]))
+    duration, original_decisions, pieces = min(options, key=lambda option: (option[0], -option[1], option[2]))
     return original_decisions, pieces, duration * (units + ranks) / (units * decisions)
 
 

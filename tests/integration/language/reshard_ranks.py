@@ -165,7 +165,7 @@ class Trainer(Worker):
         device = worker_device(self)
         shards = [replace(part, values=lambda part=part: part.values().to(device)) for part in self._shards(version)]  # type: ignore[misc]
         self.sync.send_shards(version, shards)
-        return self.sync.sent
+        return self.sync.sent_bytes
 
     def forget(self) -> None:
         self.sync.forget()
@@ -235,4 +235,4 @@ class Engine(Worker):
                 if not torch.equal(cut(tensor, box), cut(expected, box)):
                     wrong.append(name)
         assert isinstance(self.sync, ShardSync)
-        return update.version, names, wrong, self.sync.sent
+        return update.version, names, wrong, self.sync.sent_bytes

@@ -183,7 +183,7 @@ def _step(trainer: TokenTrainer, rank: Rank) -> float:
 
 
 def _all(trainer: TokenTrainer) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in trainer.backend._state().items()}  # type: ignore[attr-defined]
+    return {name: whole(tensor) for name, tensor in trainer.backend._checkpoint_state().items()}  # type: ignore[attr-defined]
 
 
 def exported(rank: Rank, model: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:

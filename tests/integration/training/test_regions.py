@@ -62,13 +62,13 @@ def test_names_are_those_that_transformers_writes(model: str, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM
 
     from rlhpc.training.parameter_names import checkpoint_parts
-    from rlhpc.training.shard_layout import held
+    from rlhpc.training.shard_layout import iter_tensors
 
     save_models(tmp_path, model)
     files = sorted((tmp_path / model).glob("*.safetensors"))
     written = {name: tensor for file in files for name, tensor in load_file(file).items()}
     module = AutoModelForCausalLM.from_pretrained(tmp_path / model, dtype=torch.float32)
-    tensors = dict(held(module))
+    tensors = dict(iter_tensors(module))
     parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     seen = {part.name: part.of(tensors[name]) for name, all_ in parts.items() for part in all_}
     assert seen.keys() == written.keys()

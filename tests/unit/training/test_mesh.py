@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhpc.config.parallel import MeshSizes
-from rlhpc.training.mesh import Mesh, form_single_rank_group, shared_by
+from rlhpc.training.mesh import Mesh, form_single_rank_group, ranks_per_shard
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def test_each_copy_of_a_shard_has_a_number_of_its_own(sizes: dict[str, int], nam
             tensor = dense(mesh)
             number, count = mesh.copies(tensor)
             numbers[mesh.fsdp.get_coordinate()[-1]].append(number)
-            assert count == shared_by(tensor, shape.ranks) and mesh.copies(torch.zeros(3)) == (rank, shape.ranks)
+            assert count == ranks_per_shard(tensor, shape.ranks) and mesh.copies(torch.zeros(3)) == (rank, shape.ranks)
     assert all(sorted(copies) == list(range(count)) for copies in numbers.values())
 
 

@@ -52,8 +52,8 @@ def test_one_file_has_all_tensors(tmp_path: Path) -> None:
     written = files.write(tmp_path, [(name, full_box(SHAPES[name]), values) for name, values in tensors().items()])
     files.finish(tmp_path)
     assert_equal(tmp_path)
-    assert written == files.total == sum(values.nbytes for values in tensors().values())
-    assert files.parameters == 35 + 1 + 24 + 0 + 9
+    assert written == files.total_bytes == sum(values.nbytes for values in tensors().values())
+    assert files.num_parameters == 35 + 1 + 24 + 0 + 9
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -64,7 +64,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
     files.write(tmp_path, [(name, full_box(SHAPES[name]), values) for name, values in tensors().items()])
     assert_equal(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": files.total, "total_parameters": files.parameters}
+    assert index["metadata"] == {"total_size": files.total_bytes, "total_parameters": files.num_parameters}
     assert set(index["weight_map"]) == set(SHAPES)
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
     assert len(set(index["weight_map"].values())) == 2
@@ -107,6 +107,6 @@ def test_values_are_converted_to_the_files_dtype(tmp_path: Path) -> None:
 
 def test_tensors_begin_at_a_multiple_of_eight_bytes() -> None:
     for name in SHAPES:
-        place = layout().places[name]
+        place = layout().locations[name]
         assert (place.file, place.shape, place.dtype) == ("model.safetensors", SHAPES[name], DTYPES[name])
-    assert layout().places["a"].offset % 8 == 0
+    assert layout().locations["a"].offset % 8 == 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.embodied.models.lerobot.checkpoint import FolderDescription
-from rlhpc.embodied.python_env import importable, needs_lerobot
+from rlhpc.embodied.python_env import importable, lerobot_error
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
@@ -29,7 +29,7 @@ def load(description: FolderDescription, vlm: str | None = None) -> Any:
         ConfigError: LeRobot is not installed, or cannot load the policy.
     """
     if not importable():
-        raise needs_lerobot(f"model_type lerobot ({description.path})")
+        raise lerobot_error(f"model_type lerobot ({description.path})")
     import_torchvision()
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class

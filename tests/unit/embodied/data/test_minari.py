@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.embodied.data.minari import _space, joined_spaces
+from rlhpc.embodied.data.minari import _describe_space, joined_spaces
 from rlhpc.embodied.data.trajectories import read_trajectories
 from tests.unit.embodied.data.dataset_files import data, discrete
 from tests.unit.embodied.data.test_trajectories import assert_same
@@ -43,4 +43,7 @@ def test_minari_s_spaces_of_several_episodes() -> None:
         assert joined_spaces(both if other is None else number, other) is None
     assert joined_spaces(box, {**box, "shape": [3]}) is None
     ints = np.zeros((4, 2), np.int64)
-    assert _space(ints)["low"] == [np.iinfo(np.int64).min] * 2 and _space(ints > 0)["high"] == [True, True]
+    assert _describe_space(ints)["low"] == [np.iinfo(np.int64).min] * 2 and _describe_space(ints > 0)["high"] == [
+        True,
+        True,
+    ]

@@ -65,7 +65,7 @@ def test_what_a_file_holds_beside_its_pictures_does_not_count(
     write_video(tmp_path / "a.mp4", [np.zeros((512, 512, 3), np.uint8)] * 60, 10)
     with (tmp_path / "a.mp4").open("ab") as file:
         file.write(len(padding).to_bytes(4, "big") + b"free" + padding)
-    monkeypatch.setattr(video, "_LARGE", 8 << 20)
+    monkeypatch.setattr(video, "_LARGE_BYTES", 8 << 20)
     reader = VideoReader(tmp_path / "a.mp4")
     tracemalloc.start()
     with pytest.raises(ConfigError, match=r"a\.mp4 has \d+ bytes, and pictures of"):

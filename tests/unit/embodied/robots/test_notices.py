@@ -83,6 +83,6 @@ def test_no_robot_of_that_name_is_stopped() -> None:
 
 
 def test_the_beginning_of_a_process() -> None:
-    began = notices._process_began(os.getpid())
+    began = notices._process_start_time(os.getpid())
     assert began is not None and began.isdecimal()
-    assert notices._process_began(2**22 + 1) is None
+    assert notices._process_start_time(2**22 + 1) is None

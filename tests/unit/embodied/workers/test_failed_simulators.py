@@ -16,7 +16,7 @@ from rlhpc.embodied.data.batches import DropReason, RolloutCounts, TrainBatch
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.evaluation.episodes import play
 from rlhpc.embodied.evaluation.intervention import Gated, Intervention
-from rlhpc.embodied.evaluation.recorder import TakenRecorder
+from rlhpc.embodied.evaluation.recorder import InterventionRecorder
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
@@ -133,7 +133,7 @@ def test_of_an_intervention_the_steps_before_a_failure_are_recorded(tmp_path: Pa
     env = Failing({3})
     with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
         gated = Gated(Still(), Person(), env)
-        recorder = TakenRecorder(writer, env, num_episodes=2, gated=gated)
+        recorder = InterventionRecorder(writer, env, num_episodes=2, gated=gated)
         play(gated, env, np.array([1, 1]), torch.device("cpu"), watch=recorder)
         assert recorder.played == 2 and recorder.taken_steps == 6
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [2, 4]
