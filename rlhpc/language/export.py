@@ -92,7 +92,7 @@ def stream_shards(
             for box_reader, box in boxes:
                 weight = box_reader()
                 for part in parts_by_name[name]:
-                    if (overlap_ranges := within(part.index, box, full_box(box.sizes))) is not None:
+                    if (overlap_ranges := intersect(part.index, box, full_box(box.sizes))) is not None:
                         yield part.name, overlap_ranges[0], weight[overlap_ranges[1]]
         for name, weight in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
             for part in parts_by_name[name]:
