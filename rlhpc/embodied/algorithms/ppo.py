@@ -22,8 +22,8 @@ from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.data.batches import (
     TrainBatch,
+    count_passes,
     local_minibatches,
-    passes,
     permutation,
     permutation_by_part,
     spread,
@@ -392,7 +392,7 @@ class PolicyUpdate:
         if not self.backend.lockstep:
             return shards
         local_passes = [-(-shard.indices.numel() // self._micro_batch_size(shard)) for shard in shards]
-        num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
+        num_passes = count_passes(local_passes, self._rank, self._ranks, self._reduce)
         return [replace(shard, passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
 
     def _micro_batch_size(self, shard: MinibatchShard) -> int:

@@ -211,7 +211,7 @@ class RolloutBatch(Generic[Array]):
         }
         return RolloutBatch.from_columns({**columns, "lost": np.ones((slots, decisions), bool)})
 
-    def cut_after_last(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
+    def truncate_last_decision(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with unfinished episodes marked as truncated at the last decision."""
         if self.truncations is None:
             return self
@@ -485,26 +485,27 @@ def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> to
     )
 
 
-def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
+def local_minibatches(order: torch.Tensor, size: int, local_range: range) -> list[torch.Tensor]:
     """Returns this rank's part of each global minibatch.
 
     Args:
         order: Permutation of all transitions of the run; minibatch m is `order[m·size : (m+1)·size]`.
         size: Number of transitions in a minibatch, over all ranks.
-        held: Transitions of this rank, as a range of global indices.
+        local_range: Transitions of this rank, as a range of global indices.
 
     Returns:
         Indices into this rank's transitions for each minibatch. They may be empty.
     """
-    if held == range(len(order)):
+    if local_range == range(len(order)):
         return list(order.split(size))
-    is_local = (order >= held.start) & (order < held.stop)
+    is_local = (order >= local_range.start) & (order < local_range.stop)
     return [
-        minibatch[mask] - held.start for minibatch, mask in zip(order.split(size), is_local.split(size), strict=True)
+        minibatch[mask] - local_range.start
+        for minibatch, mask in zip(order.split(size), is_local.split(size), strict=True)
     ]
 
 
-def passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
+def count_passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
     """Returns the number of forward passes of each minibatch: the maximum over the ranks, at least 1.
 
     Args:

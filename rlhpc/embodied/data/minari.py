@@ -131,10 +131,10 @@ class MinariWriter(FolderWriter):
         actions = actions.reshape(-1) if actions.dtype.kind in "iu" and actions.shape[1] == 1 else actions
         spaces = {"observation_space": _describe_space(trajectory["obs"]), "action_space": _describe_space(actions)}
         for name, space in spaces.items():
-            if (source_space := joined_spaces(self._source_spaces.get(name), space)) is not None:
+            if (source_space := join_spaces(self._source_spaces.get(name), space)) is not None:
                 space = source_space
             if name in self._spaces:
-                common_space = joined_spaces(self._spaces[name], space)
+                common_space = join_spaces(self._spaces[name], space)
                 if common_space is None:
                     space_label = "observations" if name == "observation_space" else "actions"
                     raise ConfigError(f"{trajectory['source']} has other {space_label} than the episodes before it")
@@ -200,26 +200,26 @@ def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
+def join_spaces(first: Any, second: Any) -> dict[str, Any] | None:
     """Returns the union of two spaces in Minari's JSON; None if they differ in kind or shape. A box keeps the bounds of the
     first space; a discrete space covers the values of both.
     """
-    if not isinstance(one, dict) or not isinstance(other, dict) or one.get("type") != other.get("type"):
+    if not isinstance(first, dict) or not isinstance(second, dict) or first.get("type") != second.get("type"):
         return None
-    if one["type"] == "Discrete":
-        joint_start = min(start := int(one.get("start", 0)), other_start := int(other.get("start", 0)))
+    if first["type"] == "Discrete":
+        joint_start = min(start := int(first.get("start", 0)), other_start := int(second.get("start", 0)))
         return {
-            **one,
+            **first,
             "start": joint_start,
-            "n": max(start + int(one["n"]), other_start + int(other["n"])) - joint_start,
+            "n": max(start + int(first["n"]), other_start + int(second["n"])) - joint_start,
         }
-    if one["type"] == "Dict":
+    if first["type"] == "Dict":
         subspaces = {
-            name: joined_spaces(subspace, other["subspaces"].get(name)) for name, subspace in one["subspaces"].items()
+            name: join_spaces(subspace, second["subspaces"].get(name)) for name, subspace in first["subspaces"].items()
         }
-        is_compatible = set(subspaces) == set(other["subspaces"]) and None not in subspaces.values()
-        return {**one, "subspaces": subspaces} if is_compatible else None
-    return dict(one) if all(one.get(name) == other.get(name) for name in ("dtype", "shape")) else None
+        is_compatible = set(subspaces) == set(second["subspaces"]) and None not in subspaces.values()
+        return {**first, "subspaces": subspaces} if is_compatible else None
+    return dict(first) if all(first.get(name) == second.get(name) for name in ("dtype", "shape")) else None
 
 
 def _describe_space(value: Any) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class SafetyCore:
         """
         if self._process is not None:
             self._process.beat(moving=moving, silence_s=self.limits.stale_s)
-            if self._process.fired():
+            if self._process.has_fired():
                 self.stop("the watchdog process has stopped it: this process was blocked, or that one ended")
 
     def _stop_driver(self) -> None:

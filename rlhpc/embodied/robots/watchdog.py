@@ -73,7 +73,7 @@ class WatchdogProcess:
             except OSError:
                 self._fired = True
 
-    def fired(self) -> bool:
+    def has_fired(self) -> bool:
         """Returns whether the process has stopped the robot since the last call or has ended."""
         with contextlib.suppress(BlockingIOError):
             try:
@@ -82,8 +82,8 @@ class WatchdogProcess:
                 raise
             except OSError:
                 self._fired = True
-        has_fired, self._fired = self._fired, False
-        return has_fired
+        fired, self._fired = self._fired, False
+        return fired
 
     def close(self) -> None:
         """Ends the process."""

@@ -184,7 +184,7 @@ class SlotMap:
     def unit_for(self, unit: int, actor_rank: int) -> slice:
         """Returns the slots of a unit that an actor rank trains on."""
         unit_slots = self.unit_share(unit)
-        return within(overlap(unit_slots, self.actor_share(actor_rank)), unit_slots)
+        return relative_slice(overlap(unit_slots, self.actor_share(actor_rank)), unit_slots)
 
     def units_of(self, actor_rank: int) -> list[int]:
         """Returns the units that contain slots of an actor rank, in slot order."""
@@ -290,6 +290,6 @@ class UnitMap(SlotMap):
         return range(self.first, self.first + self.num_envs)
 
 
-def within(part: range, full: range) -> slice:
+def relative_slice(part: range, full: range) -> slice:
     """Returns the slice that selects the slots `part` from an array of the slots `full`."""
     return slice(part.start - full.start, part.stop - full.start)

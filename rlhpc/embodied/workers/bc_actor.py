@@ -17,7 +17,7 @@ from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, skips
 from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
-from rlhpc.embodied.data.batches import local_minibatches, passes, permutation
+from rlhpc.embodied.data.batches import count_passes, local_minibatches, permutation
 from rlhpc.embodied.data.demonstrations import check_fit, chunks_of, held_out_of, read_demos, returns_to_go, windows_of
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import join, take
@@ -204,7 +204,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             )
             micro_batches = [list(rows.split(micro_batch_size)) if rows.numel() else [] for rows in minibatches]
             if self.backend.lockstep:
-                num_passes = passes(
+                num_passes = count_passes(
                     [len(minibatch) for minibatch in micro_batches], self.rank, self.world_size, self.all_reduce
                 )
                 idle = torch.zeros(0, dtype=torch.int64)

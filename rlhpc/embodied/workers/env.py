@@ -22,7 +22,7 @@ from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, join, keep_tensors, take
 from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_links, put_until_left
-from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, within
+from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, FullRollout, RolloutShard
 from rlhpc.runs.device import seed_process, worker_device
@@ -200,7 +200,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def _send_obs(self, stage: int, outcomes: Outcomes, t: int) -> None:
         obs = outcomes.cleaned_obs(t, self.obs[stage])
-        self.links.put(stage, lambda shared_slots: take(obs, within(shared_slots, self.shares[stage])))
+        self.links.put(stage, lambda shared_slots: take(obs, relative_slice(shared_slots, self.shares[stage])))
 
     def _receive_actions(self, stage: int) -> np.ndarray | None:
         """Receives the actions for all slots of a stage; returns None if no rollout rank is left."""
@@ -212,7 +212,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             return None
         for slots, peer_actions in actions_by_peer:
             if peer_actions is None:
-                self._mixed_slots[stage][within(slots, self.shares[stage])] = True
+                self._mixed_slots[stage][relative_slice(slots, self.shares[stage])] = True
         return join(
             [
                 np.resize(first_actions, (len(slots), *first_actions.shape[1:]))
@@ -234,7 +234,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         for index, (rank, peer_slots) in enumerate(self.peers[stage]):
             if self.links.has_gone(stage, index):
                 continue
-            rows, key = within(peer_slots, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
+            rows, key = (
+                relative_slice(peer_slots, self.shares[stage]),
+                self.slots.to_rollout_key(stage, self.rank, rank),
+            )
             try:
                 put_until_left(
                     self._outcomes,

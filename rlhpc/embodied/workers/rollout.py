@@ -21,7 +21,7 @@ from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
-from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes, next_values, ppo_shape, unknown_outcomes
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import seed_process, settle, to_tensors, worker_device
@@ -172,7 +172,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         observations_by_peer = [self._obs_or_zeros(peer_slots, peer_obs) for peer_slots, peer_obs in observations]
 
         def send(actions: np.ndarray) -> None:
-            self.links.put(stage, lambda slots: actions[within(slots, self.shares[stage])])
+            self.links.put(stage, lambda slots: actions[relative_slice(slots, self.shares[stage])])
 
         self.decide(stage, [(ALL_SLOTS, t)], noise, join(observations_by_peer), send)
 
@@ -202,7 +202,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Acts in one stage for the env ranks in `decisions` (index → decision); stores their observations in
         `latest_obs`.
         """
-        rows = {index: within(self.peers[stage][index][1], self.shares[stage]) for index in decisions}
+        rows = {index: relative_slice(self.peers[stage][index][1], self.shares[stage]) for index in decisions}
         noise_by_peer = {index: self._draw_noise(t, self.peers[stage][index][1]) for index, t in decisions.items()}
         first_noise = next(iter(noise_by_peer.values()))
         # The noise of slots without a request may have any value.
@@ -272,7 +272,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         another rank plays the following decisions.
         """
         return [
-            batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch
+            batch.truncate_last_decision() if batch.rewards.shape[1] < self.steps else batch
             for batch in self.transitions(outcomes)
         ]
 
@@ -300,7 +300,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, actor_slots in self.slots.actors_of(stage, self.rank):
-            message: dict[str, Any] = batch.of_slots(within(actor_slots, self.shares[stage])).columns()
+            message: dict[str, Any] = batch.of_slots(relative_slice(actor_slots, self.shares[stage])).columns()
             message["version"], message["turn"] = self.version, self._turn.number
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.embodied.data.minari import _describe_space, joined_spaces
+from rlhpc.embodied.data.minari import _describe_space, join_spaces
 from rlhpc.embodied.data.trajectories import read_trajectories
 from tests.unit.embodied.data.dataset_files import data, discrete
 from tests.unit.embodied.data.test_trajectories import assert_same
@@ -35,13 +35,13 @@ def test_minari_s_spaces_of_several_episodes() -> None:
     box = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
     wide = {**box, "low": [-np.inf] * 2, "high": [np.inf] * 2}
     both = {"type": "Dict", "subspaces": {"a": number, "b": box}}
-    assert joined_spaces(number, {**number, "n": 5, "start": -1}) == {**number, "start": -1, "n": 5}
-    assert joined_spaces(box, wide) == box
-    assert joined_spaces(both, {"type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": wide}}) == {
+    assert join_spaces(number, {**number, "n": 5, "start": -1}) == {**number, "start": -1, "n": 5}
+    assert join_spaces(box, wide) == box
+    assert join_spaces(both, {"type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": wide}}) == {
         "type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": box}}  # fmt: skip
     for other in (box, {**box, "shape": [3]}, {"type": "Dict", "subspaces": {"a": number}}, None):
-        assert joined_spaces(both if other is None else number, other) is None
-    assert joined_spaces(box, {**box, "shape": [3]}) is None
+        assert join_spaces(both if other is None else number, other) is None
+    assert join_spaces(box, {**box, "shape": [3]}) is None
     ints = np.zeros((4, 2), np.int64)
     assert _describe_space(ints)["low"] == [np.iinfo(np.int64).min] * 2 and _describe_space(ints > 0)["high"] == [
         True,

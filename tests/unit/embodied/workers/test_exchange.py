@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlhpc.embodied.rollout.slot_map import SlotMap, within
+from rlhpc.embodied.rollout.slot_map import SlotMap, relative_slice
 from rlhpc.runtime.errors import ConfigError
 
 LAYOUTS = [
@@ -90,7 +90,7 @@ def test_keys_of_those_who_act_after_others_have_come_and_gone():
 
 
 def test_within():
-    assert within(range(6, 8), range(4, 12)) == slice(2, 4)
+    assert relative_slice(range(6, 8), range(4, 12)) == slice(2, 4)
 
 
 @pytest.mark.parametrize(
