@@ -345,7 +345,9 @@ class Channel:
         leased_items, frame_offset = list[tuple[Any, int]](), 1
         releases: list[Callable[[], None]] = []
         for item_id, count in pickle.loads(reply[0]):
-            leased_items.append((service.unpack(reply[frame_offset : frame_offset + count], later=releases), item_id))
+            leased_items.append(
+                (service.unpack(reply[frame_offset : frame_offset + count], releases=releases), item_id)
+            )
             frame_offset += count
         if not keep_leases:
             item_ids = [item_id for _, item_id in leased_items]

@@ -36,14 +36,14 @@ class FailurePolicy:
 
     Attributes:
         phase: Phase of the session.
-        first: First failure, which has caused the later ones; None if nothing has failed.
-        past: Failure that happened before the current groups were launched.
+        first_failure: First failure, which has caused the later ones; None if nothing has failed.
+        past_failure: Failure that happened before the current groups were launched.
     """
 
     def __init__(self) -> None:
         self.phase = SessionPhase.STARTING
-        self.first: RlhpcError | None = None
-        self.past: RlhpcError | None = None
+        self.first_failure: RlhpcError | None = None
+        self.past_failure: RlhpcError | None = None
         self._policies = _STRICT
 
     @property
@@ -65,9 +65,9 @@ class FailurePolicy:
 
     def take(self, failure: RlhpcError) -> bool:
         """Records a failure if it is the first one, because later failures are its consequences; returns whether it is."""
-        if self.first is not None:
+        if self.first_failure is not None:
             return False
-        self.first = failure
+        self.first_failure = failure
         return True
 
     def is_departure(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
@@ -87,7 +87,7 @@ class FailurePolicy:
             return False
         replica = self.replica_of(group, rank)
         remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
-        return self.first is None and len(remaining) >= elastic[group]
+        return self.first_failure is None and len(remaining) >= elastic[group]
 
     def replica_of(self, group: str, rank: int) -> range:
         """Returns the ranks of a rank's replica, including itself."""
@@ -96,12 +96,12 @@ class FailurePolicy:
 
     def forgive(self) -> None:
         """Forgets the first failure, because the session recovers from it."""
-        self.first = None
+        self.first_failure = None
 
     def archive_failure(self) -> None:
-        """Moves the first failure to `past`, because new groups are launched after it."""
-        if self.first is not None:
-            self.past, self.first = self.first, None
+        """Moves the first failure to `past_failure`, because new groups are launched after it."""
+        if self.first_failure is not None:
+            self.past_failure, self.first_failure = self.first_failure, None
 
     def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that may stay alive after a failure.
@@ -201,7 +201,7 @@ class HeartbeatMonitor:
                 continue
             if pause_s > _DRIVER_PAUSE_S:
                 member.alive += pause_s
-            silent = now - member.alive
+            silent_s = now - member.alive
             lease_s = LOST_S if not is_joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
             if (
                 is_joined
@@ -210,9 +210,9 @@ class HeartbeatMonitor:
             ):
                 self._unreachable.discard(spec.incarnation)
                 self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
-            elif silent > (self._failures.policies.of(spec.group).lease_s or lease_s):
-                self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent:.0f} s"))
-            elif silent > SUSPECT_S and not member.suspect:
+            elif silent_s > (self._failures.policies.of(spec.group).lease_s or lease_s):
+                self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent_s:.0f} s"))
+            elif silent_s > SUSPECT_S and not member.suspect:
                 member.suspect = True
                 suspects.append(member)
         for member in suspects[:_MAX_NAMED]:

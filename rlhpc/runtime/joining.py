@@ -318,13 +318,13 @@ def stay(
 
 
 def _await_driver(
-    registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
+    registry_root: Path, previous_generation: str, over: Callable[[], bool], patience_s: float, silent: bool
 ) -> DriverConnection | None:
     """Waits for a driver of the run and connects to it.
 
     Args:
         registry_root: The run's registry folder.
-        before: Generation of the previous driver; "" for the first driver.
+        previous_generation: Generation of the previous driver; "" for the first driver.
         over: Returns True to end the wait.
         patience_s: Seconds to wait.
         silent: Also accept the previous driver if it answers again.
@@ -334,10 +334,10 @@ def _await_driver(
     """
     deadline = time.monotonic() + patience_s
     while True:
-        if not before and not patience_s:
+        if not previous_generation and not patience_s:
             return DriverConnection(registry_root)
         with contextlib.suppress(ConfigError, OSError):
-            is_new = (registry_root / CURRENT).read_text() != before
+            is_new = (registry_root / CURRENT).read_text() != previous_generation
             if is_new or silent:
                 connection = DriverConnection(registry_root)
                 if is_new or (connection.lives(over) and not over()):

@@ -384,10 +384,10 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
 _POLL_MS = 200
 
 
-def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
+def worker_failed(error: dict[str, Any], call_text: str, record: dict[str, Any]) -> WorkerFailed:
     """Returns the driver-side exception for an error that a worker reported with `describe_error`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
-    origin = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
+    origin = f"raised in {call_text} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     message = f"{error['text']}\n  {origin}\n{error['traceback'].rstrip()}"
     if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # a traceback would not help
         message = f"{cause}\n  {origin}"

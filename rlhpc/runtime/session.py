@@ -158,7 +158,7 @@ class Session:
     @property
     def failure(self) -> RlhpcError | None:
         """First failure; None if nothing has failed, or if the session has recovered."""
-        return self.failures.first
+        return self.failures.first_failure
 
     @property
     def members(self) -> dict[str, Member]:
@@ -403,16 +403,16 @@ class Session:
         all_ready, deadline = state_check("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
-                if self.failures.past is not None and any(member.state == "ended" for member in started):
+                if self.failures.past_failure is not None and any(member.state == "ended" for member in started):
                     break  # the failure happened before another group was launched
                 self.ranks.changed.wait(min(remaining_s, _CHECK_S))
                 self._raise_if_stopped()
         if (
-            self.failures.past is not None
+            self.failures.past_failure is not None
             and self.failure is None
             and any(member.state == "ended" for member in started)
         ):
-            self.fail(self.failures.past)
+            self.fail(self.failures.past_failure)
         self.check()
         missing_members = [member for member in started if member.state != "ready"]
         if missing_members:

@@ -87,9 +87,9 @@ class TcpListener:
                 _reset(fd)
         return admitted
 
-    def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
-        """Starts a thread that accepts connections and calls `take` with each connection."""
-        return Acceptor(self, take, name)
+    def serve(self, handle: Callable[[socket.socket], None], name: str) -> Acceptor:
+        """Starts a thread that accepts connections and calls `handle` with each connection."""
+        return Acceptor(self, handle, name)
 
     def close(self) -> None:
         """Stops listening; the kernel resets the connections in the queue."""
@@ -141,12 +141,12 @@ class Acceptor:
 
     Args:
         listener: The listener.
-        take: Called with each connection, on this thread.
+        handle: Called with each connection, on this thread.
         name: Name of the thread.
     """
 
-    def __init__(self, listener: TcpListener, take: Callable[[socket.socket], None], name: str) -> None:
-        self._listener, self._handle = listener, take
+    def __init__(self, listener: TcpListener, handle: Callable[[socket.socket], None], name: str) -> None:
+        self._listener, self._handle = listener, handle
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()

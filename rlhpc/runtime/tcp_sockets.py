@@ -168,8 +168,8 @@ def _address(text: str) -> tuple[str, int]:
     return _host(struct.pack(f"={len(host_words)}I", *host_words)), int(port, 16)
 
 
-def _host(packed: bytes) -> str:
-    address = ipaddress.ip_address(packed)
+def _host(address_bytes: bytes) -> str:
+    address = ipaddress.ip_address(address_bytes)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(address) if mapped is None else f"::ffff:{mapped}"
 

@@ -49,11 +49,11 @@ def ignore_job_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = lambda: False) -> None:
-    """Makes SIGTERM call `act` and end this process at once, even while the main thread is busy.
+def before_sigterm(action: Callable[[], None], ends_itself: Callable[[], bool] = lambda: False) -> None:
+    """Makes SIGTERM call `action` and end this process at once, even while the main thread is busy.
 
     Args:
-        act: Called before the process ends.
+        action: Called before the process ends.
         ends_itself: Called first; returns True if the process will end by itself, and SIGTERM must not end it.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -65,7 +65,7 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
             return
         if ending.acquire(blocking=False):
             with contextlib.suppress(Exception):
-                act()
+                action()
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python allows this only on the main thread
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -332,7 +332,7 @@ class WeightReceiver:
                 slot.reader,
                 share,
                 in_place=not chunk.retained,
-                later=[],
+                releases=[],
                 forwarder=upstream,
                 lock=not chunk.retained,
             )

@@ -35,9 +35,9 @@ class GracefulLeave:
         self._action: Callable[[], None] | None = None
         self._ends_itself = False
 
-    def set_action(self, act: Callable[[], None] | None) -> None:
+    def set_action(self, action: Callable[[], None] | None) -> None:
         """Sets the action that runs before the rank ends; with None the rank may end at any moment."""
-        self._action, self._is_staying = act, False
+        self._action, self._is_staying = action, False
 
     def stay(self) -> None:
         """Makes the rank report a notice to the driver and still take calls, until `set_action` is called."""

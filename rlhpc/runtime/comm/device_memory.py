@@ -425,14 +425,14 @@ class DevicePool:
         buffer = self._buffers.get(path)
         return None if buffer is None else (buffer.memory, buffer.event)
 
-    def to_host(self, path: str, reader: int, why: str) -> Any:
+    def to_host(self, path: str, reader: int, reason: str) -> Any:
         """Returns a uint8 copy on the host for a reader that cannot read the buffer, and frees the buffer for that reader.
 
         Args:
             path: Path of the buffer's lease.
             reader: Number of the reader.
-            why: Reason why the reader cannot open the buffer; empty if it computes on an accelerator that is no peer. With a
-                reason, later messages no longer use accelerator buffers.
+            reason: Reason why the reader cannot open the buffer; "" if its accelerator is no peer of the sender's accelerator.
+                With a reason, later messages no longer use accelerator buffers.
 
         Raises:
             ChannelError: The message was dropped.
@@ -444,8 +444,8 @@ class DevicePool:
             buffer.event.wait()
             host_copy = buffer.device.to_host(buffer.memory[: buffer.size])
             end_use(buffer.lease, reader)
-        if why:
-            self._stop_sharing(f"another process cannot open it ({why})")
+        if reason:
+            self._stop_sharing(f"another process cannot open it ({reason})")
         return host_copy
 
     def forget_process(self, process: str) -> None:
@@ -504,7 +504,9 @@ class DevicePool:
         del self._buffers[buffer.path]
         unlink(buffer.path)
 
-    def _stop_sharing(self, why: str) -> None:
+    def _stop_sharing(self, reason: str) -> None:
         if not self._is_stopped:
             self._is_stopped = True
-            log.warning("tensors cannot stay on the accelerator on their way, and are copied through the host: %s", why)
+            log.warning(
+                "tensors cannot stay on the accelerator on their way, and are copied through the host: %s", reason
+            )

@@ -328,7 +328,7 @@ class Packed:
         origin: Origin,
         readers: int = 1,
         lender: Lender | None = None,
-        lane: DevicePool | None = None,
+        device_pool: DevicePool | None = None,
         inline: bool = False,
         holders: Sequence[str] = (),
     ) -> None:
@@ -341,14 +341,14 @@ class Packed:
             readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
             lender: Lender of this process, if all readers are on other hosts. They then read large data directly from the
                 object's memory, which must not change until `settle`.
-            lane: Device pool, if all readers compute on this process's accelerator. Large tensors then stay on the
+            device_pool: Device pool, if all readers compute on this process's accelerator. Large tensors then stay on the
                 accelerator, if the pool has room for them.
             inline: Put all data into the message, so that readers need nothing else from this process.
             holders: For each reader, the reader's process or the process that stores its message. When this process ends, the
                 data is free for the reader; see `shared_memory.ShmSegment`.
         """
         self._device_message: DeviceMessage | None = None
-        buffers = None if lane is None else self._write_to_device(obj, lane, readers, holders)
+        buffers = None if device_pool is None else self._write_to_device(obj, device_pool, readers, holders)
         if buffers is None:
             self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -370,7 +370,9 @@ class Packed:
         if self._device_message is not None:
             self.segment = PATH_SEPARATOR.join(filter(None, (self._path, self._device_message.path)))
 
-    def _write_to_device(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
+    def _write_to_device(
+        self, obj: Any, device_pool: DevicePool, readers: int, holders: Sequence[str]
+    ) -> list[Any] | None:
         """Copies the object's tensors on the accelerator into a buffer of the pool, and pickles the rest of the object.
 
         Returns:
@@ -383,7 +385,7 @@ class Packed:
         self._data, buffers = dumps(obj, device_tensors)
         if sum(tensor.nbytes for tensor in device_tensors.tensors) < INLINE_LIMIT:
             return None if device_tensors.tensors else buffers
-        self._device_message = lane.write(device_tensors.tensors, readers, holders)
+        self._device_message = device_pool.write(device_tensors.tensors, readers, holders)
         return None if self._device_message is None else buffers
 
     def frames(self, reader: int = 0, share: HostReader | None = None) -> list[Any]:
@@ -423,9 +425,9 @@ class Packed:
 
 
 #: Function (origin, path, size, reader, share) that returns the contents of another host's segment, with its layout.
-Fetch = Callable[[Origin, str, int, int, HostReader | None], memoryview]
+FetchSegment = Callable[[Origin, str, int, int, HostReader | None], memoryview]
 #: Function (device_message, origin, reader) that returns the tensors in a sender's accelerator buffer.
-Land = Callable[[DeviceMessage, Origin, int], list[Any]]
+ReceiveTensors = Callable[[DeviceMessage, Origin, int], list[Any]]
 
 
 def refuse_device_message(device_message: DeviceMessage, origin: Origin, reader: int) -> list[Any]:
@@ -441,8 +443,8 @@ def unpack(
     frames: Sequence[Buffer],
     host: str,
     mappings: Mappings,
-    fetch: Fetch,
-    land: Land = refuse_device_message,
+    fetch: FetchSegment,
+    land: ReceiveTensors = refuse_device_message,
     *,
     borrow: bool = False,
 ) -> Any:

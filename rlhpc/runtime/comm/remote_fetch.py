@@ -104,7 +104,7 @@ class Fetching:
         share: HostReader | None,
         *,
         in_place: bool,
-        later: list[Callable[[], None]] | None = None,
+        releases: list[Callable[[], None]] | None = None,
         forwarder: tuple[ForwardingProcess, str] | None = None,
         lock: bool = False,
     ) -> memoryview:
@@ -117,7 +117,7 @@ class Fetching:
             reader: Number of this reader.
             share: Index of this process, if several processes of this host share a copy and are one reader.
             in_place: For shared data, as in `Mappings.lease`.
-            later: List for the function that releases the segment at its owner; the caller calls this function. By default
+            releases: List for the function that releases the segment at its owner; the caller calls this function. By default
                 the segment is released as soon as the data has been received.
             forwarder: Process from which the data is requested first, and the name of the data in that process.
             lock: Page-lock the memory, if this process has an accelerator, so that the accelerator can copy from it by DMA.
@@ -131,7 +131,7 @@ class Fetching:
             def release() -> None:
                 self._peers.release(origin.bulk, path, reader)
 
-            release() if later is None else later.append(release)
+            release() if releases is None else releases.append(release)
 
         if share is None:
             view = self._receive_buffers.take(HEADER + size, lock=lock)
@@ -174,7 +174,7 @@ class Fetching:
 _HOST_COPY_TIMEOUT_S = 60.0
 
 #: Function (origin, path, size) that returns the contents of a segment, with its layout.
-Read = Callable[[Origin, str, int], memoryview]
+ReadSegment = Callable[[Origin, str, int], memoryview]
 
 
 class DeviceChannel:
@@ -191,7 +191,7 @@ class DeviceChannel:
         consumers: Host and accelerator of each (group, rank) to which this process has sent.
     """
 
-    def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
+    def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: ReadSegment) -> None:
         self.pool = DevicePool(scratch, endpoint)
         self._mappings = DeviceMappings(self.pool.local)
         self._peers, self._read = peers, read
@@ -243,8 +243,8 @@ class DeviceChannel:
         except NotReadable as error:
             return self._request_host_copy(device_message, origin, reader, str(error))
 
-    def _request_host_copy(self, device_message: DeviceMessage, origin: Origin, reader: int, why: str) -> list[Any]:
-        request = pickle.dumps((device_message.path, reader, why))
+    def _request_host_copy(self, device_message: DeviceMessage, origin: Origin, reader: int, reason: str) -> list[Any]:
+        request = pickle.dumps((device_message.path, reader, reason))
         purpose = "the sender of a message to copy it from its accelerator"
         (reply,) = self._peers.request(
             choose(device_message.endpoint), b"TO_HOST", [request], _HOST_COPY_TIMEOUT_S, purpose

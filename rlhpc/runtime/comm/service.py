@@ -243,17 +243,17 @@ class Service:
                     discard(item.segment)
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
-    def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
-        """Calls `act` with a new waiter under the lock, waits for the answer, and returns the items.
+    def wait_local(self, action: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
+        """Calls `action` with a new waiter under the lock, waits for the answer, and returns the items.
 
         Raises:
             DeadlineExceeded: No answer arrived within `timeout` seconds.
-            queue.Empty: `act` returned False, because the operation does not wait.
+            queue.Empty: `action` returned False, because the operation does not wait.
             ChannelError: The channel was closed.
         """
         answer = LocalAnswer()
         with self.lock:
-            if not act(answer):
+            if not action(answer):
                 raise queue.Empty
         if answer.items is None:
             try:
@@ -393,17 +393,17 @@ class Service:
         return Packed(obj, self.pool, self.origin, readers, lender, device_pool, inline, holders)
 
     def unpack(
-        self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
+        self, frames: Sequence[Any], *, borrow: bool = False, releases: list[Callable[[], None]] | None = None
     ) -> Any:
         """Rebuilds an object from the frames that the transport delivered.
 
         Args:
             frames: The received frames.
             borrow: The caller only reads the result.
-            later: List for the functions that release data on other hosts; the caller calls these functions after the item is
-                acknowledged. By default the data is released at once.
+            releases: List for the functions that release data on other hosts; the caller calls them after it has acknowledged
+                the item. By default the data is released at once.
         """
-        fetch = functools.partial(self.fetch, in_place=borrow, later=later)
+        fetch = functools.partial(self.fetch, in_place=borrow, releases=releases)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
 
     def _read(self, origin: Origin, path: str, size: int) -> memoryview:

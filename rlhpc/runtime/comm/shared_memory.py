@@ -131,17 +131,17 @@ class ShmSegment:
         readers: Number of readers of the current data.
         holders: For each reader, the reader's process or the process that stores its message (`host.process_key`); "" if the
             process is unknown. When the process ends, the data is free for this reader.
-        checked: Time (`time.monotonic`) at which the writer last checked whether readers have ended.
+        last_check: Time (`time.monotonic`) at which the writer last checked whether readers have ended.
         pooled: Whether the segment may be reused; a segment on disk may not.
-        written: Time (`time.monotonic`) at which the current data was written.
+        write_time: Time (`time.monotonic`) at which the current data was written.
         locked: Page-locked tensor over the memory, which must live as long as the segment.
     """
 
-    __slots__ = ("capacity", "checked", "holders", "locked", "memory", "path", "pooled", "readers", "written")
+    __slots__ = ("capacity", "holders", "last_check", "locked", "memory", "path", "pooled", "readers", "write_time")
 
     def __init__(self, path: str, capacity: int, memory: mmap.mmap, pooled: bool) -> None:
         self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, pooled
-        self.readers, self.written, self.checked = 0, 0.0, 0.0
+        self.readers, self.write_time, self.last_check = 0, 0.0, 0.0
         self.holders: Sequence[str] = ()
         self.locked: Any = None
 
@@ -447,7 +447,7 @@ class SegmentPool:
         return segment
 
     def _mark_in_use(self, segment: ShmSegment, readers: int, keep: bool, holders: Sequence[str]) -> None:
-        segment.readers, segment.holders, segment.written = readers, holders, time.monotonic()
+        segment.readers, segment.holders, segment.write_time = readers, holders, time.monotonic()
         await_readers(segment.memory, readers, keep)
         with self._lock:
             if not keep:
@@ -529,14 +529,14 @@ class SegmentPool:
         """Checks the segment at the front of the queue of segments in use: recycles, forgets or requeues it."""
         segment = self._busy.popleft()
         now = time.monotonic()
-        if now - max(segment.written, segment.checked) > _CHECK_S:
-            segment.checked = now
+        if now - max(segment.write_time, segment.last_check) > _CHECK_S:
+            segment.last_check = now
             free_ended(segment.memory, segment.readers)
         if segment.free():
             self._make_idle(segment)
             return
         has_awaited = segment.awaited()
-        is_expired = segment.readers > 1 and now - segment.written > self._patience
+        is_expired = segment.readers > 1 and now - segment.write_time > self._patience
         if (
             (len(self._busy) >= _MAX_BUSY and not has_awaited)
             or (not segment.pooled and not has_awaited)

@@ -95,11 +95,11 @@ def test_what_can_be_recovered_from(settled: str, possible: bool) -> None:
 def test_the_first_failure_counts() -> None:
     policy, first = FailurePolicy(), died("env")
     assert policy.take(first) and not policy.take(died("actor"))
-    assert policy.first is first and policy.past is None
+    assert policy.first_failure is first and policy.past_failure is None
     policy.archive_failure()
-    assert policy.first is None and policy.past is first
+    assert policy.first_failure is None and policy.past_failure is first
     policy.archive_failure()
-    assert policy.past is first, "nothing has failed since"
+    assert policy.past_failure is first, "nothing has failed since"
     assert policy.take(died("actor"))
 
 

@@ -47,7 +47,7 @@ def between(scratch: Scratch, data: np.ndarray) -> Iterator[tuple[Serving, Servi
     origin, asked = Origin("elsewhere", "", owner.server.endpoint), ForwardingProcess(above.server.endpoint)
 
     def fetch() -> np.ndarray:
-        memory = third.fetch(origin, path, SIZE, 0, None, in_place=True, later=[], forwarder=(asked, NAME))
+        memory = third.fetch(origin, path, SIZE, 0, None, in_place=True, releases=[], forwarder=(asked, NAME))
         return np.frombuffer(memory, np.uint8)[HEADER:]
 
     yield owner, above, asked, fetch
