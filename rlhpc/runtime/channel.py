@@ -129,7 +129,7 @@ class Channel:
     def __reduce__(self) -> tuple[Any, ...]:
         return Channel, (self.name, self._homes, self._maxsize)
 
-    def _home(self, key: str) -> dict[str, str]:
+    def _home_of(self, key: str) -> dict[str, str]:
         if len(self._homes) == 1:
             return self._homes[0]
         index = int(key) if key.isdigit() else zlib.crc32(key.encode())
@@ -157,7 +157,7 @@ class Channel:
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
-        consumer, holders = self._consumers.get(key), [process_key(self._home(key))]
+        consumer, holders = self._consumers.get(key), [process_key(self._home_of(key))]
         if consumer is None:
             packed = context.service.pack(item, holders=holders)
         else:
@@ -186,7 +186,7 @@ class Channel:
             QueueFull: The channel is full.
         """
         context = current()
-        packed = context.service.pack(item, holders=[process_key(self._home(str(key)))])
+        packed = context.service.pack(item, holders=[process_key(self._home_of(str(key)))])
         self._put(context, packed, weight, str(key), False)
 
     def _put(
@@ -199,7 +199,7 @@ class Channel:
         confirm: bool = False,
         home_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        service, home = context.service, self._home(key)
+        service, home = context.service, self._home_of(key)
         purpose = f"room in channel {self.name!r}, key {key!r}"
         try:
             if home["ipc"] == service.endpoint["ipc"]:
@@ -292,7 +292,7 @@ class Channel:
     @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item, so that the item is not requeued if this process ends."""
-        home = choose(self._home(lease.key))
+        home = choose(self._home_of(lease.key))
         current().service.peers.post(home, b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
@@ -303,7 +303,7 @@ class Channel:
         return self._get(current(), str(key), float(target_weight), True, None)
 
     def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
-        service, home = context.service, self._home(key)
+        service, home = context.service, self._home_of(key)
         timeout = context.wait_deadline if timeout is None else timeout
         consumer = ConsumerLocation(context.host, address())
         service.lane.settle()
@@ -334,7 +334,7 @@ class Channel:
         keep_leases: bool = False,
     ) -> list[tuple[Any, int]]:
         """Returns items with their numbers from a home in another process; acknowledges them unless `keep_leases`."""
-        service, home = context.service, self._home(key)
+        service, home = context.service, self._home_of(key)
         purpose = f"an item in channel {self.name!r}, key {key!r}"
         header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))
         try:
@@ -359,7 +359,7 @@ class Channel:
     # -- inspection -----------------------------------------------------------------------------------------------
 
     def _count_and_fullness(self, key: str) -> tuple[int, bool]:
-        context, home = current(), self._home(key)
+        context, home = current(), self._home_of(key)
         context.check()
         if home["ipc"] == context.service.endpoint["ipc"]:
             with context.service.lock:

@@ -57,7 +57,7 @@ def early_output_text(member: Member) -> str:
     return last_lines(output)
 
 
-def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
+def exit_failure(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
     """Returns the failure for a rank's wait status. The message ends with `output` or, if that is empty, the log's end."""
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     cause = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (

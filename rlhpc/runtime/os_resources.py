@@ -27,7 +27,7 @@ def parse_cores(text: str) -> set[int]:
     return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
 
 
-def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
+def cores_near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
     """Returns the cores of the devices' NUMA nodes; empty if the kernel does not report them.
 
     Args:
@@ -52,13 +52,13 @@ def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     Args:
         addresses: PCI addresses of the rank's accelerators.
         threads: Number of cores that the rank needs.
-        pci: See `near`.
+        pci: See `cores_near`.
 
     Returns:
         Text with the action and its reason, for the log.
     """
     cores = os.sched_getaffinity(0)
-    near_cores = near(addresses, pci) & cores
+    near_cores = cores_near(addresses, pci) & cores
     if not near_cores:
         return "not bound: the kernel does not tell of a granted core that is near its accelerators"
     if near_cores == cores:

@@ -29,8 +29,8 @@ from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.membership import (
     Membership,
     RankTable,
-    death,
     early_output_text,
+    exit_failure,
     state_check,
 )
 from rlhpc.runtime.network import job_address
@@ -176,7 +176,7 @@ class Session:
     def exited(self, member: Member, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
         if self.ranks.processes_ended([member]):
-            self.fail(death(member.spec, status, early_output_text(member)))
+            self.fail(exit_failure(member.spec, status, early_output_text(member)))
 
     def job_gone(self, job: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""

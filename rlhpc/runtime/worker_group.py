@@ -47,10 +47,10 @@ class WorkerGroup:
     """
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        hidden = [name for name in vars(WorkerGroup) if name[0] != "_" and callable(getattr(cls, name, None))]
-        if hidden:
+        clashes = [name for name in vars(WorkerGroup) if name[0] != "_" and callable(getattr(cls, name, None))]
+        if clashes:
             raise ConfigError(
-                f"{cls.__name__}.{hidden[0]} could not be called: a group has {hidden[0]!r} of its own. Give the method "
+                f"{cls.__name__}.{clashes[0]} could not be called: a group has {clashes[0]!r} of its own. Give the method "
                 f"another name (taken: {', '.join(name for name in vars(WorkerGroup) if name[0] != '_')})"
             )
         self._cls, self._args, self._kwargs = cls, args, kwargs or {}
@@ -123,11 +123,11 @@ class WorkerGroup:
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             )  # fmt: skip
         started = [member for member in self._members if member.spec.rank in restarted_ranks]
-        alive = [record for record in self._records if record["rank"] not in restarted_ranks]
+        alive_records = [record for record in self._records if record["rank"] not in restarted_ranks]
 
         def arrival() -> list[dict[str, Any]]:
-            arrived = session.arrived(self.name, started, self._timeout)
-            return sorted([*alive, *arrived], key=lambda record: int(record["rank"]))
+            arrived_records = session.arrived(self.name, started, self._timeout)
+            return sorted([*alive_records, *arrived_records], key=lambda record: int(record["rank"]))
 
         self._arrival = arrival
         return self
@@ -216,8 +216,8 @@ class WorkerGroup:
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts only the next call to these ranks; returns the group."""
-        joined = {record["rank"] for record in self._records}
-        unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
+        joined_ranks = {record["rank"] for record in self._records}
+        unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined_ranks]
         if unknown_ranks or not ranks:
             raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
         self._selected_ranks = sorted(set(ranks))
@@ -243,8 +243,10 @@ class WorkerGroup:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
             client = _client()
             client._check()
-            present = [record for record in self._records if not client.has_left(record)]
-            records = present if ranks is None else [record for record in present if record["rank"] in ranks]
+            present_records = [record for record in self._records if not client.has_left(record)]
+            records = (
+                present_records if ranks is None else [record for record in present_records if record["rank"] in ranks]
+            )
             # The requested ranks may all have left; the handle then has no results.
             return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
 

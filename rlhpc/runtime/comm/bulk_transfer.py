@@ -56,9 +56,11 @@ class BulkConnection:
         self._key = b""
 
     def compute_proof(self, role: bytes, transcript: bytes) -> bytes:
+        """Returns the HMAC with which a side proves that it knows the generation's secret."""
         return hmac.digest(self._secret, role + transcript, "sha256")
 
     def derive_key(self, transcript: bytes) -> None:
+        """Sets the connection's key, derived from the secret and the challenges of both sides."""
         self._key = self.compute_proof(b"link", transcript)
 
     def _mac(self, direction: int, body: bytes) -> bytes:
@@ -66,6 +68,7 @@ class BulkConnection:
         return hmac.digest(self._key, self._roles[direction] + b"%d " % self._counts[direction] + body, "sha256")
 
     def send(self, body: bytes) -> None:
+        """Sends a message with its size and its HMAC."""
         self.sock.sendall(SIZE.pack(len(body)) + body + self._mac(0, body))
 
     def receive(self, check: Callable[[], None]) -> bytes:
@@ -81,6 +84,7 @@ class BulkConnection:
         return message[:size]
 
     def receive_exactly(self, size: int, check: Callable[[], None]) -> bytes:
+        """Receives and returns `size` bytes; raises as `receive_into` does."""
         received = bytearray(size)
         self.receive_into(memoryview(received), check)
         return bytes(received)

@@ -208,13 +208,13 @@ class HostReader(NamedTuple):
 
     Attributes:
         name: Unique name of the message on this host.
-        number, of: Index of this receiver, and number of receivers.
+        number, num_receivers: Index of this receiver, and number of receivers.
         holders: Processes of the receivers (`host.process_key`), if known.
     """
 
     name: str
     number: int
-    of: int
+    num_receivers: int
     holders: tuple[str, ...] = ()
 
 
@@ -247,7 +247,7 @@ def fetch_once_per_host(
         num_before, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
         path = path or fetch()
         num_arrived = int(num_before or 0) + 1
-        if num_arrived == share.of:
+        if num_arrived == share.num_receivers:
             meeting_file.unlink(missing_ok=True)
         else:
             os.pwrite(fd, f"{num_arrived} {path}".encode(), 0)

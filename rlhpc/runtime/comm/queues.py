@@ -110,6 +110,7 @@ class ChannelState:
         return 0 if queue is None else len(queue.items)
 
     def full(self, key: str, nbytes: int = 0) -> bool:
+        """Returns whether a put of `nbytes` bytes under a key has to wait."""
         count = self.count(key)
         if self.maxsize and count >= self.maxsize:
             return True

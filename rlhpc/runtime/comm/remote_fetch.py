@@ -139,11 +139,11 @@ class Fetching:
             return view
 
         def receive_for_all() -> str:
-            segment = self._pool.reserve(size, share.of, holders=share.holders)
+            segment = self._pool.reserve(size, share.num_receivers, holders=share.holders)
             try:
                 receive(memoryview(segment.memory))
             except BaseException:
-                for reader_index in range(share.of):
+                for reader_index in range(share.num_receivers):
                     discard(segment.path, reader_index)
                 raise
             return segment.path

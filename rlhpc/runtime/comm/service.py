@@ -228,6 +228,11 @@ class Service:
             self._sockets.wake()
 
     def channel(self, name: str) -> ChannelState:
+        """Returns the state of a channel that this process stores.
+
+        Raises:
+            ChannelError: This process stores no channel with this name.
+        """
         try:
             return self.channels[name]
         except KeyError:

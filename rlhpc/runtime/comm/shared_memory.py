@@ -608,6 +608,7 @@ class SegmentPool:
 
 
 def default_idle(scratch: Scratch) -> int:
+    """Returns the default bytes of free segments that a pool retains: a sixteenth of the shared memory, at most 2 GiB."""
     try:
         fs_stats = os.statvfs(scratch.shm)
     except OSError:

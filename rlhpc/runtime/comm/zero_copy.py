@@ -120,11 +120,13 @@ class Lender:
         self._lent_buffers: dict[str, LentBuffers] = {}
 
     def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> LentBuffers:
+        """Registers buffers that other hosts read in place; see `LentBuffers`."""
         lent_buffers = LentBuffers(buffers, readers, self._changed, holders)
         self._lent_buffers[lent_buffers.name] = lent_buffers
         return lent_buffers
 
     def find(self, name: str) -> LentBuffers | None:
+        """Returns the buffers with this name; None if all readers have released them."""
         return self._lent_buffers.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:

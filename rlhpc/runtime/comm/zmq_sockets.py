@@ -108,6 +108,7 @@ class TcpPort:
         self.is_shut = False
 
     def shut(self, should_shut: bool) -> None:
+        """Makes the kernel drop new connection requests to the port, or accept them again."""
         if should_shut and not self.is_shut:
             drop_filter = ctypes.create_string_buffer(_DROP, len(_DROP))
             self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_filter)))

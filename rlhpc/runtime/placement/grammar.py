@@ -21,7 +21,7 @@ class _Segment:
     processes: tuple[int, ...]
 
 
-def _numbers(text: str, total: int | None, make_error: MakeError) -> list[int]:
+def _parse_ranks(text: str, total: int | None, make_error: MakeError) -> list[int]:
     """Parses a rank, a range, or (if `total` is given) `all`."""
     text = text.strip()
     if text.lower() == "all":
@@ -41,7 +41,7 @@ def _numbers(text: str, total: int | None, make_error: MakeError) -> list[int]:
     return list(range(first_number, last_number + 1))
 
 
-def _segments(text: str, resources: int, make_error: MakeError) -> list[_Segment]:
+def _split_segments(text: str, resources: int, make_error: MakeError) -> list[_Segment]:
     """Splits a placement into segments.
 
     Parts without `:` before a part with `:` have two possible meanings. They are separate segments with one process per
@@ -63,11 +63,11 @@ def _segments(text: str, resources: int, make_error: MakeError) -> list[_Segment
             raise make_error(part_text, "ranks are missing; write resource ranks, or resource ranks:process ranks")
         if ":" in process_text:
             raise make_error(part_text, "more than one ':'; separate segments with commas")
-        ranks = _numbers(resource_text, resources, make_error)
+        ranks = _parse_ranks(resource_text, resources, make_error)
         if not colon:
             open_parts.append((part_text, ranks))
             continue
-        process_ranks = _numbers(process_text, None, make_error)
+        process_ranks = _parse_ranks(process_text, None, make_error)
         if open_parts and process_ranks[0] != num_placed:
             for open_part in open_parts:
                 add_segment(*open_part)
@@ -78,8 +78,8 @@ def _segments(text: str, resources: int, make_error: MakeError) -> list[_Segment
                 segment_text,
                 f"process ranks start at {process_ranks[0]} instead of {num_placed}: they count up from 0 without gaps",
             )
-        joined = [r for _, rs in open_parts for r in rs] + ranks
-        segments.append(_Segment(segment_text, tuple(joined), tuple(process_ranks)))
+        resource_ranks = [r for _, rs in open_parts for r in rs] + ranks
+        segments.append(_Segment(segment_text, tuple(resource_ranks), tuple(process_ranks)))
         num_placed, open_parts = num_placed + len(process_ranks), []
     for open_part in open_parts:
         add_segment(*open_part)
@@ -113,7 +113,7 @@ def parse_placement(
 
     processes: list[list[int]] = []
     previous_rank = -1
-    for segment in _segments(text, resources, make_error):
+    for segment in _split_segments(text, resources, make_error):
         for rank in segment.resources:
             if rank <= previous_rank:
                 raise make_error(

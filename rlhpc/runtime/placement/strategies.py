@@ -175,6 +175,7 @@ class NodePlacementStrategy:
 
 
 def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, origin: str) -> list[Placement]:
+    """Returns placements of processes on accelerators of a node group, from the accelerator ranks of each process."""
     available = cluster.accelerators_of(label)
     locations = [
         _locate(available, label, ranks, f"{origin}: process {index}") for index, ranks in enumerate(processes)
@@ -183,6 +184,7 @@ def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label:
 
 
 def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, origin: str) -> list[Placement]:
+    """Returns placements of one process on each node in `ranks`, which are indices in the list `nodes` of node ranks."""
     for rank in ranks:
         if not 0 <= rank < len(nodes):
             raise PlacementError(f"{origin}: node {rank} does not exist; {extent(label, 'node', len(nodes))}")

@@ -30,4 +30,4 @@ def test_a_leased_item_is_acknowledged_where_it_was_leased(key: str, monkeypatch
     assert leased == LeasedItem("item", 7, key)
     channel.done(leased)
     [(home, kind, [message])] = posts
-    assert (home, kind) == (channel._home(key), b"ACK") and pickle.loads(message) == ("spread", [7])
+    assert (home, kind) == (channel._home_of(key), b"ACK") and pickle.loads(message) == ("spread", [7])
